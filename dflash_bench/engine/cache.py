@@ -1,0 +1,97 @@
+"""A key-value cache that is allocated once: rows have lengths of their own, and rolling back is forgetting.
+
+Whoever runs a forward pass first says where its tokens go (`place`), then the layers write. A token at position t of
+a row is stored at index t, so what lies beyond a row's length is stale, masked, and overwritten by what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values [B, heads, capacity, D] per layer; buffers appear at a layer's first write and then stay."""
+
+    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
+        self.num_rows, self.capacity, self.device = num_rows, capacity, device
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows = torch.arange(num_rows, device=device)[:, None]
+        self._steps = torch.arange(capacity, device=device)
+        self._start: int | None = 0
+        self._visible = 0
+        self.positions = self._steps[None, :0]
+
+    def place(self, starts: Sequence[int], width: int) -> None:
+        """The next writes are `width` tokens a row, from each row's start on."""
+        self._visible = max(starts) + width
+        if self._visible > self.capacity:
+            raise IndexError(f"{self._visible} tokens do not fit into a cache of {self.capacity}")
+        # Rows that start together, one row above all, are written as a slice, without an index.
+        self._start = starts[0] if min(starts) == max(starts) else None
+        if self._start is not None:
+            self.positions = self._steps[None, self._start : self._visible].expand(self.num_rows, -1)
+        else:
+            self.positions = torch.tensor(starts, device=self.device)[:, None] + self._steps[:width]
+
+    @property
+    def visible(self) -> int:
+        """How many tokens a row's reader is shown; those past the row's own length must be masked."""
+        return self._visible
+
+    @property
+    def is_ragged(self) -> bool:
+        return self._start is None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, heads, width, D] at the place; returns everything visible, as views."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._buffer(keys), self._buffer(values))
+        stored = self._layers[layer]
+        for buffer, new in zip(stored, (keys, values), strict=True):
+            if self._start is not None:
+                buffer[:, :, self._start : self._visible] = new
+            else:
+                buffer[self._rows, :, self.positions] = new.transpose(1, 2)
+        return stored[0][:, :, : self._visible], stored[1][:, :, : self._visible]
+
+    def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
+        """Move the tokens of a tree path [B, M], counted from each row's start, to be contiguous from the start."""
+        start = torch.tensor(starts, device=self.device)[:, None]
+        source, target = start + path, start + self._steps[: path.shape[1]]
+        for buffers in self._layers.values():
+            for buffer in buffers:
+                # The right side is gathered before anything is written, so overlap does no harm.
+                buffer[self._rows, :, target] = buffer[self._rows, :, source]
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
+        return like.new_zeros(self.num_rows, like.shape[1], self.capacity, like.shape[3])
+
+
+def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None) -> Tensor:
+    """Additive [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
+
+    With `parents` [B, width - 1] the placed tokens are an anchor and a tree: each sees only its own ancestors among them.
+    """
+    columns = torch.arange(cache.visible, device=cache.device)
+    allowed = columns <= cache.positions[..., None]
+    if parents is not None:
+        start = cache.positions[:, :1, None]
+        inside = (columns - start[:, 0]).clamp(0, parents.shape[1])
+        among = ancestors(parents).gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
+        allowed &= (columns < start) | among
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=cache.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Parents [B, N] of tree nodes (-1 the anchor) -> [B, N + 1, N + 1], true where a column is an ancestor or itself."""
+    num_rows, width = parents.shape
+    rows = torch.arange(num_rows, device=parents.device)
+    seen = torch.eye(width + 1, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
+    for node in range(width):
+        seen[:, node + 1] |= seen[rows, parents[:, node] + 1]
+    return seen

@@ -1,0 +1,41 @@
+"""Marks in time: host clock on the CPU, events on a GPU, where the host runs ahead of the work."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    def mark(self) -> object: ...
+
+    def seconds(self, start: object, end: object) -> float: ...
+
+
+class HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: object, end: object) -> float:
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+
+
+class CudaClock:
+    """Events are recorded without waiting; reading one waits for it."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: object, end: object) -> float:
+        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,265 @@
+"""The one decoding loop: draft, verify, commit. Plain decoding is the drafter that proposes nothing.
+
+Every method shares prefill, cache, stop rules and clock, so that a speed-up compares drafts and nothing else. Each
+round moves one small tensor to the host; everything else stays where the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_bench.engine.clock import Clock
+from dflash_bench.engine.sampling import Sampler, Sampling, probabilities
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the target has read since last time, for B rows; row b has counts[b] valid places.
+
+    hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
+    anchor [B] is the last of these: committed, but not yet read.
+    """
+
+    hidden: Tensor | None
+    tokens: Tensor
+    anchor: Tensor
+    starts: list[int]
+    counts: list[int]
+
+
+class Drafter(Protocol):
+    taps: tuple[int, ...]
+    """Target layers (0-based) whose outputs it wants."""
+    num_drafts: int
+    """The most tokens it proposes in a round."""
+
+    def begin(self, num_rows: int, capacity: int) -> None: ...
+
+    def observe(self, committed: Committed) -> None: ...
+
+    def propose(self) -> Draft | None: ...
+
+
+class NoDrafter:
+    """Plain decoding."""
+
+    taps: tuple[int, ...] = ()
+    num_drafts = 0
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        pass
+
+    def observe(self, committed: Committed) -> None:
+        pass
+
+    def propose(self) -> Draft | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a row ends: after a stop token, or after this many tokens, or where the context is full."""
+
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence being decoded, as the host knows it."""
+
+    prompt: Sequence[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+    def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+        """Append up to the first stop token or the limit; returns what was appended."""
+        kept = list(new[: self.limit - len(self.tokens)])
+        for i, token in enumerate(kept):
+            if token in stop_ids:
+                kept = kept[: i + 1]
+                self.finish = "stop"
+                break
+        self.tokens += kept
+        if self.finish is None and len(self.tokens) >= self.limit:
+            self.finish = "length"
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round gave each row; `None` for rows that had already ended.
+
+    The marks belong to the clock: begin, drafted (proposal made), verified (results on the host), observing (the
+    host's bookkeeping done), end. The first round of all is prefill: it drafts nothing, `drafted` marks the first
+    token, and what follows is the draft's own prefill.
+    """
+
+    emitted: list[list[int] | None]
+    drafted: list[int]
+    accepted: list[int]
+    marks: tuple[object, object, object, object, object]
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The target produced NaN; whatever follows would be noise."""
+
+
+@torch.inference_mode()
+def decode(
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, clock: Clock
+) -> Iterator[Round]:
+    """Decode rows together, round by round, until each has ended.
+
+    Raises ValueError for an empty prompt or one that leaves no room in the context, NonFiniteLogits on NaN.
+    """
+    rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
+    # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
+    capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
+    target.tap(drafter.taps)
+    target.begin(len(rows), capacity)
+    drafter.begin(len(rows), capacity)
+    sampler = Sampler(sampling, len(rows), limits.max_new_tokens + drafter.num_drafts + 1, target.device)
+    state = _State(target, drafter, rows, limits, sampler, clock)
+    yield state.prefill()
+    while not all(row.finish for row in rows):
+        yield state.round()
+
+
+def _room(target: Target, prompt: Sequence[int], limits: Limits) -> int:
+    if not prompt:
+        raise ValueError("an empty prompt")
+    room = min(limits.max_new_tokens, target.context_length - len(prompt))
+    if room < 1:
+        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {target.context_length}")
+    return room
+
+
+class _State:
+    def __init__(
+        self, target: Target, drafter: Drafter, rows: list[Row], limits: Limits, sampler: Sampler, clock: Clock
+    ) -> None:
+        self.target, self.drafter, self.rows = target, drafter, rows
+        self.stop_ids, self.sampler, self.clock = limits.stop_ids, sampler, clock
+        self.starts = [0] * len(rows)
+        self.anchor = torch.zeros(len(rows), dtype=torch.long, device=target.device)
+
+    def prefill(self) -> Round:
+        begin = self.clock.mark()
+        lengths = [len(row.prompt) for row in self.rows]
+        output = self.target.prefill([row.prompt for row in self.rows])
+        self.anchor = self.sampler.choose(output.logits, self._places(1))[:, 0]
+        first = self._to_host(self.anchor[:, None], _has_nan(output.logits))
+        emitted: list[list[int] | None] = [
+            row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
+        ]
+        seen = self.clock.mark()
+        following = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        for b, row in enumerate(self.rows):
+            following[b, : lengths[b]] = torch.tensor([*row.prompt[1:], first[b][0]])
+        self._commit(output.hidden, following.to(self.target.device), lengths)
+        none = [0] * len(self.rows)
+        return Round(emitted, none, none, (begin, seen, seen, seen, self.clock.mark()))
+
+    def round(self) -> Round:
+        begin = self.clock.mark()
+        draft = self.drafter.propose()
+        drafted = self.clock.mark()
+        block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
+        output = self.target.forward(block, self.starts, draft.parents if draft else None)
+        verdict = self._verify(draft, output.logits)
+        tokens = following_tokens(block, verdict)
+        nan = (_has_nan(output.logits) & (_columns(block) <= verdict.num_accepted[:, None])).any(dim=1, keepdim=True)
+        # The one transfer of the round: accepted counts first, then the tokens.
+        host = self._to_host(torch.cat([verdict.num_accepted[:, None], tokens], dim=1), nan)
+        verified = self.clock.mark()
+        accepted = [values[0] for values in host]
+        alive = [row.finish is None for row in self.rows]
+        emitted = [
+            row.emit(values[1 : values[0] + 2], self.stop_ids) if live else None
+            for row, values, live in zip(self.rows, host, alive, strict=True)
+        ]
+        self.anchor = verdict.next_token
+        observing = self.clock.mark()
+        if not all(row.finish for row in self.rows):
+            self._keep(draft, verdict, output.hidden, tokens, accepted, alive)
+        width = draft.width if draft else 0
+        end = self.clock.mark()
+        return Round(emitted, [width * live for live in alive], accepted, (begin, drafted, verified, observing, end))
+
+    def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
+        if draft is not None and draft.probs is not None:
+            p = probabilities(logits, self.sampler.sampling.temperature)
+            uniform = torch.rand(p.shape[:2], device=p.device)
+            return verify_sampled(draft.tokens, p, draft.probs, uniform[:, :-1], uniform[:, -1])
+        width = draft.width if draft else 0
+        depths = None if draft is None or draft.parents is None else draft.parents
+        choices = self.sampler.choose(logits, self._places(width + 1, depths))
+        if draft is None:
+            return verify_chain(choices[:, :0], choices)
+        if draft.parents is not None:
+            return verify_tree(draft.tokens, draft.parents, choices)
+        return verify_chain(draft.tokens, choices)
+
+    def _keep(
+        self,
+        draft: Draft | None,
+        verdict: Verdict,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        accepted: list[int],
+        alive: list[bool],
+    ) -> None:
+        """Rows that have ended stand still: their work is repeated over the same places and thrown away."""
+        counts = [a + 1 if live else 0 for a, live in zip(accepted, alive, strict=True)]
+        longest = max(counts)
+        if draft is not None and draft.parents is not None:
+            path = verdict.path[:, :longest]
+            self.target.cache.keep_path(self.starts, path)
+            hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
+        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
+
+    def _commit(self, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts))
+        self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
+
+    def _places(self, width: int, parents: Tensor | None = None) -> Tensor:
+        """Which of its tokens [B, width] each row would emit after each place of a block."""
+        emitted = torch.tensor([len(row.tokens) for row in self.rows], device=self.target.device)[:, None]
+        if parents is None:
+            return emitted + torch.arange(width, device=self.target.device)
+        from dflash_bench.engine.cache import ancestors
+
+        return emitted + ancestors(parents).sum(dim=-1) - 1
+
+    def _to_host(self, values: Tensor, nan: Tensor) -> list[list[int]]:
+        """Values [B, N] as lists; NaN flags [B, 1] ride along."""
+        host: list[list[int]] = torch.cat([nan.long(), values], dim=1).tolist()
+        broken = [b for b, row in enumerate(self.rows) if host[b][0] and row.finish is None]
+        if broken:
+            raise NonFiniteLogits(f"NaN logits after {len(self.rows[broken[0]].tokens)} tokens (row {broken[0]})")
+        return [row[1:] for row in host]
+
+
+def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
+    """[B, N + 1]: along the kept path the token after each place, the next token in place of the last."""
+    after = torch.cat([verdict.path[:, 1:], verdict.path[:, -1:]], dim=1)
+    tokens = block.gather(1, after)
+    return tokens.scatter(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
+
+
+def _has_nan(logits: Tensor) -> Tensor:
+    """[B, N]; a maximum carries NaN along and costs one pass."""
+    return logits.amax(dim=-1).isnan()
+
+
+def _columns(block: Tensor) -> Tensor:
+    return torch.arange(block.shape[1], device=block.device)

@@ -1,0 +1,69 @@
+"""EAGLE-3 drafting, as a chain: a one-layer network steps token by token on its own output.
+
+After each verification it first reads the committed tokens again with the target's real features, which overwrites
+what it had made up, then proposes `num_drafts` tokens greedily.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_bench.engine.cache import KVCache, causal_mask
+from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.eagle3 import Eagle3Draft
+
+
+class Eagle3Drafter:
+    """`embedding` is the target's own; the head is the draft's."""
+
+    def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
+        self.draft, self.config = draft.eval(), draft.config
+        self.embedding, self.num_drafts = embedding, num_drafts
+        self.taps = self.config.target_layer_ids
+        self.device = draft.fc.weight.device
+        self.cache = KVCache(0, 0, self.device)
+        self.starts: list[int] = []
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.starts = [0] * num_rows
+        capacity += self.num_drafts
+        if self.cache.num_rows == num_rows and self.cache.capacity >= capacity:
+            return
+        self.cache = KVCache(num_rows, capacity, self.device)
+        weight = self.draft.fc.weight
+        self.rotary = Rotary(self.config.head_dim, self.config.rope_theta, capacity, self.device, weight.dtype)
+        self.rows = torch.arange(num_rows, device=self.device)
+        self.hidden = weight.new_zeros(num_rows, 1, self.config.hidden_size)
+        self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.device)
+
+    def observe(self, committed: Committed) -> None:
+        assert committed.hidden is not None
+        read = self._step(committed.tokens, self.draft.fc(committed.hidden), committed.starts)
+        last = torch.tensor([max(count, 1) - 1 for count in committed.counts], device=self.device)
+        self.hidden = read[self.rows, last][:, None]
+        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
+
+    def propose(self) -> Draft:
+        hidden = self.hidden
+        for i in range(self.num_drafts):
+            if i:
+                starts = [start + i - 1 for start in self.starts]
+                hidden = self._step(self.tokens[:, i - 1 : i], hidden, starts)
+            best = self.draft.logits(hidden).argmax(dim=-1)
+            self.tokens[:, i : i + 1] = self.draft.target_ids(best)
+        return Draft(self.tokens)
+
+    def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int]) -> Tensor:
+        """Token x_{t+1} goes with the feature of t, at position t."""
+        self.cache.place(starts, tokens.shape[1])
+        alone = tokens.shape[1] == 1 and not self.cache.is_ragged
+        self.mask = None if alone else causal_mask(self.cache, hidden.dtype)
+        return self.draft(self.embedding(tokens), hidden, self.rotary.at(self.cache.positions), self._attend)
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = self.cache.write(0, keys, values)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, enable_gqa=True)

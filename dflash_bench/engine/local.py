@@ -1,0 +1,125 @@
+"""The reference backend: a target and its drafts in this process, measured by our own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dflash_bench.engine.clock import clock_for
+from dflash_bench.engine.decoding import Drafter, Limits, NonFiniteLogits, Round, decode
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.records import Divergence, FinishReason, Generation, Message
+
+
+class LocalBackend:
+    """Answers chats with any of its drafters; `drafters` maps method names, `ar` among them, to drafters."""
+
+    def __init__(
+        self, target: Target, tokenizer: Any, drafters: Mapping[str, Drafter], limits: Limits, sampling: Sampling
+    ) -> None:
+        self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
+        self.limits, self.sampling = limits, sampling
+        self.clock = clock_for(target.device)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The chat as the model's own template renders it, thinking off."""
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        if self.tokenizer.chat_template is None:
+            ids: list[int] = self.tokenizer.encode("\n".join(message.content for message in messages))
+            return ids
+        text = self.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def generate(self, method: str, messages: Sequence[Message]) -> Generation:
+        return self.generate_ids(method, [self.encode(messages)])[0]
+
+    def generate_ids(self, method: str, prompts: Sequence[Sequence[int]]) -> list[Generation]:
+        """One generation per prompt, decoded together; what goes wrong becomes its error, never a number."""
+        self._reset_memory()
+        rounds: list[Round] = []
+        error: str | None = None
+        try:
+            for step in decode(
+                self.target, self.drafters[method], prompts, self.limits, self.sampling, self.clock
+            ):
+                rounds.append(step)
+        except (ValueError, NonFiniteLogits) as problem:
+            error = str(problem)
+        except torch.cuda.OutOfMemoryError:
+            error = "out of GPU memory"
+        return [self._generation(row, prompt, rounds, error) for row, prompt in enumerate(prompts)]
+
+    def _generation(self, row: int, prompt: Sequence[int], rounds: list[Round], error: str | None) -> Generation:
+        token_ids = tuple(t for step in rounds for t in step.emitted[row] or ())
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        seconds = self.clock.seconds
+        if error or not rounds:
+            return Generation(token_ids, text, "error", len(prompt), 0.0, 0.0, error=error or "nothing was decoded")
+        prefill, *rest = rounds
+        own = [step for step in rest if step.emitted[row] is not None]
+        begin, first, _, _, draft_ready = prefill.marks
+        last = own[-1].marks[4] if own else first
+        stopped = token_ids[-1] in self.limits.stop_ids
+        finish: FinishReason = "stop" if stopped else "length"
+        return Generation(
+            token_ids=token_ids,
+            text=text,
+            finish_reason=finish,
+            num_prompt_tokens=len(prompt),
+            prefill_s=seconds(begin, first),
+            decode_s=seconds(first, last),
+            draft_prefill_s=seconds(first, draft_ready),
+            drafted=tuple(step.drafted[row] for step in own),
+            accepted=tuple(step.accepted[row] for step in own),
+            emitted=tuple(len(step.emitted[row] or ()) for step in own),
+            draft_s=tuple(seconds(s.marks[0], s.marks[1]) + seconds(s.marks[3], s.marks[4]) for s in own),
+            verify_s=tuple(seconds(s.marks[1], s.marks[2]) for s in own),
+            round_s=tuple(seconds(s.marks[0], s.marks[4]) for s in own),
+            peak_memory_bytes=self._peak_memory(),
+        )
+
+    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+        """Replay the common prefix in steps of one and in the widest blocks, and compare what they say next.
+
+        The drift between the two is rounding; a margin between the two best tokens that is larger than it means
+        that the outputs differ for another reason.
+        """
+        prompt = self.encode(messages)
+        index = next(
+            (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
+        )
+        width = max(drafter.num_drafts for drafter in self.drafters.values()) + 1
+        prefix = list(plain[:index])
+        one, block = (self._replay(prompt, prefix, step) for step in (1, width))
+        best = one.topk(2).values
+        return Divergence(index, float(best[0] - best[1]), float((one - block).abs().max()))
+
+    @torch.inference_mode()
+    def _replay(self, prompt: list[int], prefix: list[int], step: int) -> torch.Tensor:
+        """Logits [V] after prompt and prefix, the prefix read `step` tokens at a time."""
+        self.target.tap(())
+        self.target.begin(1, len(prompt) + len(prefix) + step)
+        logits = self.target.prefill([prompt]).logits
+        for i in range(0, len(prefix), step):
+            chunk = prefix[i : i + step]
+            # A short last chunk is filled up: the width of the pass is what is being compared.
+            padded = chunk + [chunk[-1]] * (step - len(chunk))
+            tokens = torch.tensor([padded], device=self.target.device)
+            logits = self.target.forward(tokens, [len(prompt) + i]).logits[:, len(chunk) - 1 : len(chunk)]
+        return logits[0, -1].float()
+
+    def _reset_memory(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+
+    def _peak_memory(self) -> int | None:
+        """Bytes on the GPU; on the CPU the process's peak says nothing about one generation."""
+        if self.target.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.target.device)
+        return None

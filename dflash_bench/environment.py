@@ -1,0 +1,131 @@
+"""What a measurement was made on: the machine, the versions and the commit, as a record that JSON can hold.
+
+It ends up in committed tables, so it holds no user, host or folder names; and it never imports what it
+describes, so a report can be written without loading torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import __version__
+
+COMMAND_TIMEOUT_S = 10.0
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "datasets")
+VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+
+
+def describe() -> dict[str, Any]:
+    """None stands for what is absent or cannot be known here."""
+    return {
+        "platform": platform.system(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "num_cores": os.cpu_count(),
+        "num_usable_cores": _num_usable_cores(),
+        "memory_bytes": _memory_bytes(),
+        "python": platform.python_version(),
+        # Of the code that runs; the metadata of a checkout can be older than its code.
+        "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES},
+        "git": _git(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "gpus": _gpus(),
+    }
+
+
+def one_line(env: dict[str, Any]) -> str:
+    """Such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
+    cores = env["num_usable_cores"] or env["num_cores"]
+    machine = [
+        *_counted([gpu["name"] for gpu in env["gpus"]]),
+        _short_cpu(env["cpu"] or env["machine"]),
+        f"{cores} core{'' if cores == 1 else 's'}",
+        env["platform"],
+    ]
+    torch = env["packages"]["torch"]
+    software = [f"Python {env['python']}", f"torch {torch}" if torch else "no torch"]
+    return f"{', '.join(machine)}; {', '.join(software)}"
+
+
+def _counted(names: list[str]) -> list[str]:
+    counts = {name: names.count(name) for name in names}
+    return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+
+
+def _short_cpu(model: str) -> str:
+    bare = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", " ", model, flags=re.IGNORECASE)
+    return " ".join(bare.split()) or model
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or None
+
+
+def _num_usable_cores() -> int | None:
+    """Fewer than there are when the process is pinned; only Linux says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no such call, no such name, no answer
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(package: Path = Path(__file__).parent) -> dict[str, Any] | None:
+    """The commit of the checkout that the package is part of, or None for an installed package."""
+    git = ("git", "--no-optional-locks", "-C", str(package.parent))
+    found = _output(*git, "rev-parse", "--show-toplevel", "HEAD")
+    root, commit = found.splitlines() if found else ("", "")
+    # An installed package may lie inside somebody else's repository, in a virtual environment for instance.
+    if not found or Path(root).resolve() != package.parent.resolve():
+        return None
+    # Results written by a run must not make the next run's code look changed.
+    changes = _output(*git, "status", "--porcelain", "--", package.name, "suites")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    query = "--query-gpu=name,driver_version,memory.total"
+    table = _output("nvidia-smi", query, "--format=csv,noheader") or ""
+    return [_gpu(*line.rsplit(", ", 2)) for line in table.splitlines() if line.count(", ") >= 2]
+
+
+def _gpu(name: str, driver: str, memory: str) -> dict[str, Any]:
+    mebibytes = re.fullmatch(r"(\d+) MiB", memory)  # "[N/A]" where CPU and GPU share their memory
+    return {"name": name, "driver": driver, "memory_bytes": int(mebibytes[1]) * 2**20 if mebibytes else None}
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where it is not installed, fails or hangs."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=COMMAND_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

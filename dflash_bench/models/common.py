@@ -1,0 +1,64 @@
+"""Parts both draft networks share: RMS norm, rotary positions and the gated feed-forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis; the plain-weight form, whatever the target uses."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class Rotary:
+    """Half-rotation (NeoX) tables up to `length`; angles are computed in float32 whatever the dtype."""
+
+    def __init__(self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables for positions [B, N], shaped [B, 1, N, D] to spread over heads."""
+        return self.cos[positions][:, None], self.sin[positions][:, None]
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn x [B, heads, N, D] by its positions' angles."""
+    cos, sin = tables
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[B, N, heads * D] -> [B, heads, N, D]"""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, heads, N, D] -> [B, N, heads * D]"""
+    return x.transpose(1, 2).flatten(2)

@@ -1,0 +1,118 @@
+"""The DFlash draft network: a few transformer layers that fill a block of masks in one pass.
+
+Target features enter every layer as keys and values only (paper 4.1). The network knows nothing of caches: who calls
+it passes `attend`, which gets the block's queries, keys and values and returns the attention output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dflash_bench.models.common import FeedForward, RMSNorm, merge_heads, rotate, split_heads
+
+Tables = tuple[Tensor, Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [B, heads, N, D], k [B, kv_heads, N, D], v like k) -> [B, heads, N, D]"""
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """What the weights mean. `target_layer_ids` are 0-based layers whose *output* feeds the draft."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_positions: int = 4096
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def query(self, x: Tensor, tables: Tables) -> Tensor:
+        return rotate(self.q_norm(split_heads(self.q_proj(x), self.head_dim)), tables)
+
+    def key_value(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """Keys are normed and rotated, values are not; context and block go through the same weights."""
+        key = rotate(self.k_norm(split_heads(self.k_proj(x), self.head_dim)), tables)
+        return key, split_heads(self.v_proj(x), self.head_dim)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+
+    def forward(self, index: int, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        normed = self.input_layernorm(x)
+        key, value = self.self_attn.key_value(normed, tables)
+        mixed = attend(index, self.self_attn.query(normed, tables), key, value)
+        x = x + self.self_attn.o_proj(merge_heads(mixed))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DFlashDraft(nn.Module):
+    """Parameter names are those of z-lab checkpoints: 11 tensors a layer and three of its own."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
+        """Features [B, N, K * H] of committed tokens -> keys and values per layer, [B, kv_heads, N, D] each."""
+        context = self.hidden_norm(self.fc(features))
+        return [layer.self_attn.key_value(context, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
+
+    def forward(self, embedded: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """Embeddings [B, N, H] of [anchor, mask, ...] -> normed hidden states [B, N, H] for the target's head."""
+        x = embedded
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, tables, attend)
+        out: Tensor = self.norm(x)
+        return out
+
+
+def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Evenly from the second to the third-to-last layer, as z-lab derives them when a config names none."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (count - 1)) for i in range(count))
+
+
+def initialise(draft: nn.Module, seed: int) -> None:
+    """Small normal weights, drawn from a seed of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02, generator=generator)

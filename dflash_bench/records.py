@@ -1,0 +1,107 @@
+"""What crosses the borders between layers: prompts in, generations out, rows to disk.
+
+A row is a raw measurement; every number a user sees is derived from rows later (`metrics.py`).
+Seconds end in `_s`, bytes in `_bytes`, counts start with `num_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+
+FinishReason = Literal["stop", "length", "error"]
+Exactness = Literal["exact", "near_tie", "mismatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One item of a suite: `opening` messages, then user `turns` the model answers one by one."""
+
+    suite: str
+    prompt_id: str
+    turns: tuple[str, ...]
+    opening: tuple[Message, ...] = ()
+    category: str | None = None
+    reference: str | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The source row in the hub's columns; scorers that run tests read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer to one turn, as the backend measured it.
+
+    Per round i of S: `drafted[i]` tokens proposed, `accepted[i]` of them kept, `emitted[i]` tokens
+    added to `token_ids` (`accepted + 1`, less where a stop or the limit cut the round). The first
+    token comes from prefill and belongs to no round. `None` means the backend hides rounds.
+    `decode_s` starts when the first token exists and includes `draft_prefill_s`.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    prefill_s: float
+    decode_s: float
+    draft_prefill_s: float | None = None
+    drafted: tuple[int, ...] | None = None
+    accepted: tuple[int, ...] | None = None
+    emitted: tuple[int, ...] | None = None
+    draft_s: tuple[float, ...] | None = None
+    verify_s: tuple[float, ...] | None = None
+    round_s: tuple[float, ...] | None = None
+    peak_memory_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where an output leaves the plain one, and whether rounding explains it.
+
+    `margin` is the target's top-2 logit margin at that token, `drift` the largest difference
+    between the logits of a 1-token and a (k+1)-token forward of the same prefix there.
+    """
+
+    index: int
+    margin: float
+    drift: float
+
+    @property
+    def verdict(self) -> Exactness:
+        return "near_tie" if self.margin <= 2 * self.drift else "mismatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of results: a generation with its place in the run and its judgement."""
+
+    suite: str
+    suite_version: int
+    prompt_id: str
+    prompt_hash: str
+    category: str | None
+    turn: int
+    method: str
+    repeat: int
+    order: int
+    """Position of this generation in the run, so that drift over time can be seen."""
+    generation: Generation
+    answer: str | None = None
+    passed: bool | None = None
+    exactness: Exactness | None = None
+    divergence: Divergence | None = None
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        return self.suite, self.method

@@ -1,0 +1,138 @@
+"""Tasks become token rows: rendered with the suite's own prompt and the chat template, packed to a fixed length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_bench.train.corpus import mixture
+from dflash_bench.train.corpus.task import Task
+from dflash_bench.train.prompts import turns_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+HELD_OUT_ONE_IN = 32
+PROMPT_WEIGHT = 0.1
+"""Loss weight of a prompt token; an answer token weighs 1."""
+
+
+def is_held_out(task: Task) -> bool:
+    """Tasks that ship as prompts come from this share of all questions and are never trained on."""
+    digest = hashlib.sha256(str(mixture.question(task)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+def training_tasks(seed: int) -> Iterator[Task]:
+    return (task for task in mixture.tasks(seed) if not is_held_out(task))
+
+
+def held_out_tasks(seed: int) -> Iterator[Task]:
+    return (task for task in mixture.tasks(seed) if is_held_out(task))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation: token ids and the loss weight of predicting each of them."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
+    """(text, weight) pieces of the rendered conversation; answers end with the stop token."""
+    pieces: list[tuple[str, float]] = []
+    for turn, answer in zip(turns_of(task), task.answers, strict=True):
+        pieces.append((f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n", PROMPT_WEIGHT))
+        steps, _, final = answer.rpartition("\n")
+        if thinking and final.startswith("The answer is"):
+            pieces.append((f"<think>\n{steps}\n</think>\n\n{final}<|im_end|>", 1.0))
+        else:
+            pieces += [("<think>\n\n</think>\n\n", 0.0), (f"{answer}<|im_end|>", 1.0)]
+        pieces.append(("\n", 0.0))
+    return pieces[:-1]
+
+
+def history(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """What the chat template keeps of earlier turns: their empty think blocks are not repeated."""
+    last = max(i for i, (text, _) in enumerate(pieces) if text.startswith("<think>"))
+    return [p for i, p in enumerate(pieces) if i == last or p[0] != "<think>\n\n</think>\n\n"]
+
+
+def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = False) -> list[Sample]:
+    """One sample per turn: a second turn sees the first answer as the template renders it."""
+    samples = []
+    pieces = segments(task, thinking)
+    starts = [i for i, (text, _) in enumerate(pieces) if text.startswith("<|im_start|>user")]
+    for turn in range(len(starts)):
+        end = starts[turn + 1] if turn + 1 < len(starts) else len(pieces)
+        ids: list[int] = []
+        weights: list[float] = []
+        for text, weight in history(pieces[:end]):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            ids += tokens
+            weights += [weight] * len(tokens)
+        samples.append(Sample(ids, weights))
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed rows [R, N]: `document` tells samples apart, `position` restarts with each of them."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    document: torch.Tensor
+    position: torch.Tensor
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Additive [R, 1, N, N]: causal, and never across samples."""
+        same = self.document[:, :, None] == self.document[:, None, :]
+        allowed = same & (self.position[:, :, None] >= self.position[:, None, :])
+        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def pack(samples: Iterator[Sample], rows: int, length: int, pad: int) -> Batch:
+    """Fill rows with whole samples, first fit; what does not fit into any row ends the batch."""
+    filled: list[list[Sample]] = [[] for _ in range(rows)]
+    room = [length] * rows
+    for sample in samples:
+        if len(sample.ids) > length:
+            continue
+        row = next((r for r in range(rows) if room[r] >= len(sample.ids)), None)
+        if row is None:
+            break
+        filled[row].append(sample)
+        room[row] -= len(sample.ids)
+    ids = torch.full((rows, length), pad)
+    weights = torch.zeros(rows, length)
+    document = torch.full((rows, length), -1)
+    position = torch.arange(length).repeat(rows, 1)
+    for r, row_samples in enumerate(filled):
+        at = 0
+        for d, sample in enumerate(row_samples):
+            n = len(sample.ids)
+            ids[r, at : at + n] = torch.tensor(sample.ids)
+            weights[r, at : at + n] = torch.tensor(sample.weights)
+            document[r, at : at + n] = d
+            position[r, at : at + n] = torch.arange(n)
+            at += n
+    return Batch(ids, weights, document, position)
+
+
+def sample_stream(
+    seed: int, tokenizer: PreTrainedTokenizerFast, thinking_one_in: int = 16, tasks: Callable[[int], Iterator[Task]] = training_tasks
+) -> Iterator[Sample]:
+    for i, task in enumerate(tasks(seed)):
+        yield from encode(task, tokenizer, thinking=i % thinking_one_in == 0)
+
+
+def corpus_text(seed: int, count: int) -> Iterator[str]:
+    """Text for the tokenizer."""
+    for task in islice(training_tasks(seed), count):
+        yield "".join(text for text, _ in segments(task))

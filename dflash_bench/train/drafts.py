@@ -1,0 +1,174 @@
+"""Train either draft on the stored rows: same rows, same order, same number of steps, resumable."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.train import dflash, eagle3
+from dflash_bench.train.features import Rows
+from dflash_bench.train.optim import optimisers, set_rate
+
+NUM_TEST_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecipe:
+    """What is common to both drafts, except the learning rates, which each has tuned for itself."""
+
+    steps: int
+    matrix_lr: float
+    other_lr: float
+    rows: int = 8
+    warmup: int = 60
+    seed: int = 602
+
+
+class Objective(Protocol):
+    """How one draft learns from a batch of rows, and how many of its tokens would be accepted."""
+
+    draft: nn.Module
+
+    def loss(self, index: list[int], step: int) -> Tensor: ...
+
+    def accepted(self, index: list[int]) -> Tensor: ...
+
+    def heads(self) -> list[nn.Parameter]: ...
+
+
+class DFlashObjective:
+    def __init__(self, draft: DFlashDraft, rows: Rows, embedding: Tensor, num_anchors: int, gamma: float) -> None:
+        self.draft, self.rows, self.embedding = draft, rows, embedding
+        self.num_anchors, self.gamma = num_anchors, gamma
+        self.tables = _tables(draft.config, rows)
+        self._logits = torch.compile(dflash.block_logits, dynamic=False)
+
+    def heads(self) -> list[nn.Parameter]:
+        return []
+
+    def _forward(self, index: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
+        anchors, real = dflash.sample_anchors(batch, self.num_anchors, torch.Generator().manual_seed(seed))
+        labels, valid = dflash.block_labels(batch, anchors, real, self.draft.config.block_size)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self._logits(
+                self.draft, features, self.embedding, self.tables, batch.position, batch.ids.gather(1, anchors),
+                batch.position.gather(1, anchors), dflash.context_mask(batch, anchors),
+            )  # fmt: skip
+        return logits, labels, valid
+
+    def loss(self, index: list[int], step: int) -> Tensor:
+        return dflash.block_loss(*self._forward(index, step), self.gamma)
+
+    def accepted(self, index: list[int]) -> Tensor:
+        return dflash.accepted_lengths(*self._forward(index, 0))
+
+
+class Eagle3Objective:
+    def __init__(self, draft: Eagle3Draft, rows: Rows, embedding: Tensor, num_steps: int) -> None:
+        self.draft, self.rows, self.embedding, self.num_steps = draft, rows, embedding, num_steps
+        self.tables = _tables(draft.config, rows)
+        self._logits = torch.compile(eagle3.step_logits, dynamic=False)
+
+    def heads(self) -> list[nn.Parameter]:
+        return list(self.draft.lm_head.parameters())
+
+    def _forward(self, index: list[int]) -> tuple[list[Tensor], Any, list[Tensor]]:
+        batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self._logits(
+                self.draft, features, self.embedding, self.tables, batch.ids, batch.document, batch.position,
+                self.num_steps,
+            )  # fmt: skip
+        return logits, batch, eagle3.step_masks(batch, self.num_steps)
+
+    def loss(self, index: list[int], step: int) -> Tensor:
+        logits, _, masks = self._forward(index)
+        teacher = self.rows.final(index) @ self.embedding.T
+        return eagle3.distillation_loss(logits, teacher, masks, self.draft.t2d)
+
+    def accepted(self, index: list[int]) -> Tensor:
+        logits, batch, masks = self._forward(index)
+        return eagle3.accepted_lengths(self.draft, logits, batch.ids, masks)
+
+
+def _tables(config: Any, rows: Rows) -> Rotary:
+    length = rows.ids.shape[1] + 64
+    return Rotary(config.head_dim, config.rope_theta, length, torch.device("cpu"), torch.float32)
+
+
+def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Endless: every epoch visits each training row once, in an order of its own."""
+    epoch = 0
+    while True:
+        order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        yield from (sorted(order[i : i + size]) for i in range(0, num_rows - size + 1, size))
+        epoch += 1
+
+
+def train(objective: Objective, rows: Rows, recipe: DraftRecipe, path: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Returns the history: per epoch the running loss and the held-out accepted length."""
+    draft = objective.draft
+    heads = {id(p) for p in objective.heads()}
+    matrices = [p for p in draft.parameters() if p.ndim == 2 and id(p) not in heads]
+    others = [p for p in draft.parameters() if p.ndim != 2 or id(p) in heads]
+    made = optimisers(matrices, others, recipe.matrix_lr, recipe.other_lr)
+    start, history = _resume(path, draft, made)
+    num_train = len(rows.ids) - NUM_TEST_ROWS
+    per_epoch = num_train // recipe.rows
+    running, began = 0.0, time.time()
+    stream = batches(num_train, recipe.rows, recipe.seed)
+    for step, index in zip(range(recipe.steps), stream, strict=False):
+        if step < start:
+            continue
+        set_rate(made, step, recipe.steps, recipe.warmup)
+        loss = objective.loss(index, step + 1)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        for optimiser in made:
+            optimiser.step()
+            optimiser.zero_grad()
+        running = loss.item() if running == 0 else 0.97 * running + 0.03 * loss.item()
+        if (step + 1) % 50 == 0:
+            report(f"{path.stem} step {step + 1}/{recipe.steps} loss {running:.4f} {(time.time() - began) / (step + 1 - start):.2f} s/step")
+        if (step + 1) % per_epoch == 0 or step + 1 == recipe.steps or (step + 1) % 400 == 0:
+            accepted = held_out(objective, len(rows.ids), recipe.rows)
+            history.append({"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "loss": running, "accepted": accepted})
+            report(f"{path.stem} epoch {history[-1]['epoch']} held-out accepted length {accepted:.3f}")
+            _save(path, draft, made, step + 1, history)
+    path.with_suffix(".json").write_text(json.dumps({"recipe": asdict(recipe), "history": history}, indent=1))
+    return history
+
+
+@torch.no_grad()
+def held_out(objective: Objective, num_rows: int, size: int) -> float:
+    """Mean accepted length, bonus included, over the rows that are never trained on."""
+    first = num_rows - NUM_TEST_ROWS
+    parts = [objective.accepted(list(range(i, i + size))) for i in range(first, num_rows, size)]
+    return float(torch.cat(parts).mean())
+
+
+def _save(path: Path, draft: nn.Module, made: list[Any], step: int, history: list[dict[str, Any]]) -> None:
+    state = {"draft": draft.state_dict(), "optimisers": [o.state_dict() for o in made], "step": step, "history": history}
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def _resume(path: Path, draft: nn.Module, made: list[Any]) -> tuple[int, list[dict[str, Any]]]:
+    if not path.exists():
+        return 0, []
+    state = torch.load(path, weights_only=True)
+    draft.load_state_dict(state["draft"])
+    for optimiser, saved in zip(made, state["optimisers"], strict=True):
+        optimiser.load_state_dict(saved)
+    return state["step"], state["history"]

@@ -1,0 +1,87 @@
+"""The EAGLE-3 training loss: training-time test, seven steps on the draft's own outputs (arXiv 2503.01840, 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.train.data import Batch
+
+STEP_DECAY = 0.8
+
+
+def shift(x: Tensor, by: int) -> Tensor:
+    """Rows moved left along axis 1, zeros at the end."""
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)
+
+
+def step_logits(
+    draft: Eagle3Draft, features: Tensor, embedding: Tensor, tables: Rotary, batch_ids: Tensor, document: Tensor,
+    position: Tensor, steps: int,
+) -> list[Tensor]:  # fmt: skip
+    """Logits [R, N, Vd] per step; row t of step i predicts the token at t + 2 + i.
+
+    Row t attends to the first step's keys of its conversation up to t, and to what it wrote itself in later steps.
+    """
+    config = draft.config
+    groups = config.num_heads // config.num_kv_heads
+    index = torch.arange(batch_ids.shape[1])
+    unseen = ~((document[:, :, None] == document[:, None, :]) & (index[:, None] >= index))[:, None]
+    history: list[tuple[Tensor, Tensor]] = []
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        history.append((keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)))
+        first_k, first_v = history[0]
+        scores = [torch.einsum("rhtd,rhsd->rhts", query, first_k).masked_fill(unseen, -1e4)]
+        scores += [(query * k).sum(dim=-1, keepdim=True) for k, _ in history[1:]]
+        weights = torch.softmax(torch.cat(scores, dim=-1).float() / math.sqrt(config.head_dim), dim=-1).to(query.dtype)
+        num_rows = first_k.shape[2]
+        mixed = torch.einsum("rhts,rhsd->rhtd", weights[..., :num_rows], first_v)
+        for i, (_, v) in enumerate(history[1:]):
+            mixed = mixed + weights[..., num_rows + i, None] * v
+        return mixed
+
+    hidden, logits = draft.fc(features), []
+    for step in range(steps):
+        tokens = shift(batch_ids, step + 1)
+        hidden = draft(embedding[tokens], hidden, tables.at(position + step), attend)
+        logits.append(draft.logits(hidden))
+    return logits
+
+
+def step_masks(batch: Batch, steps: int) -> list[Tensor]:
+    """Where step i has a label: the token at t + 2 + i belongs to an answer of the same conversation."""
+    answer = batch.weights > 0
+    return [
+        shift(answer, step + 2) & (shift(batch.document + 1, step + 2) == batch.document + 1) for step in range(steps)
+    ]
+
+
+def distillation_loss(logits: list[Tensor], teacher: Tensor, masks: list[Tensor], t2d: Tensor) -> Tensor:
+    """Soft cross-entropy against the target's own distribution [R, N, V], restricted to the draft vocabulary.
+
+    Places where the target's best token is outside the draft vocabulary teach nothing and are left out.
+    """
+    total = logits[0].new_zeros(())
+    covered = t2d[teacher.argmax(dim=-1)]
+    for step, (scores, mask) in enumerate(zip(logits, masks, strict=True)):
+        p = torch.softmax(shift(teacher[..., t2d], step + 1), dim=-1)
+        use = mask & shift(covered, step + 1)
+        losses = -(p * log_softmax(scores.float(), dim=-1)).sum(dim=-1)
+        total = total + STEP_DECAY**step * (losses * use).sum() / use.sum().clamp(min=1)
+    return total
+
+
+def accepted_lengths(draft: Eagle3Draft, logits: list[Tensor], ids: Tensor, masks: list[Tensor]) -> Tensor:
+    """How many leading steps are right where an answer token precedes, plus one for the bonus token."""
+    alive, lengths = masks[0], masks[0].float()
+    for step, (scores, mask) in enumerate(zip(logits, masks, strict=True)):
+        tokens = draft.target_ids(scores.argmax(dim=-1))
+        alive = alive & mask & (tokens == shift(ids, step + 2))
+        lengths = lengths + alive
+    return lengths[masks[0]]

@@ -1,0 +1,326 @@
+"""Right and wrong answers in the shapes models give them, per scorer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench import scoring
+from dflash_bench.errors import UserError
+from dflash_bench.records import Prompt
+from dflash_bench.sandbox import Limits
+from dflash_bench.scoring import Score, as_metric, score
+
+
+def prompt(reference: str | None = None, row: Mapping[str, Any] | None = None) -> Prompt:
+    return Prompt("suite", "0", ("question",), reference=reference, row=row or {})
+
+
+def passed(name: str, reference: str, text: str) -> bool | None:
+    return score(name, prompt(reference), text).passed
+
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
+)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------
+
+NUMBERS = [
+    # reference, text, passed
+    ("so 3 + 4 = 7\n#### 7", r"The answer is \boxed{7}.", True),
+    ("#### 18", r"\boxed{18.0}", True),
+    ("#### 18", r"\boxed{18.5}", False),
+    ("#### 1,234", r"\boxed{1234}", True),
+    ("#### 1234", r"\boxed{1{,}234}", True),
+    ("#### 1234567", r"\boxed{1,234,567}", True),
+    ("#### 10000", r"\boxed{10\,000}", True),
+    ("#### 18", r"\boxed{\$18}", True),
+    ("#### 18", r"\boxed{\$18.00}", True),
+    ("#### 50", r"\boxed{50\%}", True),
+    ("#### 18", r"\boxed{18 \text{ dollars}}", True),
+    ("#### 18", r"\boxed{18\text{ cm}^2}", True),
+    ("#### 18", r"\boxed{18 cm^{2}}", True),
+    ("#### 18", r"\boxed{\text{18}}", True),
+    ("#### 18", r"\boxed{\textbf{18}}", True),
+    ("#### 18", r"\boxed{x = 18}", True),
+    ("#### 6.5", r"\boxed{\frac{13}{2}}", True),
+    ("#### -5", r"\boxed{-5}", True),
+    ("#### -5", "\\boxed{\N{MINUS SIGN}5}", True),
+    ("#### -5", r"\boxed{5}", False),
+    ("#### 5", r"\boxed{-5}", False),
+    ("#### -5", "He lost -$5.", True),
+    ("#### 13", "16-3 apples are 13", True),
+    ("#### 3", "There are 16-3", True),
+    ("#### 7", r"\boxed{6}? No, \boxed{7}, of 100 cases.", True),
+    ("#### 7", r"\boxed{7} \boxed{6}", False),
+    ("#### 7", r"\boxed{7} but then \boxed{6", True),
+    ("#### 7", r"\boxed{\boxed{7}}", True),
+    ("#### 7", r"\boxed{none} 7", False),
+    ("#### 7", "We get 7.\n#### 7\nThat took 3 steps.", True),
+    ("#### 7", "#### Step one\nadd 3 and 4\n#### Answer\nIt is 7.", True),
+    ("#### 7", "The answer is **7**.", True),
+    ("#### 0.5", "about .5", True),
+    ("#### 7", "7 of 8", False),
+    ("#### 7", "I do not know.", False),
+    ("#### 7", "", False),
+    ("#### 1", "1/0", False),
+    ("#### 7", "7" * 10_000, False),
+    ("#### 7", "\N{ARABIC-INDIC DIGIT SEVEN}", False),
+]
+
+
+@pytest.mark.parametrize(("reference", "text", "right"), NUMBERS)
+def test_gsm8k_numbers_are_compared_by_value(reference: str, text: str, right: bool) -> None:
+    assert passed("gsm8k_number", reference, text) is right
+
+
+def test_the_number_taken_is_recorded() -> None:
+    assert score("gsm8k_number", prompt("#### 8"), r"\boxed{\$1,007}") == Score("1007", False)
+    assert score("gsm8k_number", prompt("#### 8"), "no idea") == Score(None, False)
+
+
+@pytest.mark.parametrize(
+    ("reference", "text", "right"),
+    [
+        ("25", r"\boxed{025}", True),
+        ("025", r"\boxed{25}", True),
+        ("25", r"\boxed{m + n = 25}", True),
+        ("25", r"\boxed{25^\circ}", True),
+        ("25", r"so \boxed{25}, where 7 < 8", True),
+        ("25", "The answer is 25.", True),
+        ("25", "**25**", True),
+        ("25", r"\boxed{-25}", False),
+        ("25", r"\boxed{250}", False),
+        ("25", r"\boxed{2.25}", False),
+        ("25", r"\boxed{25.5}", False),
+        ("0", r"\boxed{000}", True),
+        ("25", "unknown", False),
+        ("25", "9" * 10_000, False),
+    ],
+)
+def test_aime_answers_are_compared_as_integers(reference: str, text: str, right: bool) -> None:
+    assert passed("aime_integer", reference, text) is right
+
+
+# ---- formulas --------------------------------------------------------------------------------------------
+
+FORMULAS = [
+    (r"\frac{1}{2}", r"It is $\boxed{\frac{1}{2}}$, as claimed.", True),
+    (r"\frac{1}{2}", r"\boxed{\dfrac12}", True),
+    (r"\frac{1}{2}", r"\boxed{0.5}", True),
+    (r"\frac{1}{2}", r"\boxed{\frac{2}{1}}", False),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", True),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\pi/2, 3)}", False),
+    (r"x^2+2x+1", r"\boxed{(x+1)^2}", True),
+    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", True),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
+    ("10,000", r"\boxed{10000}", True),
+    ("-5", "\\boxed{\N{MINUS SIGN}5}", True),
+    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", True),
+    (r"\text{Evelyn}", r"\boxed{\text{Carla}}", False),
+    ("5", r"\boxed{4} or rather \boxed{5}", True),
+    ("5", r"\boxed{5} or rather \boxed{4}", False),
+    ("5", "We add.\n\nThe answer is $5$.", True),
+    ("5", "", False),
+]
+
+
+@needs_math_verify
+@pytest.mark.parametrize(("reference", "text", "right"), FORMULAS)
+def test_formulas_are_compared_by_meaning(reference: str, text: str, right: bool) -> None:
+    assert passed("math", reference, text) is right
+
+
+@needs_math_verify
+def test_a_formula_that_cannot_be_evaluated_in_time_fails_and_the_next_one_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring, "_MATH_WALL_S", 1)
+    start = time.monotonic()
+    assert passed("math", "1", r"\boxed{9^{9^{9^{9}}} - 9^{9^{9^{9}}} + 1}") is False
+    assert time.monotonic() - start < 10
+    assert passed("math", "0.5", r"\boxed{\frac{1}{2}}") is True
+
+
+def test_without_math_verify_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'dflash-bench\[eval\]'"):
+        score("math", prompt("5"), r"\boxed{5}")
+
+
+# ---- code ------------------------------------------------------------------------------------------------
+
+HUMANEVAL = prompt(
+    row={
+        "task_id": "Own/0",
+        "prompt": (
+            "import math\n\n\ndef half(x):\n    return x / 2\n\n\n"
+            'def area(radius):\n    """The area of a circle.\n    >>> area(0)\n    0.0\n    """\n'
+        ),
+        "entry_point": "area",
+        "canonical_solution": "    return math.pi * radius**2\n",
+        "test": (
+            "def check(candidate):\n    assert candidate(0) == 0\n"
+            "    assert abs(candidate(2) - 4 * math.pi) < 1e-9\n    assert half(4) == 2\n"
+        ),
+    }
+)
+BODY = "    return math.pi * radius**2\n"
+RIGHT = f"def area(radius):\n{BODY}"
+WRONG = "def area(radius):\n    return radius\n"
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_CODE_LIMITS", Limits(cpu_s=2, wall_s=4.0))
+
+
+ANSWERS = {
+    "fenced": (f"Here you are:\n```python\n{RIGHT}```\nIt works.", True),
+    "fenced at the end of a line": (f"Here you are: ```python\n{RIGHT}```", True),
+    "fenced, no language": (f"```\n{RIGHT}\n```", True),
+    "fenced, cut off": (f"```python\n{RIGHT}", True),
+    "fenced, within a list": (
+        "1. Code:\n\n   ```py\n   def area(radius):\n       return math.pi * radius**2\n   ```",
+        True,
+    ),
+    "with the stub": (f"```python\n{HUMANEVAL.row['prompt']}{BODY}```", True),
+    "bare": (RIGHT, True),
+    "bare, within prose": (f"Sure, here it is:\n\n{RIGHT}\nThis uses pi.", True),
+    "continuation": (BODY, True),
+    "continuation with more code": (f"{BODY}\n\nprint(area(1))\n", True),
+    "continuation, not indented": ("return math.pi * radius**2", True),
+    "continuation, fenced": ("```python\nsquare = radius * radius\nreturn math.pi * square\n```", True),
+    "with a helper": (f"```python\ndef square(x):\n    return x * x\n\n{RIGHT}```", True),
+    "with an example after": (f"```python\n{RIGHT}```\nUse it:\n```python\nprint(area(2))\n```", True),
+    "with a shell block after": (f"```python\n{RIGHT}```\n```bash\npython area.py\n```", True),
+    "corrected": (f"```python\n{WRONG}```\nNo:\n```python\n{RIGHT}```", True),
+    "spoilt": (f"```python\n{RIGHT}```\nBetter:\n```python\n{WRONG}```", False),
+    "with a main guard": (
+        f"```python\n{RIGHT}\nif __name__ == '__main__':\n    print(area(float(input())))\n```",
+        True,
+    ),
+    "with an import from the future": (f"```python\nfrom __future__ import annotations\n\n{RIGHT}```", True),
+    "wrong": (f"```python\n{WRONG}```", False),
+    "endless": ("```python\ndef area(radius):\n    while True: pass\n```", False),
+    "leaving": ("```python\ndef area(radius):\n    raise SystemExit(0)\n```", False),
+    "leaving at once": (f"```python\nimport os\n{WRONG}os._exit(0)\n```", False),
+    "another function": ("```python\ndef volume(radius):\n    return 0\n```", False),
+    "no code": ("I cannot help with that.", False),
+    "nothing": ("", False),
+}
+
+
+@pytest.mark.parametrize(("text", "right"), ANSWERS.values(), ids=ANSWERS.keys())
+def test_humaneval_answers_are_run_against_their_tests(text: str, right: bool) -> None:
+    assert score("humaneval", HUMANEVAL, text).passed is right
+
+
+def test_the_code_taken_is_recorded() -> None:
+    assert score("humaneval", HUMANEVAL, f"So:\n```python\n{RIGHT}```") == Score(RIGHT, True)
+
+
+MBPP = prompt(
+    row={
+        "prompt": "Write a function to double a number.",
+        "code": "def double(x):\n    return 2 * x",
+        "test_imports": ["import math"],
+        "test_list": ["assert double(2) == 4", "assert set([double(math.pi)]) == {2 * math.pi}"],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("```python\ndef double(x):\n    return 2 * x\n```", True),
+        ("def double(x):\n    return 2 * x", True),
+        ("```python\ndef double(x):\n    return x + x\n```\n```python\nassert double(3) == 6\n```", True),
+        ("```python\ndef double(x):\n    return 4\n```", False),
+        ("```python\ndef twice(x):\n    return 2 * x\n```", False),
+        ("It is easy.", False),
+    ],
+)
+def test_mbpp_answers_are_run_against_their_tests(text: str, right: bool) -> None:
+    assert score("mbpp", MBPP, text).passed is right
+
+
+# ---- the table -------------------------------------------------------------------------------------------
+
+
+def test_an_unscored_suite_has_neither_answer_nor_verdict() -> None:
+    assert score("none", prompt(), "anything") == Score(None, None)
+
+
+def test_an_unknown_scorer_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match="unknown scorer 'gsm9k'; known: aime_integer, gsm8k_number"):
+        score("gsm9k", prompt(), "7")
+
+
+def test_a_missing_reference_is_an_error_and_not_a_wrong_answer() -> None:
+    with pytest.raises(UserError, match="prompt 0 of suite suite has no reference"):
+        score("gsm8k_number", prompt(), "7")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("evaluate") is None, reason="evaluate is not installed")
+@pytest.mark.parametrize(
+    ("name", "predictions"),
+    [
+        ("gsm8k_number", ["\\boxed{7}", "8.0", "9"]),
+        ("aime_integer", ["007", "\\boxed{8}", "nine"]),
+        pytest.param("math", ["\\boxed{7}", "\\boxed{\\frac{16}{2}}", "\\boxed{9}"], marks=needs_math_verify),
+    ],
+)
+def test_a_scorer_of_text_is_a_metric_of_the_evaluate_library(name: str, predictions: list[str]) -> None:
+    metric = as_metric(name)
+    assert metric.compute(predictions=predictions, references=["7", "8", "10"]) == {
+        "accuracy": pytest.approx(2 / 3)
+    }
+
+
+def test_a_scorer_of_code_is_no_metric() -> None:
+    with pytest.raises(
+        UserError, match="unknown metric 'humaneval'; known: aime_integer, gsm8k_number, math"
+    ):
+        as_metric("humaneval")
+
+
+# ---- the benchmarks' own solutions, where their data is at hand ------------------------------------------
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    folder = os.environ.get("DFLASH_BENCH_DATA")
+    if folder is None:
+        pytest.skip("DFLASH_BENCH_DATA does not name a folder with the benchmarks' data")
+    return [json.loads(line) for line in (Path(folder) / path).read_text().splitlines()]
+
+
+def test_every_solution_of_gsm8k_is_right() -> None:
+    assert all(passed("gsm8k_number", row["answer"], row["answer"]) for row in rows("gsm8k/test.jsonl"))
+
+
+@needs_math_verify
+def test_every_solution_of_math500_is_right() -> None:
+    assert all(passed("math", row["answer"], row["solution"]) for row in rows("math500/test.jsonl"))
+
+
+def test_every_solution_of_humaneval_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real limits
+    for row in rows("humaneval/test.jsonl"):
+        text = f"```python\n{row['prompt']}{row['canonical_solution']}\n```"
+        assert score("humaneval", prompt(row=row), text).passed, row["task_id"]
+
+
+def test_every_solution_of_mbpp_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for row in rows("mbpp/test.jsonl"):
+        assert score("mbpp", prompt(row=row), f"```python\n{row['code']}\n```").passed, row["task_id"]

@@ -1,0 +1,384 @@
+"""Runs on disk: what goes in comes out, nothing is ever half-written, and only the same run is continued."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rows import drafted, generation, pair, plain, record
+
+from dflash_bench import store
+from dflash_bench.errors import UserError
+from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
+
+INFO: dict[str, Any] = {
+    "identity": {"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1"},
+    "environment": {"cpu": "Xeon"},
+}
+FULL = record(
+    "dflash",
+    "p0",
+    Generation(
+        token_ids=(1, 2, 70_000),
+        text="½ \u2028 日本 🙂\x00",
+        finish_reason="length",
+        num_prompt_tokens=7,
+        prefill_s=0.1,
+        decode_s=0.2,
+        draft_prefill_s=0.3,
+        drafted=(15, 3),
+        accepted=(2, 0),
+        emitted=(3, 1),
+        draft_s=(0.5, 0.25),
+        verify_s=(1.5, 0.125),
+        round_s=(2.0, 0.5),
+        peak_memory_bytes=2**40,
+        error="boom",
+    ),
+    category="c",
+    turn=1,
+    repeat=2,
+    order=2**33,
+    answer="42",
+    passed=False,
+    exactness="near_tie",
+    divergence=Divergence(3, 1e-300, 0.1),
+)
+
+
+def refusal(call: Any, *arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def info_of(folder: Path) -> dict[str, Any]:
+    info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    return info
+
+
+def with_identity(**changes: Any) -> dict[str, Any]:
+    return INFO | {"identity": INFO["identity"] | changes}
+
+
+# What goes in comes out
+
+
+def test_every_field_comes_back(tmp_path: Path) -> None:
+    empty = replace(FULL, generation=generation([]), divergence=None, category=None, passed=None, answer=None)
+    hidden = replace(FULL, generation=generation(None), exactness=None)
+    with store.create(tmp_path / "run", INFO) as run:
+        run.append([FULL, empty])
+        run.append([hidden])
+    info, records = store.load(tmp_path / "run")
+    assert records == [FULL, empty, hidden]
+    assert info == {"schema_version": SCHEMA_VERSION, "state": "running"} | json.loads(json.dumps(INFO))
+
+
+def float32s() -> st.SearchStrategy[tuple[float, ...] | None]:
+    return st.none() | st.lists(st.floats(width=32, allow_nan=False), max_size=4).map(tuple)
+
+
+def ints(bits: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), max_size=4).map(tuple)
+
+
+doubles = st.floats(allow_nan=False)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+small = st.integers(0, 2**31 - 1)
+generations = st.builds(
+    Generation,
+    token_ids=ints(32),
+    text=texts,
+    finish_reason=st.sampled_from(["stop", "length", "error"]),
+    num_prompt_tokens=small,
+    prefill_s=doubles,
+    decode_s=doubles,
+    draft_prefill_s=st.none() | doubles,
+    drafted=st.none() | ints(16),
+    accepted=st.none() | ints(16),
+    emitted=st.none() | ints(16),
+    draft_s=float32s(),
+    verify_s=float32s(),
+    round_s=float32s(),
+    peak_memory_bytes=st.none() | st.integers(0, 2**63 - 1),
+    error=st.none() | texts,
+)
+records = st.builds(
+    Record,
+    suite=texts,
+    suite_version=small,
+    prompt_id=texts,
+    prompt_hash=texts,
+    category=st.none() | texts,
+    turn=small,
+    method=texts,
+    repeat=small,
+    order=st.integers(0, 2**63 - 1),
+    generation=generations,
+    answer=st.none() | texts,
+    passed=st.none() | st.booleans(),
+    exactness=st.sampled_from([None, "exact", "near_tie", "mismatch"]),
+    divergence=st.none() | st.builds(Divergence, small, doubles, doubles),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.lists(records, min_size=1, max_size=3), max_size=3))
+def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
+    with TemporaryDirectory() as parent:
+        with store.create(Path(parent) / "run", INFO) as run:
+            for part in parts:
+                run.append(part)
+        assert store.load(Path(parent) / "run")[1] == [row for part in parts for row in part]
+
+
+def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
+    names = {field.name for kind in (Record, Generation) for field in fields(kind)}
+    assert set(store.COLUMNS) == names - {"generation", "divergence"} | set(store.DIVERGENCE)
+
+
+def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
+    with store.create(tmp_path / "run", INFO) as run:
+        run.append([FULL])
+    schema = import_module("pyarrow.parquet").read_schema(tmp_path / "run" / "part-000000.parquet")
+    types = {field.name: str(field.type) for field in schema}
+    assert {types[name] for name in ("drafted", "accepted", "emitted")} == {"list<element: int16>"}
+    assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float>"}
+    assert {types[name] for name in ("prefill_s", "decode_s", "draft_prefill_s")} == {"double"}
+    assert types["token_ids"] == "list<element: int32>"
+    assert schema.metadata[b"schema_version"] == b"1"
+
+
+# Creating
+
+
+def test_creating_leaves_run_json_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    store.create(folder, INFO).close()
+    assert os.listdir(folder) == ["run.json"]
+    assert os.listdir(folder.parent) == ["run"]
+
+
+def test_an_empty_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    number = tmp_path.stat().st_ino
+    store.create(tmp_path, INFO).close()
+    assert (os.listdir(tmp_path), tmp_path.stat().st_ino) == (["run.json"], number)
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+    store.create(tmp_path / "run", INFO).close()
+    before = info_of(tmp_path / "run")
+    message = f"{tmp_path / 'run'} already holds a run; add --resume to continue it, or choose another --out"
+    assert refusal(store.create, tmp_path / "run", with_identity(seed=9)) == message
+    assert info_of(tmp_path / "run") == before
+    message = f"{tmp_path} is not empty, and holds no run; choose another --out"
+    assert refusal(store.create, tmp_path, INFO) == message
+
+
+def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert (
+        refusal(store.create, tmp_path / "file", INFO) == f"cannot write {tmp_path / 'file'}: Not a directory"
+    )
+    below = tmp_path / "file" / "run"
+    assert refusal(store.create, below, INFO).startswith(f"cannot write {below}: ")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_info_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        store.create(tmp_path / "run", INFO | {"started": object()})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_parts_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with store.create(tmp_path / "run", INFO) as run:
+        run.append(pair("p0", [1]))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            path = tmp_path / "run" / "part-000001.parquet"
+            assert refusal(run.append, pair("p1", [1])) == f"cannot write {path}: No space left on device"
+        assert sorted(os.listdir(run.folder)) == ["part-000000.parquet", "run.json"]
+        run.append(pair("p2", [1]))
+    assert [row.prompt_id for row in store.load(run.folder)[1]] == ["p0", "p0", "p2", "p2"]
+
+
+# Continuing
+
+
+def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with store.create(folder, INFO) as run:
+        assert run.done() == set()
+        run.append([plain("p0", 3, turn=0), plain("p0", 3, turn=1)])
+        run.append([drafted("p0", [1], repeat=1)])
+        done = {("gsm8k", "p0", "ar", 0), ("gsm8k", "p0", "dflash", 1)}
+        assert run.done() == done
+    (folder / ".part-000002.parquet.tmp").write_bytes(b"half of a part")
+    with store.resume(folder, INFO) as run:
+        assert run.done() == done
+        run.append([plain("p1", 3)])
+    assert sorted(os.listdir(folder)) == [*(f"part-00000{number}.parquet" for number in range(3)), "run.json"]
+    assert len(store.load(folder)[1]) == 4
+
+
+def test_another_identity_is_refused_with_every_difference(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    store.create(folder, INFO).close()
+    before = info_of(folder)
+    changed = with_identity(options={"seed": 1, "suites": ["gsm8k"], "limit": 8}, data_sha256="d2")
+    message = refusal(store.resume, folder, changed)
+    assert message == (
+        f'{folder} was started otherwise: data_sha256 was "d1", now "d2"; options.limit was null, now 8; '
+        "options.seed was 0, now 1; use the same, or choose another --out"
+    )
+    assert info_of(folder) == before
+
+
+def test_another_machine_may_continue_and_is_remembered(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with store.create(folder, INFO) as run:
+        run.mark_finished({"num_prompts": 1})
+    finished = info_of(folder)
+    assert (finished["state"], finished["num_prompts"]) == ("complete", 1)
+    assert finished["finished"].endswith("+00:00")
+    store.resume(folder, INFO | {"environment": {"cpu": "EPYC"}}).close()
+    resumed = info_of(folder)
+    assert resumed["environment"] == {"cpu": "Xeon"}
+    assert resumed["resumed"] == [{"environment": {"cpu": "EPYC"}}]
+    assert resumed["state"] == "running"
+
+
+def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = store.create(folder, INFO)
+    message = f"{folder} is being written by another run; wait for it to end"
+    assert refusal(store.resume, folder, INFO) == message
+    del run
+    gc.collect()
+    store.resume(folder, INFO).close()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    assert refusal(store.load, tmp_path) == f"{tmp_path} holds no run (no run.json)"
+    assert refusal(store.resume, tmp_path / "none", INFO) == f"{tmp_path / 'none'} holds no run (no run.json)"
+    path = tmp_path / "run.json"
+    for text in ("[]", "{}", '{"identity": {}}'):
+        path.write_text(text)
+        assert refusal(store.load, tmp_path) == f"cannot read {path}: not written by dflash-bench run"
+    path.write_text('{"identity": ')
+    assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: Expecting value")
+    path.write_bytes(b"\xff")
+    assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: ")
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    store.create(tmp_path, INFO).close()
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(info_of(tmp_path) | {"schema_version": SCHEMA_VERSION + 1}))
+    for call in (store.load, lambda folder: store.resume(folder, INFO)):
+        message = f"{path} has schema {SCHEMA_VERSION + 1}, this is {SCHEMA_VERSION}; update dflash-bench"
+        assert refusal(call, tmp_path) == message
+
+
+# Damage
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Path:
+    with store.create(tmp_path / "run", INFO) as run:
+        run.append(pair("p0", [1, 2, 3]))
+    return run.folder / "part-000000.parquet"
+
+
+def test_a_damaged_part_is_refused_by_name(part: Path) -> None:
+    whole = part.read_bytes()
+    for damaged in (b"", b"not Parquet", whole[:-20], whole[20:]):
+        part.write_bytes(damaged)
+        assert refusal(store.load, part.parent).startswith(f"cannot read {part}: ")
+        assert refusal(store.resume, part.parent, INFO).startswith(f"cannot read {part}: ")
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(part: Path) -> None:
+    whole, stored = part.read_bytes(), store.load(part.parent)[1]
+    num_refused = 0
+    for place in range(0, len(whole), 61):
+        part.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert store.load(part.parent)[1] == stored
+        except UserError:
+            num_refused += 1
+    assert num_refused > len(whole) / 61 / 2
+
+
+def test_foreign_parquet_is_refused(part: Path) -> None:
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    parquet.write_table(arrow.table({"a": [1]}), part)
+    assert refusal(store.load, part.parent) == f"cannot read {part}: its columns are not those of a run"
+
+
+# Killed
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from rows import pair
+from dflash_bench import store
+with store.create(Path(sys.argv[1]), {"identity": {}}) as run:
+    number = 0
+    while True:
+        run.append(pair(f"p{number}", [1, 2, 3] * 200))
+        number += 1
+        print(number, flush=True)
+"""
+
+
+def identifying(row: Record) -> tuple[object, ...]:
+    return row.prompt_id, row.method, row.generation.token_ids, row.generation.accepted
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.007, 0.011, 0.02])
+def test_a_killed_run_has_only_whole_parts_and_continues(tmp_path: Path, delay_s: float) -> None:
+    folder = tmp_path / "run"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "5":
+            assert process.poll() is None
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+    _, stored = store.load(folder)
+    assert len(stored) >= 10
+    expected = [row for number in range(len(stored) // 2) for row in pair(f"p{number}", [1, 2, 3] * 200)]
+    assert [identifying(row) for row in stored] == [identifying(row) for row in expected]
+    with store.resume(folder, {"identity": {}}) as run:
+        assert len(run.done()) == len(stored)
+        run.append(pair("last", [1]))
+    assert len(store.load(folder)[1]) == len(stored) + 2
+    assert not list(folder.glob(".*"))

@@ -1,0 +1,345 @@
+"""Suites by hand-written rows: the prompts they make, the rows they draw, and every message they refuse with.
+
+Set DFLASH_BENCH_DATA to a folder of the real sets to check their row counts as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import string
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_bench import suites
+from dflash_bench.errors import UserError
+from dflash_bench.records import Message, Prompt
+from dflash_bench.suites import Suite
+
+TOY = Suite(
+    name="toy",
+    version=3,
+    title="a toy",
+    source="nobody/toy",
+    scorer="none",
+    seed=7,
+    columns=("key", "question", "hints"),
+    list_columns=("hints",),
+    id="key",
+    category="key",
+    reference="<{question}>",
+    turns=("{question}\n{hints}\nEnd with \\boxed{{}}.", "And again: {question}"),
+)
+CHAT = replace(TOY, columns=("key", "hints"), category=None, reference=None, turns=(), turns_column="hints")
+ROWS: list[dict[str, Any]] = [
+    {"key": "a", "question": "One?", "hints": ["first", "second"]},
+    {"key": "b", "question": "What is {x} in {question}?", "hints": []},
+    {"key": 3, "question": "Zwölf\u2028für\x0c 日本 🙂?", "hints": ["{}"]},
+]
+REAL_ROWS = {
+    "gsm8k": 1319,
+    "math500": 500,
+    "aime24": 30,
+    "aime25": 30,
+    "humaneval": 164,
+    "mbpp": 257,
+    "mt_bench": 80,
+}
+
+
+def write(folder: Path, text: str, kind: str = "jsonl") -> Path:
+    path = folder / "toy" / f"test.{kind}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    return path
+
+
+def lines(*rows: object, end: str = "\n") -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
+
+
+def refusal(call: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_row_becomes_a_prompt_through_the_templates(tmp_path: Path) -> None:
+    write(tmp_path, lines(*ROWS))
+    loaded = suites.load(TOY, tmp_path)
+    assert loaded.prompts[0] == Prompt(
+        suite="toy",
+        prompt_id="a",
+        turns=("One?\nfirst\nsecond\nEnd with \\boxed{}.", "And again: One?"),
+        category="a",
+        reference="<One?>",
+        row=ROWS[0],
+    )
+    assert (loaded.suite, loaded.num_rows, loaded.source) == (TOY, 3, f"folder {tmp_path}")
+
+
+def test_braces_in_the_data_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, lines(*ROWS))
+    second, third = suites.load(TOY, tmp_path).prompts[1:]
+    assert second.turns[1] == "And again: What is {x} in {question}?"
+    assert third.turns[0] == "Zwölf\u2028für\x0c 日本 🙂?\n{}\nEnd with \\boxed{}."
+
+
+def test_a_turns_column_is_taken_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path, lines({"key": 1, "hints": ["Name {x}.", "Why?"]}))
+    assert suites.load(CHAT, tmp_path).prompts[0].turns == ("Name {x}.", "Why?")
+
+
+def test_a_suite_without_an_id_column_numbers_its_rows_from_zero(tmp_path: Path) -> None:
+    write(tmp_path, lines(*ROWS))
+    assert [prompt.prompt_id for prompt in suites.load(replace(TOY, id=None), tmp_path).prompts] == [
+        "0",
+        "1",
+        "2",
+    ]
+
+
+# Drawing
+
+
+def test_the_drawn_ids_are_the_same_on_every_machine(tmp_path: Path) -> None:
+    write(tmp_path, lines(*({"key": n, "question": "?", "hints": []} for n in range(100))))
+    drawn = [prompt.prompt_id for prompt in suites.load(TOY, tmp_path, limit=5).prompts]
+    by_hand = sorted(range(100), key=lambda n: hashlib.sha256(f"7:{n}".encode()).hexdigest())[:5]
+    assert drawn == [str(n) for n in sorted(by_hand)] == ["4", "7", "71", "77", "89"]
+
+
+def ids_drawn(ids: list[str], limit: int | None, seed: int = 7) -> list[str]:
+    prompts = [Prompt("toy", key, ("?",)) for key in ids]
+    return [
+        prompt.prompt_id for prompt in suites._draw(replace(TOY, seed=seed), prompts, "here", limit).prompts
+    ]
+
+
+distinct_ids = st.lists(st.text("0aé日🙂 ", max_size=5), min_size=1, max_size=30, unique=True)
+
+
+@given(distinct_ids, st.integers(1, 40), st.integers(0, 40))
+def test_a_larger_limit_only_adds_prompts(ids: list[str], limit: int, more: int) -> None:
+    few, many = ids_drawn(ids, limit), ids_drawn(ids, limit + more)
+    assert len(few) == min(limit, len(ids))
+    assert set(few) <= set(many)
+    assert many == [key for key in ids if key in many]
+
+
+@given(distinct_ids.flatmap(lambda ids: st.tuples(st.just(ids), st.permutations(ids))), st.integers(1, 30))
+def test_the_draw_does_not_depend_on_the_order_of_the_file(
+    orders: tuple[list[str], list[str]], limit: int
+) -> None:
+    assert set(ids_drawn(orders[0], limit)) == set(ids_drawn(orders[1], limit))
+
+
+def test_each_suite_draws_with_a_seed_of_its_own() -> None:
+    ids = [str(n) for n in range(100)]
+    assert ids_drawn(ids, 5, seed=7) != ids_drawn(ids, 5, seed=8)
+    seeds = [suite.seed for suite in suites.known_suites().values()]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_digest_covers_the_drawn_rows_only_and_ignores_the_order_of_keys(tmp_path: Path) -> None:
+    write(tmp_path / "all", lines(*ROWS))
+    write(tmp_path / "turned", lines(*(dict(reversed(row.items())) for row in ROWS)))
+    write(tmp_path / "one", lines(ROWS[0]))
+    digests = {name: suites.load(TOY, tmp_path / name).sha256 for name in ("all", "turned", "one")}
+    assert digests["all"] == digests["turned"] != digests["one"]
+    (drawn,) = suites.load(TOY, tmp_path / "all", limit=1).prompts
+    write(tmp_path / "drawn", lines(drawn.row))
+    digests_of_one = {suites.load(TOY, tmp_path / name, limit=1).sha256 for name in ("all", "drawn")}
+    assert len(digests_of_one) == 1
+    canonical = '[{"hints":["first","second"],"key":"a","question":"One?"}]'
+    assert digests["one"] == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def test_the_hash_of_a_prompt_covers_its_opening_and_turns_only() -> None:
+    prompt = Prompt("toy", "1", ("Hi", "Why?"))
+    assert suites.prompt_hash(prompt) == hashlib.sha256(b'[[],["Hi","Why?"]]').hexdigest()[:16]
+    assert suites.prompt_hash(replace(prompt, suite="x", prompt_id="2", category="c")) == suites.prompt_hash(
+        prompt
+    )
+    opened = replace(prompt, opening=(Message("system", "Be brief."),))
+    canonical = b'[[["system","Be brief."]],["Hi","Why?"]]'
+    assert suites.prompt_hash(opened) == hashlib.sha256(canonical).hexdigest()[:16]
+    assert suites.prompt_hash(replace(prompt, turns=("Hi",))) != suites.prompt_hash(prompt)
+
+
+# Refusals
+
+GOOD = lines(ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + lines({"key": 1, "hints": []}), "{path} line 2: no column 'question' (it has key, hints)"),
+        (lines(ROWS[0] | {"hints": "x"}), "{path} line 1: 'hints' must be a list of strings, not str"),
+        (lines(ROWS[0] | {"hints": ["x", 1]}), "{path} line 1: 'hints' must be a list of strings, not list"),
+        (
+            lines(ROWS[0] | {"question": None}),
+            "{path} line 1: 'question' must be a string or an integer, not NoneType",
+        ),
+        (lines(*ROWS, ROWS[1]), "folder {folder}: rows 2 and 4 share the id 'b'"),
+        ("\n", "folder {folder}: no rows for suite 'toy'"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    assert refusal(suites.load, TOY, tmp_path) == message.format(path=path, folder=tmp_path)
+
+
+@pytest.mark.parametrize("hints", [[], ["Hi", " "]])
+def test_a_prompt_that_asks_nothing_is_refused(tmp_path: Path, hints: list[str]) -> None:
+    path = write(tmp_path, lines({"key": 1, "hints": hints}))
+    message = f"{path} line 1: a prompt needs at least one turn, and no turn may be blank"
+    assert refusal(suites.load, CHAT, tmp_path) == message
+
+
+def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, lines(*ROWS))
+    assert refusal(suites.load, TOY, tmp_path, limit=0) == "--limit must be at least 1, not 0"
+    assert len(suites.load(TOY, tmp_path, limit=99).prompts) == 3
+
+
+# The suites that ship
+
+
+def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
+    assert [suite.name for suite in suites.expand(["code", "gsm8k", "humaneval", "math"])] == [
+        "humaneval", "mbpp", "gsm8k", "math500", "aime24", "aime25",
+    ]  # fmt: skip
+    assert {suite.name for suite in suites.expand(["paper"])} == set(suites.known_suites()) == set(REAL_ROWS)
+
+
+def test_an_unknown_name_lists_suites_and_groups() -> None:
+    known = "aime24, aime25, chat, code, gsm8k, humaneval, math, math500, mbpp, mt_bench, paper"
+    assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8'; known: {known}"
+
+
+@pytest.mark.parametrize("suite", suites.known_suites().values(), ids=lambda suite: suite.name)
+def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suite) -> None:
+    templates = [*suite.turns, suite.reference or ""]
+    fields = {field for text in templates for _, field, _, _ in string.Formatter().parse(text) if field}
+    named = {suite.id, suite.category, suite.turns_column, *suite.list_columns} - {None}
+    assert fields | named <= set(suite.columns)
+    assert bool(suite.turns) != bool(suite.turns_column)
+    assert len(suite.revision) == 40
+    assert set(suite.revision) <= set("0123456789abcdef")
+    assert suite.licence != "unknown"
+
+
+def test_the_table_lists_groups_and_counts_the_shipped_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy.toml").write_text('version = 1\ntitle = "t"\nsource = "n/t"\nscorer = "none"\n')
+    (tmp_path / "bare.toml").write_text('version = 1\ntitle = "b"\nsource = "n/b"\nscorer = "none"\n')
+    (tmp_path / "groups.toml").write_text('all = ["bare", "toy"]\nfew = ["toy"]\n')
+    write(tmp_path / "embedded", lines(*ROWS))
+    monkeypatch.setattr(suites, "data_folder", lambda: tmp_path)
+    found = {listing.suite.name: (listing.groups, listing.num_embedded) for listing in suites.table()}
+    assert found == {"bare": (("all",), 0), "toy": (("all", "few"), 3)}
+    assert suites.load(TOY).source == "embedded"
+
+
+def test_an_installed_package_reads_the_copy_inside_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites, "__file__", str(tmp_path / "dflash_bench" / "suites.py"))
+    assert suites.data_folder() == tmp_path / "suites"
+    (tmp_path / "dflash_bench" / "_suites").mkdir(parents=True)
+    assert suites.data_folder() == tmp_path / "dflash_bench" / "_suites"
+
+
+@pytest.mark.parametrize("suite", suites.known_suites().values(), ids=lambda suite: suite.name)
+def test_the_embedded_sample_loads(suite: Suite) -> None:
+    if not (suites.data_folder() / "embedded" / suite.name).is_dir():
+        pytest.skip(f"no embedded sample of {suite.name}")
+    assert suites.load(suite).prompts
+
+
+@pytest.mark.parametrize(("name", "num_rows"), REAL_ROWS.items())
+def test_the_real_sets_load_whole(name: str, num_rows: int) -> None:
+    folder = os.environ.get("DFLASH_BENCH_DATA")
+    if not folder:
+        pytest.skip("DFLASH_BENCH_DATA names no folder of the real sets")
+    (suite,) = suites.expand([name])
+    loaded = suites.load(suite, folder)
+    assert loaded.num_rows == len(loaded.prompts) == num_rows
+    assert {len(prompt.turns) for prompt in loaded.prompts} == {2 if name == "mt_bench" else 1}
+    assert all((prompt.reference is None) == (suite.reference is None) for prompt in loaded.prompts)
+
+
+# Prompts of the user's own
+
+
+def own(folder: Path, *rows: object) -> Path:
+    path = folder / "mine.jsonl"
+    path.write_text(lines(*rows), encoding="utf-8")
+    return path
+
+
+def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Why {x}?"},
+    ]
+    path = own(
+        tmp_path, {"prompt": "Hi"}, {"turns": ["Hi", "Why?"], "id": "t"}, {"messages": talk, "category": "c"}
+    )
+    loaded = suites.load_prompts_file(path)
+    assert [(prompt.prompt_id, prompt.turns, prompt.category) for prompt in loaded.prompts] == [
+        ("0", ("Hi",), None),
+        ("t", ("Hi", "Why?"), None),
+        ("2", ("Why {x}?",), "c"),
+    ]
+    assert loaded.prompts[2].opening == tuple(Message(**message) for message in talk[:-1])
+    assert (loaded.suite.name, loaded.suite.scorer, loaded.suite.version) == ("prompts", "none", 1)
+    assert len(suites.load_prompts_file(path, limit=2).prompts) == 2
+
+
+MESSAGES = "a list of {role, content} that ends with role user; roles: system, user, assistant"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "Hi"}, "needs one of prompt, turns, messages; has none"),
+        ({"prompt": "Hi", "turns": ["Hi"]}, "needs one of prompt, turns, messages; has prompt and turns"),
+        ({"prompt": ["Hi"]}, "prompt must be a string"),
+        ({"turns": "Hi"}, "turns must be a list of strings"),
+        ({"messages": []}, f"messages must be {MESSAGES}"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, f"messages must be {MESSAGES}"),
+        (
+            {"messages": [{"role": "tool", "content": ""}, {"role": "user", "content": ""}]},
+            f"messages must be {MESSAGES}",
+        ),
+        ({"messages": [{"role": "user"}]}, f"messages must be {MESSAGES}"),
+        ({"prompt": " "}, "a prompt needs at least one turn, and no turn may be blank"),
+        ({"prompt": "Hi", "id": 1.5}, "'id' must be a string or an integer, not float"),
+    ],
+)
+def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(
+    tmp_path: Path, row: object, message: str
+) -> None:
+    path = own(tmp_path, {"prompt": "Hi"}, row)
+    assert refusal(suites.load_prompts_file, path) == f"{path} line 2: {message}"
+
+
+def test_a_prompts_file_that_is_missing_empty_or_repeats_an_id_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    assert refusal(suites.load_prompts_file, path) == f"cannot read {path}: No such file or directory"
+    assert refusal(suites.load_prompts_file, own(tmp_path)) == f"file {path}: no rows for suite 'prompts'"
+    twice = own(tmp_path, {"prompt": "Hi", "id": 1}, {"prompt": "Why?"})
+    assert refusal(suites.load_prompts_file, twice) == f"file {path}: rows 1 and 2 share the id '1'"
