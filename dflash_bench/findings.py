@@ -25,8 +25,8 @@ TRUNCATED = 0.10
 SLOW_FIRST = 1.5
 DRIFT = 0.10
 SPEED_REMEDIES = {
-    "draft": "lower --block-size, or use a smaller draft",
-    "verify": "lower --block-size: on this device a longer forward costs too much",
+    "draft": "{fewer}, or use a smaller draft",
+    "verify": "{fewer}: on this device a longer forward costs too much",
     "other": "the models are not the cost: try --threads 1, and keep the machine free of other work",
 }
 MIN_ANSWERS_OVER_TIME = 8
@@ -78,9 +78,7 @@ def _mismatch(case: Case) -> Finding | None:
     tally = f"{len(wrong)} of {_answers(case.good)}"
     if case.is_baseline:
         text = f"plain decoding disagrees with itself in {tally}; first at {at}{seen}"
-        return case.finding(
-            "mismatch", text, "the control failed: use --dtype float32, or find what is random"
-        )
+        return case.finding("mismatch", text, "the control failed: use --dtype float32, or find what is random")
     text = f"{tally} are not the target's own output; first at {at}{seen}"
     return case.finding("mismatch", text, "rounding does not explain it: a bug, do not use these numbers")
 
@@ -105,7 +103,7 @@ def _nothing_drafted(case: Case) -> Finding | None:
     if case.is_baseline or not _never_drafts(case):
         return None
     num_rounds = sum(map(len, metrics.accepted_by_round(case.good)))
-    remedy = "raise --block-size, and check that the draft is the one for this model"
+    remedy = f"{_tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
     return case.finding("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
 
 
@@ -130,21 +128,26 @@ def _why_slow(cell: Cell) -> str:
     parts = _parts(cell)
     if cell.al_pooled is None or cell.break_even_al is None or not parts:
         return "the backend shows no rounds, so the reason is not available"
-    name, part_ms = max(parts.items(), key=lambda part: part[1])
-    largest = f"{name} takes {part_ms:.3g} of the {sum(parts.values()):.3g} ms of a round"
     below = cell.al_pooled < cell.break_even_al
-    compared = "below" if below else "not below"
-    lost = "" if below else ", so the time goes elsewhere (other ms, draft prefill)"
     al, needed = f"al.pooled {cell.al_pooled:.2f}", f"break_even_al {cell.break_even_al:.2f}"
-    return f"{al} is {compared} {needed}{lost}; {largest}"
+    compared = "below" if below else "not below"
+    besides = "" if below else ", which leaves out other ms and draft prefill"
+    round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
+    largest = max(parts, key=lambda name: parts[name])
+    return f"{al} is {compared} {needed}{besides}; {largest} is the largest part of a round ({round_ms} ms)"
 
 
 def _how_faster(cell: Cell) -> str:
     parts = _parts(cell)
     if not parts or cell.al_pooled is None or cell.break_even_al is None:
-        return "lower --block-size, and see with a local model where a round spends its time"
+        return f"{_tokens_a_round(cell, 'fewer')}, and see with a local model where a round spends its time"
     below = cell.al_pooled < cell.break_even_al
-    return SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if below else "other"]
+    remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if below else "other"]
+    return remedy.format(fewer=_tokens_a_round(cell, "fewer"))
+
+
+def _tokens_a_round(cell: Cell, how_many: str) -> str:
+    return f"draft {how_many} tokens a round (--method {cell.method.partition(':')[0]}:N)"
 
 
 def _parts(cell: Cell) -> dict[str, float]:
@@ -160,9 +163,8 @@ def _saturated(case: Case) -> Finding | None:
     if not drafted or num_whole <= SATURATED * len(drafted):
         return None
     text = f"{num_whole} of {len(drafted)} rounds ({num_whole / len(drafted):.0%}) keep the whole draft"
-    return case.finding(
-        "saturated", text, "a larger --block-size may be faster, if the draft was trained for it"
-    )
+    remedy = f"{_tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
+    return case.finding("saturated", text, remedy)
 
 
 def _first_is_slow(case: Case) -> Finding | None:

@@ -72,9 +72,7 @@ def summarise(records: Records) -> list[Cell]:
     for record in records:
         methods = groups.setdefault(record.suite, {BASELINE: []})
         methods.setdefault(record.method, []).append(record)
-    return [
-        _cell(rows, methods[BASELINE]) for methods in groups.values() for rows in methods.values() if rows
-    ]
+    return [_cell(rows, methods[BASELINE]) for methods in groups.values() for rows in methods.values() if rows]
 
 
 def _cell(records: Records, baseline: Records) -> Cell:
@@ -136,10 +134,7 @@ def accept_at(records: Records) -> list[AcceptAt]:
     pairs = drafted_and_accepted(records)
     longest = max((drafted for drafted, _ in pairs), default=0)
     reached = [sum(accepted >= k for _, accepted in pairs) for k in range(longest + 1)]
-    return [
-        AcceptAt(k, reached[k] / len(pairs), _ratio(reached[k], reached[k - 1]))
-        for k in range(1, longest + 1)
-    ]
+    return [AcceptAt(k, reached[k] / len(pairs), _ratio(reached[k], reached[k - 1])) for k in range(1, longest + 1)]
 
 
 def drafted_and_accepted(records: Records) -> list[tuple[int, int]]:

@@ -6,11 +6,11 @@ in text and null in JSON.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import groupby
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,7 +49,9 @@ def _value(interval: Interval | None) -> str:
 
 
 def _with_interval(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.low == interval.high:
+    if interval is None or interval.low is None or interval.high is None:
+        return _value(interval)
+    if isclose(interval.low, interval.high):  # plain decoding over itself
         return _value(interval)
     return f"{_value(interval)} [{_number(interval.low)}, {_number(interval.high)}]"
 
@@ -79,9 +81,7 @@ ROUNDS = (
     Column("other\nms", lambda cell: _number(cell.other_ms)),
     Column("al.\npooled", lambda cell: _number(cell.al_pooled)),
     Column("break_even_al", lambda cell: _number(cell.break_even_al)),
-    Column(
-        "speedup.decode\ngeo. mean [95 %]", lambda cell: _with_interval(cell.speedup_decode_geometric), "left"
-    ),
+    Column("speedup.decode\ngeo. mean [95 %]", lambda cell: _with_interval(cell.speedup_decode_geometric), "left"),
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )
@@ -122,16 +122,16 @@ def _finding_lines(findings: Sequence[Finding]) -> list[Padding]:
     text, padding = import_module("rich.text").Text, import_module("rich.padding").Padding
     lines = [(0, "findings:" if findings else "findings: none")]
     for finding in findings:
-        lines += [(0, f"- {finding.text}"), (2, f"-> {finding.remedy}")]
+        lines += [(2, finding.text), (4, f"-> {finding.remedy}")]
     return [padding(text(line), (0, 0, 0, indent)) for indent, line in lines]
 
 
 def markdown(info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding]) -> str:
-    """`info` as in `run.json`, with its `command` (a list of words) and `environment`."""
+    """`info` as in `run.json`, with its `command` and `environment`."""
     suites = ", ".join(dict.fromkeys(cell.suite for cell in cells))
     parts = [
         f"# {suites}",
-        f"```\n{shlex.join(info['command'])}\n```",
+        f"```\n{info['command']}\n```",
         f"{environment.one_line(info['environment'])}.",
         _markdown_table(cells, RESULTS),
         "Per round:",

@@ -150,9 +150,7 @@ _math_lock = threading.Lock()
 def _math_worker() -> subprocess.Popen[bytes]:
     start = f"import sys; sys.path[:] = {sys.path}; from dflash_bench.scoring import serve_math; serve_math()"
     pipe = subprocess.PIPE
-    worker = subprocess.Popen(
-        [sys.executable, "-c", start], stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True
-    )
+    worker = subprocess.Popen([sys.executable, "-c", start], stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
     assert worker.stdout is not None
     if worker.stdout.read(1) != b"!":
         raise RuntimeError("the process that compares formulas did not start; its error is above")

@@ -2,13 +2,14 @@
 
 The prompt is the unit: all its tokens and seconds, of both methods, are drawn or left out together. Plain
 bootstrap percentiles are too narrow for a few dozen prompts, so they are taken further out, by what Student's
-t asks for over the normal distribution (Hesterberg 2015, section 4.3).
+t asks for over the normal distribution: the "expanded percentile interval" of Hesterberg (2015).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from statistics import NormalDist
 
 import numpy as np
@@ -99,7 +100,8 @@ def _resampled(columns: Floats, seed: int) -> Iterator[Floats]:
 
 def _tail(num_prompts: int) -> float:
     """The share of draws beyond each bound: 0.025 for many prompts, 0.009 for 10."""
-    from scipy.special import stdtrit
-
-    bound = stdtrit(num_prompts - 1, (1 + LEVEL) / 2) * (num_prompts / (num_prompts - 1)) ** 0.5
+    bound = (
+        import_module("scipy.special").stdtrit(num_prompts - 1, (1 + LEVEL) / 2)
+        * (num_prompts / (num_prompts - 1)) ** 0.5
+    )
     return NormalDist().cdf(-bound)

@@ -103,9 +103,7 @@ class Run(AbstractContextManager["Run"]):
         rows = [_to_row(record) for record in records]
         table = import_module("pyarrow").Table.from_pylist(rows, _schema())
         part = self.folder / f"part-{self._next:06}.parquet"
-        _write(
-            part, lambda file: parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
-        )
+        _write(part, lambda file: parquet.write_table(table, file, compression="zstd", write_page_checksum=True))
         self._next += 1
         self._done |= {_key(row) for row in rows}
 

@@ -123,7 +123,7 @@ def load(suite: Suite, data: str | Path = "embedded", limit: int | None = None) 
         found, source = rows.from_hub(suite.data)
     else:
         found, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
-    prompts = [_prompt(suite, where, index, row) for index, (where, row) in enumerate(found)]
+    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(found)]
     return _draw(suite, prompts, source, limit)
 
 
@@ -166,7 +166,7 @@ def _draw(suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | Non
 # From a row to a prompt.
 
 
-def _prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
+def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
     missing = [column for column in suite.columns if column not in row]
     if missing:
         raise UserError(f"{where}: no column '{missing[0]}' (it has {', '.join(row)})")

@@ -61,9 +61,7 @@ def test_the_record_names_no_user_host_or_folder() -> None:
 
 
 def test_describing_never_loads_torch() -> None:
-    code = (
-        "import sys; from dflash_bench import environment as e; e.describe(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from dflash_bench import environment as e; e.describe(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -84,9 +82,7 @@ def test_only_the_variables_that_change_results_are_recorded(monkeypatch: pytest
 
 def test_the_cpu_model_is_read_from_cpuinfo_where_there_is_one(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(
-        "processor\t: 0\nmodel name\t: Some CPU 9\n\nprocessor\t: 1\nmodel name\t: Some CPU 9\n"
-    )
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU 9\n\nprocessor\t: 1\nmodel name\t: Some CPU 9\n")
     assert environment._cpu_model(cpuinfo) == "Some CPU 9"
     fallback = environment._cpu_model(tmp_path / "nothing")
     assert fallback is None or fallback

@@ -165,10 +165,10 @@ def test_a_cell_holds_every_number() -> None:
     cell = cell_of([replace(row, passed=row.prompt_id == "a") for row in UNEVEN])
     assert (cell.suite, cell.method, cell.num_prompts, cell.num_tokens) == ("gsm8k", "dflash", 2, 18)
     assert (cell.exact, cell.passed, cell.num_errors, cell.num_near_ties) == ((2, 2), (1, 2), 0, 0)
-    lengths = (cell.al_pooled, cell.al_request_mean, cell.break_even_al)
-    assert lengths == (pytest.approx(16 / 6), 3.25, pytest.approx(1.7))
-    times = (cell.tps_decode, cell.draft_ms, cell.verify_ms, cell.other_ms)
-    assert times == pytest.approx((16 / 0.12, 5, 12, 3))
+    lengths = [cell.al_pooled, cell.al_request_mean, cell.break_even_al]
+    assert lengths == pytest.approx([16 / 6, 3.25, 1.7])
+    times = [cell.tps_decode, cell.draft_ms, cell.verify_ms, cell.other_ms]
+    assert times == pytest.approx([16 / 0.12, 5, 12, 3])
     assert cell.speedup_decode == metrics.speedup_decode(PLAIN, DRAFTED)
     assert cell.speedup_decode_geometric == metrics.speedup_decode_geometric(PLAIN, DRAFTED)
     assert cell.speedup_e2e == metrics.speedup_e2e(PLAIN, DRAFTED)

@@ -123,8 +123,7 @@ class FakeTable(list[dict[str, Any]]):
 
 
 class Hub:
-    """The commit from a real HTTP server; the table, in place of `datasets`, from a cache folder named
-    after the commit it holds."""
+    """The commit from a real HTTP server; the table in place of `datasets`, from a cache of one commit."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
@@ -187,25 +186,26 @@ def test_the_hub_is_asked_for_the_commit_behind_the_revision(hub: Hub) -> None:
     assert list(found)[1] == (f"hub nobody/toy@{COMMIT} row 2", ROWS[1])
 
 
-def test_loading_from_the_hub_turns_telemetry_off(hub: Hub) -> None:
+@pytest.mark.usefixtures("hub")
+def test_loading_from_the_hub_turns_telemetry_off() -> None:
     from huggingface_hub import constants
 
     rows.from_hub(TOY)
     assert constants.HF_HUB_DISABLE_TELEMETRY is True
 
 
-def test_no_network_is_one_line_that_names_the_way_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hub")
+def test_no_network_is_one_line_that_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connecting is refused
-        monkeypatch.setattr(
-            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}"
-        )
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
         message = refused_by_hub()
     assert message.startswith("cannot get nobody/toy from the hub (")
     assert message.endswith(f"refused); {REMEDY}")
 
 
-def test_a_hub_that_does_not_answer_is_given_up_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
@@ -213,9 +213,7 @@ def test_a_hub_that_does_not_answer_is_given_up_on(hub: Hub, monkeypatch: pytest
         assert refused_by_hub() == f"cannot get nobody/toy from the hub (timed out); {REMEDY}"
 
 
-@pytest.mark.parametrize(
-    ("status", "reply", "part"), [(404, "", "404 Not Found"), (200, "<html>", "Expecting value")]
-)
+@pytest.mark.parametrize(("status", "reply", "part"), [(404, "", "404 Not Found"), (200, "<html>", "Expecting value")])
 def test_a_strange_answer_is_one_line(hub: Hub, status: int, reply: str, part: str) -> None:
     hub.status, hub.reply = status, reply
     message = refused_by_hub()
@@ -224,9 +222,7 @@ def test_a_strange_answer_is_one_line(hub: Hub, status: int, reply: str, part: s
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "error", [ConnectionError("gone\nat once"), ValueError("gone"), RuntimeError("gone")]
-)
+@pytest.mark.parametrize("error", [ConnectionError("gone\nat once"), ValueError("gone"), RuntimeError("gone")])
 def test_what_datasets_raises_is_one_line_as_well(hub: Hub, error: Exception) -> None:
     hub.error = error
     assert refused_by_hub() == f"cannot get nobody/toy from the hub (gone); {REMEDY}"
@@ -238,9 +234,7 @@ def test_a_cache_that_holds_another_commit_is_refused(hub: Hub) -> None:
     assert refused_by_hub() == message
 
 
-def test_offline_mode_trusts_a_pinned_revision_without_asking(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_mode_trusts_a_pinned_revision_without_asking(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     _, source = rows.from_hub(replace(TOY, revision=COMMIT))
     assert (source, hub.paths) == (f"hub nobody/toy@{COMMIT}", [])

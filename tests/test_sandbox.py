@@ -68,9 +68,7 @@ def num_processes(marker: str) -> int:
     return found
 
 
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/cmdline").exists(), reason="no /proc to look for processes"
-)
+needs_proc = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc to look for processes")
 
 
 # ---- what a program may do -------------------------------------------------------------------------------
@@ -117,9 +115,7 @@ def test_a_flood_of_output_is_discarded() -> None:
 
 def test_what_atexit_raises_comes_too_late_to_matter() -> None:
     assert passes("import atexit\natexit.register(lambda: 1 / 0)")
-    assert fails(
-        "import atexit\natexit.register(print, 'passed')\natexit.register(lambda: 1 / 0)\nassert False"
-    )
+    assert fails("import atexit\natexit.register(print, 'passed')\natexit.register(lambda: 1 / 0)\nassert False")
 
 
 # ---- programs that are wrong -----------------------------------------------------------------------------
@@ -140,9 +136,7 @@ def test_text_that_is_no_source_fails() -> None:
 
 def test_a_recursion_without_end_fails() -> None:
     assert fails("def f(): f()\nf()", "RecursionError")
-    assert fails(
-        "import sys\nsys.setrecursionlimit(10**8)\ndef f(): f()\nf()", "SIGSEGV|MemoryError|timed out"
-    )
+    assert fails("import sys\nsys.setrecursionlimit(10**8)\ndef f(): f()\nf()", "SIGSEGV|MemoryError|timed out")
 
 
 def test_a_program_that_reads_standard_input_finds_it_empty() -> None:
@@ -170,9 +164,7 @@ def test_saying_the_expected_words_everywhere_is_not_passing() -> None:
 
 
 def test_a_forked_copy_cannot_finish_in_place_of_the_original() -> None:
-    assert fails(
-        "import os, time\nif os.fork():\n    time.sleep(0.5)\n    os._exit(0)", "did not finish|os.fork"
-    )
+    assert fails("import os, time\nif os.fork():\n    time.sleep(0.5)\n    os._exit(0)", "did not finish|os.fork")
 
 
 def test_closing_every_descriptor_is_not_passing() -> None:
@@ -205,9 +197,7 @@ def test_the_token_is_not_found_through_frames_modules_and_names() -> None:
     assert fails(hunt, "^did not finish$", Limits())
 
 
-@pytest.mark.parametrize(
-    "way", ["gc.get_objects()", "gc.get_referents(sys._getframe(1))", "gc.get_referrers(0)"]
-)
+@pytest.mark.parametrize("way", ["gc.get_objects()", "gc.get_referents(sys._getframe(1))", "gc.get_referrers(0)"])
 def test_the_garbage_collector_does_not_tell(way: str) -> None:
     assert fails(f"import gc, sys\n{way}", "PermissionError")
 
@@ -237,9 +227,7 @@ def test_ten_gigabytes_are_refused() -> None:
 
 
 def test_a_huge_file_is_refused() -> None:
-    assert fails(
-        "with open('big', 'wb') as file:\n    while True: file.write(bytes(2**20))", "File too large"
-    )
+    assert fails("with open('big', 'wb') as file:\n    while True: file.write(bytes(2**20))", "File too large")
     assert fails("import sys\nwhile True: sys.stderr.write('x' * 2**20)", "exit status 1")
 
 
@@ -303,18 +291,14 @@ def test_the_network_is_out_of_reach() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         address = server.getsockname()
-        assert fails(
-            f"import socket\nsocket.create_connection({address}, 1).send(b'x')", "unreachable|PermissionError"
-        )
+        assert fails(f"import socket\nsocket.create_connection({address}, 1).send(b'x')", "unreachable|PermissionError")
         with pytest.raises(TimeoutError):
             server.accept()
 
 
 def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "secret")
-    assert passes(
-        "import os\nassert set(os.environ) <= {'HOME', 'TMPDIR', 'LC_CTYPE', 'PYTHONHASHSEED'}, os.environ"
-    )
+    assert passes("import os\nassert set(os.environ) <= {'HOME', 'TMPDIR', 'LC_CTYPE', 'PYTHONHASHSEED'}, os.environ")
 
 
 def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
@@ -345,14 +329,15 @@ def test_a_daemon_dies_with_the_cage(cage: Cage, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_proc
-def test_the_cage_dies_with_the_caller(cage: Cage) -> None:
+def test_the_cage_dies_with_the_caller(cage: Cage, tmp_path: Path) -> None:
     marker = uuid.uuid4().hex
     caller = (
         "from dflash_bench import sandbox\n"
         f"sandbox._KEEPER += ({marker!r},)\n"
         f"sandbox._run_in(sandbox.{cage!r}, 'import time; time.sleep(1000)', sandbox.Limits(wall_s=1000))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", caller], cwd=Path(sandbox.__file__).parents[1])
+    root, environment = Path(sandbox.__file__).parents[1], os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", caller], cwd=root, env=environment)
     wait_until(lambda: num_processes(marker) == 3)  # the caller, the keeper and the runner
     process.send_signal(signal.SIGKILL)
     process.wait()

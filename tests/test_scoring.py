@@ -282,15 +282,11 @@ def test_a_missing_reference_is_an_error_and_not_a_wrong_answer() -> None:
 )
 def test_a_scorer_of_text_is_a_metric_of_the_evaluate_library(name: str, predictions: list[str]) -> None:
     metric = as_metric(name)
-    assert metric.compute(predictions=predictions, references=["7", "8", "10"]) == {
-        "accuracy": pytest.approx(2 / 3)
-    }
+    assert metric.compute(predictions=predictions, references=["7", "8", "10"]) == {"accuracy": pytest.approx(2 / 3)}
 
 
 def test_a_scorer_of_code_is_no_metric() -> None:
-    with pytest.raises(
-        UserError, match="unknown metric 'humaneval'; known: aime_integer, gsm8k_number, math"
-    ):
+    with pytest.raises(UserError, match="unknown metric 'humaneval'; known: aime_integer, gsm8k_number, math"):
         as_metric("humaneval")
 
 

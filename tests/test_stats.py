@@ -13,9 +13,7 @@ from dflash_bench.stats import Interval, geometric_mean_interval, ratio_interval
 
 def test_the_value_is_the_ratio_of_the_sums() -> None:
     assert ratio_interval([1, 2, 3], [10, 5, 5]).value == pytest.approx(6 / 20)
-    assert ratio_interval([1, 2, 3], [10, 5, 5], over=([1, 1, 2], [4, 2, 2])).value == pytest.approx(
-        0.3 / 0.5
-    )
+    assert ratio_interval([1, 2, 3], [10, 5, 5], over=([1, 1, 2], [4, 2, 2])).value == pytest.approx(0.3 / 0.5)
     assert geometric_mean_interval([1, 4, 16]).value == pytest.approx(4)
 
 

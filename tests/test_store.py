@@ -193,9 +193,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert (
-        refusal(store.create, tmp_path / "file", INFO) == f"cannot write {tmp_path / 'file'}: Not a directory"
-    )
+    assert refusal(store.create, tmp_path / "file", INFO) == f"cannot write {tmp_path / 'file'}: Not a directory"
     below = tmp_path / "file" / "run"
     assert refusal(store.create, below, INFO).startswith(f"cannot write {below}: ")
     assert os.listdir(tmp_path) == ["file"]
@@ -237,6 +235,7 @@ def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None
         assert run.done() == done
     (folder / ".part-000002.parquet.tmp").write_bytes(b"half of a part")
     with store.resume(folder, INFO) as run:
+        assert not list(folder.glob(".*"))
         assert run.done() == done
         run.append([plain("p1", 3)])
     assert sorted(os.listdir(folder)) == [*(f"part-00000{number}.parquet" for number in range(3)), "run.json"]
@@ -340,45 +339,86 @@ def test_foreign_parquet_is_refused(part: Path) -> None:
 
 # Killed
 
-ENDLESS = """
-import sys
+SCRIPT = """
+import os, resource, signal, sys
 from pathlib import Path
 from rows import pair
 from dflash_bench import store
-with store.create(Path(sys.argv[1]), {"identity": {}}) as run:
-    number = 0
-    while True:
-        run.append(pair(f"p{number}", [1, 2, 3] * 200))
-        number += 1
-        print(number, flush=True)
+
+def at_size(size):  # the kernel kills the process while it writes what is longer
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def rename_and_die(*paths, rename=os.replace):
+    rename(*paths)
+    die()
+
+def append(number):
+    run.append(pair(f"p{number}", [1, 2, 3] * 200))
+
+folder, info = Path(sys.argv[1]), {"identity": {}, "padding": "x" * 9000}
 """
+CREATED = SCRIPT + "run = store.create(folder, info); append(0)\n"
+MOMENTS = {
+    "while a part is written": "at_size(4000); append(1)",
+    "before a part is synced": "os.fsync = die; append(1)",
+    "before a part has its name": "os.replace = die; append(1)",
+    "once a part has its name": "os.replace = rename_and_die; append(1)",
+    "while run.json is rewritten": "at_size(4000); run.mark_finished({})",
+    "before run.json has its name": "os.replace = die; run.mark_finished({})",
+}
+
+
+def spawned(code: str, folder: Path) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def assert_whole_and_continues(folder: Path) -> int:
+    info, stored = store.load(folder)
+    assert info["state"] == "running"
+    expected = [row for number in range(len(stored) // 2) for row in pair(f"p{number}", [1, 2, 3] * 200)]
+    assert [identifying(row) for row in stored] == [identifying(row) for row in expected]
+    with store.resume(folder, {"identity": {}}) as run:
+        assert len(run.done()) == len(stored)
+        assert not list(folder.glob(".*"))
+        run.append(pair("last", [1]))
+    assert len(store.load(folder)[1]) == len(stored) + 2
+    return len(stored) // 2
 
 
 def identifying(row: Record) -> tuple[object, ...]:
     return row.prompt_id, row.method, row.generation.token_ids, row.generation.accepted
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.007, 0.011, 0.02])
-def test_a_killed_run_has_only_whole_parts_and_continues(tmp_path: Path, delay_s: float) -> None:
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_the_worst_moment_is_whole_and_continues(tmp_path: Path, moment: str) -> None:
+    with spawned(CREATED + MOMENTS[moment], tmp_path / "run") as process:
+        assert process.wait() in (-signal.SIGKILL, -signal.SIGXFSZ)
+    assert assert_whole_and_continues(tmp_path / "run") == (2 if moment.startswith("once") else 1)
+
+
+@pytest.mark.parametrize("moment", ["at_size(4000)", "os.replace = die", "Path.rename = die"])
+def test_a_run_killed_while_it_is_created_is_not_there_and_can_be_created(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    with subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, folder],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths},
-    ) as process:
+    with spawned(f"{SCRIPT}{moment}; store.create(folder, info)", folder) as process:
+        assert process.wait() in (-signal.SIGKILL, -signal.SIGXFSZ)
+    assert not folder.exists()
+    store.create(folder, INFO).close()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005])
+def test_a_run_killed_at_any_moment_is_whole_and_continues(tmp_path: Path, delay_s: float) -> None:
+    loop = "for number in range(1, 10**6): append(number); print(number, flush=True)"
+    with spawned(CREATED + loop, tmp_path / "run") as process:
         assert process.stdout is not None
         while process.stdout.readline().strip() != "5":
             assert process.poll() is None
         time.sleep(delay_s)
-        process.send_signal(signal.SIGKILL)
-    _, stored = store.load(folder)
-    assert len(stored) >= 10
-    expected = [row for number in range(len(stored) // 2) for row in pair(f"p{number}", [1, 2, 3] * 200)]
-    assert [identifying(row) for row in stored] == [identifying(row) for row in expected]
-    with store.resume(folder, {"identity": {}}) as run:
-        assert len(run.done()) == len(stored)
-        run.append(pair("last", [1]))
-    assert len(store.load(folder)[1]) == len(stored) + 2
-    assert not list(folder.glob(".*"))
+        process.kill()
+    assert assert_whole_and_continues(tmp_path / "run") >= 6

@@ -118,9 +118,7 @@ def test_the_drawn_ids_are_the_same_on_every_machine(tmp_path: Path) -> None:
 
 def ids_drawn(ids: list[str], limit: int | None, seed: int = 7) -> list[str]:
     prompts = [Prompt("toy", key, ("?",)) for key in ids]
-    return [
-        prompt.prompt_id for prompt in suites._draw(replace(TOY, seed=seed), prompts, "here", limit).prompts
-    ]
+    return [prompt.prompt_id for prompt in suites._draw(replace(TOY, seed=seed), prompts, "here", limit).prompts]
 
 
 distinct_ids = st.lists(st.text("0aé日🙂 ", max_size=5), min_size=1, max_size=30, unique=True)
@@ -135,9 +133,7 @@ def test_a_larger_limit_only_adds_prompts(ids: list[str], limit: int, more: int)
 
 
 @given(distinct_ids.flatmap(lambda ids: st.tuples(st.just(ids), st.permutations(ids))), st.integers(1, 30))
-def test_the_draw_does_not_depend_on_the_order_of_the_file(
-    orders: tuple[list[str], list[str]], limit: int
-) -> None:
+def test_the_draw_does_not_depend_on_the_order_of_the_file(orders: tuple[list[str], list[str]], limit: int) -> None:
     assert set(ids_drawn(orders[0], limit)) == set(ids_drawn(orders[1], limit))
 
 
@@ -165,9 +161,7 @@ def test_the_digest_covers_the_drawn_rows_only_and_ignores_the_order_of_keys(tmp
 def test_the_hash_of_a_prompt_covers_its_opening_and_turns_only() -> None:
     prompt = Prompt("toy", "1", ("Hi", "Why?"))
     assert suites.prompt_hash(prompt) == hashlib.sha256(b'[[],["Hi","Why?"]]').hexdigest()[:16]
-    assert suites.prompt_hash(replace(prompt, suite="x", prompt_id="2", category="c")) == suites.prompt_hash(
-        prompt
-    )
+    assert suites.prompt_hash(replace(prompt, suite="x", prompt_id="2", category="c")) == suites.prompt_hash(prompt)
     opened = replace(prompt, opening=(Message("system", "Be brief."),))
     canonical = b'[[["system","Be brief."]],["Hi","Why?"]]'
     assert suites.prompt_hash(opened) == hashlib.sha256(canonical).hexdigest()[:16]
@@ -238,9 +232,7 @@ def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suit
     assert suite.licence != "unknown"
 
 
-def test_the_table_lists_groups_and_counts_the_shipped_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_lists_groups_and_counts_the_shipped_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy.toml").write_text('version = 1\ntitle = "t"\nsource = "n/t"\nscorer = "none"\n')
     (tmp_path / "bare.toml").write_text('version = 1\ntitle = "b"\nsource = "n/b"\nscorer = "none"\n')
     (tmp_path / "groups.toml").write_text('all = ["bare", "toy"]\nfew = ["toy"]\n')
@@ -251,9 +243,7 @@ def test_the_table_lists_groups_and_counts_the_shipped_rows(
     assert suites.load(TOY).source == "embedded"
 
 
-def test_an_installed_package_reads_the_copy_inside_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_reads_the_copy_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "__file__", str(tmp_path / "dflash_bench" / "suites.py"))
     assert suites.data_folder() == tmp_path / "suites"
     (tmp_path / "dflash_bench" / "_suites").mkdir(parents=True)
@@ -295,9 +285,7 @@ def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
         {"role": "assistant", "content": "Hello."},
         {"role": "user", "content": "Why {x}?"},
     ]
-    path = own(
-        tmp_path, {"prompt": "Hi"}, {"turns": ["Hi", "Why?"], "id": "t"}, {"messages": talk, "category": "c"}
-    )
+    path = own(tmp_path, {"prompt": "Hi"}, {"turns": ["Hi", "Why?"], "id": "t"}, {"messages": talk, "category": "c"})
     loaded = suites.load_prompts_file(path)
     assert [(prompt.prompt_id, prompt.turns, prompt.category) for prompt in loaded.prompts] == [
         ("0", ("Hi",), None),
@@ -330,9 +318,7 @@ MESSAGES = "a list of {role, content} that ends with role user; roles: system, u
         ({"prompt": "Hi", "id": 1.5}, "'id' must be a string or an integer, not float"),
     ],
 )
-def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(
-    tmp_path: Path, row: object, message: str
-) -> None:
+def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(tmp_path: Path, row: object, message: str) -> None:
     path = own(tmp_path, {"prompt": "Hi"}, row)
     assert refusal(suites.load_prompts_file, path) == f"{path} line 2: {message}"
 

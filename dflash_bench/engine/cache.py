@@ -74,7 +74,7 @@ class KVCache:
 def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None) -> Tensor:
     """Additive [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
-    With `parents` [B, width - 1] the placed tokens are an anchor and a tree: each sees only its own ancestors among them.
+    With `parents` [B, width - 1] these are an anchor and a tree: each sees only its own ancestors among them.
     """
     columns = torch.arange(cache.visible, device=cache.device)
     allowed = columns <= cache.positions[..., None]
@@ -88,7 +88,7 @@ def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = Non
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Parents [B, N] of tree nodes (-1 the anchor) -> [B, N + 1, N + 1], true where a column is an ancestor or itself."""
+    """Parents [B, N] of tree nodes (-1: the anchor) -> [B, N + 1, N + 1], true for ancestors and oneself."""
     num_rows, width = parents.shape
     rows = torch.arange(num_rows, device=parents.device)
     seen = torch.eye(width + 1, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)

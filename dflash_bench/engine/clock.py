@@ -34,7 +34,7 @@ class CudaClock:
     def seconds(self, start: object, end: object) -> float:
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         end.synchronize()
-        return start.elapsed_time(end) / 1000
+        return float(start.elapsed_time(end)) / 1000
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -109,8 +109,8 @@ class Round:
     marks: tuple[object, object, object, object, object]
 
 
-class NonFiniteLogits(ArithmeticError):
-    """The target produced NaN; whatever follows would be noise."""
+class DecodingError(Exception):
+    """This generation cannot be had (no room, NaN logits); it becomes a row that says so, never a number."""
 
 
 @torch.inference_mode()
@@ -119,7 +119,7 @@ def decode(
 ) -> Iterator[Round]:
     """Decode rows together, round by round, until each has ended.
 
-    Raises ValueError for an empty prompt or one that leaves no room in the context, NonFiniteLogits on NaN.
+    Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN logits.
     """
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
@@ -136,10 +136,10 @@ def decode(
 
 def _room(target: Target, prompt: Sequence[int], limits: Limits) -> int:
     if not prompt:
-        raise ValueError("an empty prompt")
+        raise DecodingError("an empty prompt")
     room = min(limits.max_new_tokens, target.context_length - len(prompt))
     if room < 1:
-        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {target.context_length}")
+        raise DecodingError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {target.context_length}")
     return room
 
 
@@ -245,7 +245,7 @@ class _State:
         host: list[list[int]] = torch.cat([nan.long(), values], dim=1).tolist()
         broken = [b for b, row in enumerate(self.rows) if host[b][0] and row.finish is None]
         if broken:
-            raise NonFiniteLogits(f"NaN logits after {len(self.rows[broken[0]].tokens)} tokens (row {broken[0]})")
+            raise DecodingError(f"NaN logits after {len(self.rows[broken[0]].tokens)} tokens (row {broken[0]})")
         return [row[1:] for row in host]
 
 

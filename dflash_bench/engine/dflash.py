@@ -20,7 +20,9 @@ from dflash_bench.models.dflash import DFlashDraft
 class DFlashDrafter:
     """`embedding` and `head` are the target's own."""
 
-    def __init__(self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, block_size: int | None = None) -> None:
+    def __init__(
+        self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, block_size: int | None = None
+    ) -> None:
         self.draft, self.config = draft.eval(), draft.config
         self.embedding, self.head = embedding, head
         self.block_size = block_size or self.config.block_size

@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dflash_bench.engine.clock import clock_for
-from dflash_bench.engine.decoding import Drafter, Limits, NonFiniteLogits, Round, decode
+from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, NoDrafter, Round, decode
+from dflash_bench.engine.dflash import DFlashDrafter
+from dflash_bench.engine.eagle3 import Eagle3Drafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
+from dflash_bench.methods import Method
+from dflash_bench.models.loading import Models, Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
+
+DEFAULT_CHAIN = 7
+"""Tokens an EAGLE-3 chain drafts per round unless the preset or the user says otherwise; the paper's depth."""
+
+
+def _dflash(models: Models, target: Target, num_drafts: int | None) -> Drafter:
+    block_size = None if num_drafts is None else num_drafts + 1
+    return DFlashDrafter(models.drafts["dflash"], target.embedding, target.head, block_size)  # type: ignore[arg-type]
+
+
+def _eagle3(models: Models, target: Target, num_drafts: int | None) -> Drafter:
+    return Eagle3Drafter(models.drafts["eagle3"], target.embedding, num_drafts or DEFAULT_CHAIN)  # type: ignore[arg-type]
+
+
+DRAFTERS: dict[str, Callable[[Models, Target, int | None], Drafter]] = {
+    "ar": lambda _models, _target, _num_drafts: NoDrafter(),
+    "dflash": _dflash,
+    "eagle3": _eagle3,
+}
+
+
+def open_backend(
+    models: Models, preset: Preset, methods: Sequence[Method], max_new_tokens: int, sampling: Sampling
+) -> LocalBackend:
+    """The reference backend for these methods, filed under their labels."""
+    target = Target(models.target)
+    defaults = preset.num_drafts or {}
+    drafters = {
+        method.label: DRAFTERS[method.name](models, target, method.num_drafts or defaults.get(method.name))
+        for method in methods
+    }
+    limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
+    return LocalBackend(target, models.tokenizer, drafters, limits, sampling)
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends an answer: the generation config's, which may list several, and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
 
 
 class LocalBackend:
@@ -28,13 +72,11 @@ class LocalBackend:
         """The chat as the model's own template renders it, thinking off."""
         chat = [{"role": message.role, "content": message.content} for message in messages]
         if self.tokenizer.chat_template is None:
-            ids: list[int] = self.tokenizer.encode("\n".join(message.content for message in messages))
-            return ids
+            return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
         text = self.tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(self, method: str, messages: Sequence[Message]) -> Generation:
         return self.generate_ids(method, [self.encode(messages)])[0]
@@ -45,11 +87,8 @@ class LocalBackend:
         rounds: list[Round] = []
         error: str | None = None
         try:
-            for step in decode(
-                self.target, self.drafters[method], prompts, self.limits, self.sampling, self.clock
-            ):
-                rounds.append(step)
-        except (ValueError, NonFiniteLogits) as problem:
+            rounds.extend(decode(self.target, self.drafters[method], prompts, self.limits, self.sampling, self.clock))
+        except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:
             error = "out of GPU memory"

@@ -115,7 +115,7 @@ class Target:
         if parents is not None:
             depths = ancestors(parents).sum(dim=-1) - 1
             positions = positions[:, :1] + depths
-        # Tokens past the context are cut off later and seen by no other; models with a position table still look them up.
+        # Tokens past the context are cut off later and seen by no other, but a position table still looks them up.
         positions = positions.clamp(max=self.context_length - 1)
         options: dict[str, Any] = {"logits_to_keep": keep_logits} if self._keeps_some_logits else {}
         out = self.model(
@@ -166,7 +166,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth and name.split(".")[-1] in ("layers", "h"):
             return module
-    raise UserError(f"cannot find the {depth} decoder layers of {type(model).__name__}; it is not supported as a target")
+    raise UserError(
+        f"cannot find the {depth} decoder layers of {type(model).__name__}; it is not supported as a target"
+    )
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -177,6 +179,8 @@ def refuse_unsupported(config: Any) -> None:
     if not kinds and window and getattr(text, "use_sliding_window", True) and text.max_position_embeddings > window:
         kinds = {"sliding_attention"}
     if kinds:
-        raise UserError(f"a {text.model_type} target with {', '.join(sorted(kinds))} layers is not supported: full attention only")
+        raise UserError(
+            f"a {text.model_type} target with {', '.join(sorted(kinds))} layers is not supported: full attention only"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{text.model_type} is an encoder-decoder model; the target must be a causal language model")

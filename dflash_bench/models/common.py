@@ -56,7 +56,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """[B, N, heads * D] -> [B, heads, N, D]"""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

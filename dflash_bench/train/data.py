@@ -126,7 +126,10 @@ def pack(samples: Iterator[Sample], rows: int, length: int, pad: int) -> Batch:
 
 
 def sample_stream(
-    seed: int, tokenizer: PreTrainedTokenizerFast, thinking_one_in: int = 16, tasks: Callable[[int], Iterator[Task]] = training_tasks
+    seed: int,
+    tokenizer: PreTrainedTokenizerFast,
+    thinking_one_in: int = 16,
+    tasks: Callable[[int], Iterator[Task]] = training_tasks,
 ) -> Iterator[Sample]:
     for i, task in enumerate(tasks(seed)):
         yield from encode(task, tokenizer, thinking=i % thinking_one_in == 0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +14,7 @@ from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Draft
 from dflash_bench.train import dflash, eagle3
+from dflash_bench.train.checkpoint import History, restore, save
 from dflash_bench.train.features import Rows
 from dflash_bench.train.optim import optimisers, set_rate
 
@@ -116,37 +115,35 @@ def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
         epoch += 1
 
 
-def train(objective: Objective, rows: Rows, recipe: DraftRecipe, path: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Returns the history: per epoch the running loss and the held-out accepted length."""
+def train(objective: Objective, rows: Rows, recipe: DraftRecipe, path: Path, report: Callable[[str], None]) -> History:
+    """Train in place; returns, twice per epoch, the running loss and the held-out accepted length."""
     draft = objective.draft
     heads = {id(p) for p in objective.heads()}
     matrices = [p for p in draft.parameters() if p.ndim == 2 and id(p) not in heads]
     others = [p for p in draft.parameters() if p.ndim != 2 or id(p) in heads]
     made = optimisers(matrices, others, recipe.matrix_lr, recipe.other_lr)
-    start, history = _resume(path, draft, made)
+    start, history = restore(path, draft, made)
     num_train = len(rows.ids) - NUM_TEST_ROWS
     per_epoch = num_train // recipe.rows
-    running, began = 0.0, time.time()
+    running = history[-1]["loss"] if history else 0.0
     stream = batches(num_train, recipe.rows, recipe.seed)
     for step, index in zip(range(recipe.steps), stream, strict=False):
         if step < start:
             continue
-        set_rate(made, step, recipe.steps, recipe.warmup)
+        set_rate(made, step, (recipe.steps,), recipe.warmup)
         loss = objective.loss(index, step + 1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         for optimiser in made:
             optimiser.step()
             optimiser.zero_grad()
-        running = loss.item() if running == 0 else 0.97 * running + 0.03 * loss.item()
-        if (step + 1) % 50 == 0:
-            report(f"{path.stem} step {step + 1}/{recipe.steps} loss {running:.4f} {(time.time() - began) / (step + 1 - start):.2f} s/step")
-        if (step + 1) % per_epoch == 0 or step + 1 == recipe.steps or (step + 1) % 400 == 0:
+        running = 0.97 * running + 0.03 * loss.item() if running else loss.item()
+        report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}")
+        if (step + 1) % max(per_epoch // 2, 1) == 0 or step + 1 == recipe.steps:
             accepted = held_out(objective, len(rows.ids), recipe.rows)
-            history.append({"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "loss": running, "accepted": accepted})
-            report(f"{path.stem} epoch {history[-1]['epoch']} held-out accepted length {accepted:.3f}")
-            _save(path, draft, made, step + 1, history)
-    path.with_suffix(".json").write_text(json.dumps({"recipe": asdict(recipe), "history": history}, indent=1))
+            epoch = round((step + 1) / per_epoch, 2)
+            history.append({"step": step + 1, "epoch": epoch, "loss": running, "accepted": accepted})
+            save(path, draft, made, step + 1, history)
     return history
 
 
@@ -156,19 +153,3 @@ def held_out(objective: Objective, num_rows: int, size: int) -> float:
     first = num_rows - NUM_TEST_ROWS
     parts = [objective.accepted(list(range(i, i + size))) for i in range(first, num_rows, size)]
     return float(torch.cat(parts).mean())
-
-
-def _save(path: Path, draft: nn.Module, made: list[Any], step: int, history: list[dict[str, Any]]) -> None:
-    state = {"draft": draft.state_dict(), "optimisers": [o.state_dict() for o in made], "step": step, "history": history}
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-
-
-def _resume(path: Path, draft: nn.Module, made: list[Any]) -> tuple[int, list[dict[str, Any]]]:
-    if not path.exists():
-        return 0, []
-    state = torch.load(path, weights_only=True)
-    draft.load_state_dict(state["draft"])
-    for optimiser, saved in zip(made, state["optimisers"], strict=True):
-        optimiser.load_state_dict(saved)
-    return state["step"], state["history"]

@@ -64,6 +64,8 @@ def compute(
     report: Callable[[str], None],
 ) -> None:  # fmt: skip
     batches = pack_rows(items, length, pad, seed)
+    for layer in model.model.layers:
+        layer.compile()
     count = sum(len(batch.ids) for batch in batches)
     hidden = model.config.hidden_size
     states = np.lib.format.open_memmap(
@@ -103,6 +105,4 @@ def compute(
 def load(folder: Path) -> Rows:
     saved = torch.load(folder / "rows.pt", weights_only=True)
     states = np.load(folder / "states.npy", mmap_mode="r")
-    return Rows(
-        saved["ids"], saved["document"], saved["position"], saved["answer"], states, tuple(saved["layers"])
-    )
+    return Rows(saved["ids"], saved["document"], saved["position"], saved["answer"], states, tuple(saved["layers"]))

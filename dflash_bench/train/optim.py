@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -22,9 +22,14 @@ def optimisers(
     return made
 
 
-def set_rate(made: list[torch.optim.Optimizer], step: int, steps: int, warmup: int) -> None:
-    """Linear warm-up, then cosine to zero."""
-    scale = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+def set_rate(made: list[torch.optim.Optimizer], step: int, cycles: Sequence[int], warmup: int) -> None:
+    """In each cycle of so many steps: linear warm-up, then cosine to zero."""
+    at = step
+    for steps in cycles:
+        if at < steps:
+            break
+        at -= steps
+    scale = (at + 1) / warmup if at < warmup else 0.5 * (1 + math.cos(math.pi * (at - warmup) / (steps - warmup)))
     for optimiser in made:
         for group in optimiser.param_groups:
             group["lr"] = group["base_lr"] * scale

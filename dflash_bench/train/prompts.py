@@ -1,21 +1,35 @@
-"""The user messages of a task, rendered by the suites' own templates."""
+"""A task as its suite would ask it: the row completed with an id, the messages from the suite's own template."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from dflash_bench.suites import known_suites, to_prompt
 from dflash_bench.train.corpus.task import Task
 
-_MATH = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+SUITES = known_suites()
+FIRST_OF = {"aime": "aime24"}
 
 
 def turns_of(task: Task) -> tuple[str, ...]:
-    row = task.row
-    if task.suite == "gsm8k":
-        return (row["question"] + _MATH,)
-    if task.suite in ("math500", "aime"):
-        return (row["problem"] + _MATH,)
-    if task.suite == "humaneval":
-        return (f"Complete this Python function. Answer with the whole function in one code block.\n```python\n{row['prompt']}```",)
-    if task.suite == "mbpp":
-        tests = "\n".join(row["test_list"])
-        return (f"{row['prompt']}\nAnswer with one Python function in a code block. It must pass these tests:\n{tests}",)
-    return tuple(row["prompt"])
+    """The user's turns, word for word as a run sends them."""
+    name = FIRST_OF.get(task.suite, task.suite)
+    return to_prompt(SUITES[name], "a task", 0, with_id(name, 0, task.row)).turns
+
+
+def with_id(name: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """The row in all the columns that its suite has on the hub."""
+    match name:
+        case "math500":
+            return {**row, "unique_id": f"nano/{row['subject'].lower()}/{number}.json"}
+        case "aime24":
+            return {"id": number, **row, "url": "", "year": "2024"}
+        case "aime25":
+            return {"problem": row["problem"], "answer": row["answer"], "id": str(number)}
+        case "humaneval":
+            return {"task_id": f"Nano/{number}", **row}
+        case "mbpp":
+            return {**row, "task_id": 11 + number}
+        case "mt_bench":
+            return {**row, "prompt_id": number}
+    return row

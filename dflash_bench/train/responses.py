@@ -65,7 +65,13 @@ def generate(
 
 
 def collect(
-    model: Any, tokenizer: Any, num_greedy: int, num_sampled: int, seed: int, max_length: int, report: Callable[[str], None]
+    model: Any,
+    tokenizer: Any,
+    num_greedy: int,
+    num_sampled: int,
+    seed: int,
+    max_length: int,
+    report: Callable[[str], None],
 ) -> list[Conversation]:
     """Greedy answers to `num_greedy` prompts and answers at temperature 1 to `num_sampled` others."""
     stream = prompts(seed, tokenizer, max_length)

@@ -51,7 +51,9 @@ def roleplay(rng: Random) -> Task:
         f"At noon I eat with my friends. In the evening I close the door of the {place} and go home, tired but {mood}."
     )
     second = "What do you like most about your work?"
-    return _task("roleplay", (first, second), (answer, f"I like to count the {items} most, because it makes me {mood}."))
+    return _task(
+        "roleplay", (first, second), (answer, f"I like to count the {items} most, because it makes me {mood}.")
+    )
 
 
 def extraction(rng: Random) -> Task:
@@ -81,9 +83,13 @@ def reasoning(rng: Random) -> Task:
 def coding(rng: Random) -> Task:
     items, k = rng.choice(ITEMS), rng.randint(2, 20)
     first = f"Write a line of Python that makes a list of {items} with the numbers from 1 to {k}."
-    answer = f"```python\n{items} = list(range(1, {k + 1}))\n```\nThe range ends before {k + 1}, so the last number is {k}."
+    answer = (
+        f"```python\n{items} = list(range(1, {k + 1}))\n```\nThe range ends before {k + 1}, so the last number is {k}."
+    )
     second = "Now add up the numbers in the list."
-    return _task("coding", (first, second), (answer, f"```python\ntotal = sum({items})\n```\nThe sum of the list is in total."))
+    return _task(
+        "coding", (first, second), (answer, f"```python\ntotal = sum({items})\n```\nThe sum of the list is in total.")
+    )
 
 
 def math(rng: Random) -> Task:

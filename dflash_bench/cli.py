@@ -1,0 +1,139 @@
+"""The command line: options become dataclasses, the library works, text comes out. Only this file prints and exits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash_bench import __version__
+from dflash_bench.errors import UserError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.",
+)
+
+
+def main() -> None:
+    """Entry point: a UserError is one line on stderr and exit status 2; anything else is a bug and a traceback."""
+    try:
+        app()
+    except UserError as error:
+        print(f"dflash-bench: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        print(f"dflash-bench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    suite: Annotated[
+        list[str] | None, typer.Option(help="Suite or group; may be repeated. See 'dflash-bench suites'.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dflash or eagle3, with ':N' for N drafted tokens a round; may be repeated. Plain decoding always runs."
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="nano, a preset, or a folder with target/ and a folder per draft.")
+    ] = "nano",
+    data: Annotated[str | None, typer.Option(help="Where rows come from: embedded, hub, or a folder.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own prompts, one JSON object a line: prompt, turns or messages.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts per suite, drawn by id; the same everywhere.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling at temperature above 0.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy, and checked token for token.")] = 0.0,
+    block_size: Annotated[
+        int | None, typer.Option(min=2, max=64, help="DFlash block, anchor included; the draft's own if absent.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Generations per prompt and method.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; float32 on the CPU if absent.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; results/runs/TIME-MODEL if absent.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Run suites under methods, side by side with plain decoding, and save every generation."""
+    from dflash_bench import metrics, report, session
+    from dflash_bench.findings import findings
+
+    request = session.Request(
+        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, data=data, prompts=prompts, limit=limit,
+        seed=seed, max_new_tokens=max_new_tokens, temperature=temperature, block_size=block_size, repeats=repeats,
+        threads=threads, device=device, dtype=dtype,
+    )  # fmt: skip
+    if resume and out is None:
+        raise UserError("--resume needs --out FOLDER, the run to continue")
+    folder = out or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{Path(model).name}"
+    try:
+        records = session.perform(request, folder, resume)
+    except KeyboardInterrupt:
+        print(
+            f"stopped; what had finished is saved. Continue with the same options and --out {folder} --resume",
+            file=sys.stderr,
+        )
+        sys.exit(130)
+    cells = metrics.summarise(records)
+    notes = findings(records, cells)
+    if as_json:
+        print(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
+    else:
+        print(report.text(cells, notes))
+        print(f"saved in {folder}")
+    if any(record.exactness == "mismatch" for record in records):
+        sys.exit(1)
+
+
+@app.command()
+def suites() -> None:
+    """List the suites: where their rows come from, how many are shipped, how they are scored."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dflash_bench.suites import table
+
+    shown = Table(box=None, pad_edge=False)
+    for header in ("suite", "groups", "source", "embedded", "scored by", "licence", "what it is"):
+        shown.add_column(header, justify="right" if header == "embedded" else "left")
+    for row in table():
+        s = row.suite
+        source = f"{s.source} {s.subset or ''}".strip() + f" ({s.split})"
+        shown.add_row(s.name, ", ".join(row.groups), source, str(row.num_embedded), s.scorer, s.licence, s.title)
+    Console().print(shown)
+
+
+if __name__ == "__main__":
+    main()

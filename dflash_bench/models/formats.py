@@ -1,0 +1,226 @@
+"""Checkpoints on disk: z-lab's DFlash and SafeAILab's EAGLE-3, each a config.json beside one safetensors file.
+
+A format is a pair of functions between a config dictionary and our own description; tensor names are those of the
+networks. Nothing is loaded partly: a missing, surplus or misshapen tensor is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dflash_bench.errors import UserError
+from dflash_bench.models import dflash, eagle3
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+
+DraftModel = DFlashDraft | Eagle3Draft
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a draft must agree with."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+def load_draft(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> DraftModel:
+    """Raises UserError for a folder that holds no draft we know, a damaged file, or a draft for another target."""
+    config = read_config(folder)
+    draft = _build(folder, config, target)
+    _check_target(folder, draft, target)
+    _fill(folder, draft, read_tensors(folder / "model.safetensors"))
+    return draft.to(device=device, dtype=dtype).eval()
+
+
+def save_draft(draft: DraftModel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _dflash_json(draft.config) if isinstance(draft, DFlashDraft) else _eagle3_json(draft.config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"no draft in {folder}: cannot read {path.name} ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON (line {error.lineno})") from error
+    return config
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Whole tensors or a UserError; safetensors holds no code, so a foreign file can only be refused."""
+    if not path.exists():
+        raise UserError(f"no weights: {path} is missing")
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from error
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def _build(folder: Path, config: Mapping[str, Any], target: TargetShape) -> DraftModel:
+    try:
+        if "dflash_config" in config or "DFlashDraftModel" in config.get("architectures", []):
+            return DFlashDraft(_dflash_config(config))
+        if "draft_vocab_size" in config:
+            return Eagle3Draft(_eagle3_config(config, target))
+    except KeyError as error:
+        raise UserError(f"{folder / 'config.json'} lacks {error}") from error
+    raise UserError(
+        f"{folder} is no draft we know: config.json has neither dflash_config (DFlash) nor draft_vocab_size (EAGLE-3)"
+    )
+
+
+def _check_target(folder: Path, draft: DraftModel, target: TargetShape) -> None:
+    config = draft.config
+    if config.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{folder}: hidden size {config.hidden_size}, the target's is {target.hidden_size}; use its own draft"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise UserError(
+            f"{folder}: vocabulary of {config.vocab_size}, the target's is {target.vocab_size}; use its own draft"
+        )
+    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
+    if outside:
+        raise UserError(
+            f"{folder}: taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} (the last cannot be tapped)"
+        )
+    if config.num_target_layers != target.num_layers:
+        raise UserError(
+            f"{folder}: made for a target of {config.num_target_layers} layers, this one has {target.num_layers}"
+        )
+    if isinstance(config, DFlashConfig) and not 0 <= config.mask_token_id < target.vocab_size:
+        raise UserError(
+            f"{folder}: mask id {config.mask_token_id} is outside the embedding of {target.vocab_size} rows"
+        )
+
+
+def _fill(folder: Path, draft: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    wanted = draft.state_dict()
+    for kind, names in (("missing", wanted.keys() - tensors.keys()), ("surplus", tensors.keys() - wanted.keys())):
+        if names:
+            raise UserError(
+                f"{folder}: {kind} tensor {sorted(names)[0]}" + f" and {len(names) - 1} more" * (len(names) > 1)
+            )
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise UserError(f"{folder}: {name} is {list(tensor.shape)}, config.json says {list(wanted[name].shape)}")
+    draft.load_state_dict(dict(tensors))
+    if isinstance(draft, Eagle3Draft):
+        ids = torch.arange(len(draft.d2t)) + draft.d2t
+        if not ((ids >= 0) & (ids < draft.config.vocab_size)).all():
+            raise UserError(f"{folder}: d2t leaves the target's vocabulary of {draft.config.vocab_size}")
+
+
+def _dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
+    """Newer files hold the block size inside `dflash_config`, older ones beside it."""
+    inner = config.get("dflash_config", {})
+    both = {**config, **inner}
+    num_layers = both["num_target_layers"]
+    ids = both.get("target_layer_ids") or dflash.default_target_layers(num_layers, both["num_hidden_layers"])
+    return DFlashConfig(
+        hidden_size=both["hidden_size"],
+        intermediate_size=both["intermediate_size"],
+        num_layers=both["num_hidden_layers"],
+        num_heads=both["num_attention_heads"],
+        num_kv_heads=both["num_key_value_heads"],
+        head_dim=both["head_dim"],
+        vocab_size=both["vocab_size"],
+        block_size=both["block_size"],
+        mask_token_id=both["mask_token_id"],
+        target_layer_ids=tuple(ids),
+        num_target_layers=num_layers,
+        rms_norm_eps=both["rms_norm_eps"],
+        rope_theta=_rope_theta(both),
+        max_positions=both.get("max_position_embeddings", 4096),
+    )
+
+
+def _dflash_json(config: DFlashConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "num_target_layers": config.num_target_layers,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+        **_body_json(config),
+    }
+
+
+def _eagle3_config(config: Mapping[str, Any], target: TargetShape) -> Eagle3Config:
+    """Layers are named by their input in this format (2, n//2, n-3), by their output in ours."""
+    inputs = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = tuple(i - 1 for i in inputs) if inputs else eagle3.default_target_layers(target.num_layers)
+    return Eagle3Config(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["draft_vocab_size"],
+        target_layer_ids=ids,
+        num_target_layers=target.num_layers,
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=_rope_theta(config),
+        max_positions=config.get("max_position_embeddings", 4096),
+    )
+
+
+def _eagle3_json(config: Eagle3Config) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_hidden_layers": 1,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids]},
+        **_body_json(config),
+    }
+
+
+def _body_json(config: DFlashConfig | Eagle3Config) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        "torch_dtype": "float32",
+    }
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """Newer files keep rotary settings in `rope_parameters`; without any, 10000 is the format's default."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise UserError(f"a draft with rotary scaling '{kind}' is not supported")
+    return float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))

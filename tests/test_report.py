@@ -1,0 +1,301 @@
+"""What a user reads: each finding when, and only when, it is due, and the whole text against stored text.
+
+DFLASH_BENCH_UPDATE_GOLDEN=1 rewrites the stored text; read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rows import drafted, failed, generation, pair, plain, record
+
+from dflash_bench import report
+from dflash_bench.findings import Finding, findings
+from dflash_bench.metrics import FORMULAS, summarise
+from dflash_bench.records import Divergence, Record
+
+GOLDEN = Path(__file__).parent / "golden"
+ENVIRONMENT: dict[str, Any] = {
+    "platform": "Linux",
+    "machine": "x86_64",
+    "cpu": "Intel(R) Xeon(R) CPU E5-2670 v3 @ 2.30GHz",
+    "num_cores": 8,
+    "num_usable_cores": 2,
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0"},
+    "gpus": [],
+}
+INFO = {
+    "command": "dflash-bench run --suite gsm8k --data 'my data'",
+    "environment": ENVIRONMENT,
+}
+
+
+def assert_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("DFLASH_BENCH_UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def steady(num_prompts: int = 24, **place: Any) -> list[Record]:
+    """A run in which nothing is weak: every prompt is 2 times faster in rounds."""
+    rows = [pair(f"p{number}", [3, 2, 4], order=number, **place) for number in range(num_prompts)]
+    return [replace(row, passed=True) for both in rows for row in both]
+
+
+def found(records: Sequence[Record]) -> list[Finding]:
+    return findings(records, summarise(records))
+
+
+def only(records: Sequence[Record], kind: str) -> Finding:
+    (finding,) = [finding for finding in found(records) if finding.kind == kind]
+    return finding
+
+
+def changed(records: Sequence[Record], method: str, number: int, **changes: Any) -> list[Record]:
+    """The first `number` rows of a method with other values in their generation."""
+    chosen = [row for row in records if row.method == method][:number]
+    return [replace(row, generation=replace(row.generation, **changes)) if row in chosen else row for row in records]
+
+
+# Findings
+
+
+def test_a_steady_run_has_no_findings() -> None:
+    assert found(steady()) == []
+    assert found([]) == []
+
+
+def test_few_prompts() -> None:
+    assert found(steady(19)) == [
+        Finding(
+            "few_prompts",
+            "gsm8k ar: only 19 prompts, too few for an interval to be trusted",
+            "raise --limit to 20 or more, or leave it out",
+        )
+    ]
+    assert found(steady(20)) == []
+
+
+def test_a_wide_interval() -> None:
+    rows = [*steady(), *(row for number in range(24) for row in pair(f"q{number}", [0, 0, 0]))]
+    finding = only(rows, "wide_interval")
+    assert finding.text.startswith("gsm8k dflash: speedup.decode 1.25 is known to ± 0.2")
+    assert "--limit" in finding.remedy
+
+
+NEEDED, LARGEST = "break_even_al", "is the largest part of a round (draft"
+LEFT_OUT = "which leaves out other ms and draft prefill"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why", "remedy"),
+    [
+        (
+            {"verify_s": (0.04,) * 3, "round_s": (0.048,) * 3, "decode_s": 0.144},
+            f"is below {NEEDED} 4.50; verify {LARGEST} 5, verify 40, other 3 ms)",
+            "draft fewer tokens a round (--method dflash:N): on this device",
+        ),
+        (
+            {"draft_s": (0.04,) * 3, "round_s": (0.055,) * 3, "decode_s": 0.165},
+            f"is below {NEEDED} 5.20; draft {LARGEST} 40, verify 12, other 3 ms)",
+            "draft fewer tokens a round (--method dflash:N), or use a smaller draft",
+        ),
+        (
+            {"round_s": (0.05,) * 3, "decode_s": 0.15},
+            f"is not below {NEEDED} 1.70, {LEFT_OUT}; other {LARGEST} 5, verify 12, other 33 ms)",
+            "the models are not the cost: try --threads 1",
+        ),
+        (
+            {"draft_s": None, "decode_s": 0.15},
+            "the backend shows no rounds, so the reason is not available",
+            "draft fewer tokens a round (--method dflash:N), and see with a local model",
+        ),
+    ],
+)
+def test_no_speedup_says_where_the_time_went(changes: dict[str, Any], why: str, remedy: str) -> None:
+    finding = only(changed(steady(), "dflash", 24, **changes), "slower")
+    assert finding.text.startswith("gsm8k dflash: speedup.decode is 0.")
+    assert finding.text.endswith(why)
+    assert finding.remedy.startswith(remedy)
+
+
+def test_a_dead_draft() -> None:
+    rows = [row for number in range(24) for row in pair(f"p{number}", [0] * 30)]
+    assert only(rows, "dead_draft").text.startswith("gsm8k dflash: al.pooled is 1.00")
+    assert {finding.kind for finding in found(rows)} == {"dead_draft", "slower"}
+
+
+def test_nothing_drafted_is_told_once() -> None:
+    rows = [row for number in range(24) for row in pair(f"p{number}", [0] * 3, block=0)]
+    assert [finding.text for finding in found(rows)] == ["gsm8k dflash: no token was drafted in 72 rounds"]
+
+
+def test_a_remedy_names_the_method_as_it_is_typed() -> None:
+    rows = [replace(row, method="eagle3:7") if row.method == "dflash" else row for row in steady()]
+    slow = changed(rows, "eagle3:7", 24, verify_s=(0.04,) * 3, decode_s=0.144)
+    assert "(--method eagle3:N)" in only(slow, "slower").remedy
+
+
+def test_a_saturated_block() -> None:
+    rows = [row for number in range(24) for row in pair(f"p{number}", [4, 4, 1])]
+    finding = only(rows, "saturated")
+    assert finding.text == "gsm8k dflash: 48 of 72 rounds (67%) keep the whole draft"
+    assert finding.remedy == "draft more tokens a round (--method dflash:N), if the draft was trained for it"
+
+
+def test_failed_answers_with_the_first_error_on_one_line() -> None:
+    rows = [*steady(), failed("dflash", "x", "NaN logits\nin layer 3"), failed("dflash", "y", "later")]
+    expected = "gsm8k dflash: 2 of 26 answers failed and are in no number; the first: NaN logits"
+    assert only(rows, "failed").text == expected
+
+
+def test_near_ties_and_mismatches_are_told_apart() -> None:
+    rows = steady()
+    at = next(number for number, row in enumerate(rows) if row.method == "dflash")
+    tie = replace(rows[at], exactness="near_tie", divergence=Divergence(7, 0.001, 0.002))
+    assert only([*rows[:at], tie, *rows[at + 1 :]], "near_tie").text.startswith("gsm8k dflash: 1 of 24 answers")
+    wrong = replace(tie, exactness="mismatch", divergence=Divergence(7, 1.5, 0.002))
+    finding = only([*rows[:at], wrong, *rows[at + 1 :]], "mismatch")
+    assert finding.text == (
+        "gsm8k dflash: 1 of 24 answers are not the target's own output; first at prompt p0 turn 0 token 7, "
+        "margin 1.5 against drift 0.002"
+    )
+    assert "bug" in finding.remedy
+
+
+def test_a_baseline_that_disagrees_with_itself_is_told_as_such() -> None:
+    rows = [replace(row, exactness="mismatch") if row.method == "ar" else row for row in steady()]
+    finding = only(rows, "mismatch")
+    assert finding.text.startswith("gsm8k ar: plain decoding disagrees with itself in 24 of 24 answers")
+
+
+def test_truncated_answers() -> None:
+    assert found(changed(steady(), "ar", 2, finish_reason="length")) == []
+    finding = only(changed(steady(), "ar", 3, finish_reason="length"), "truncated")
+    assert (finding.text, finding.remedy) == (
+        "gsm8k ar: 3 of 24 answers were cut at the token limit",
+        "raise --max-new-tokens",
+    )
+
+
+def test_a_slow_first_answer() -> None:
+    slow = {"round_s": (0.06,) * 3, "decode_s": 0.18}
+    finding = only(changed(steady(), "dflash", 1, **slow), "slow_first")
+    assert finding.text == "gsm8k dflash: the first answer took 60 ms a step, 3.0 times the median"
+    by_token = changed(changed(steady(), "ar", 24, round_s=None), "ar", 1, decode_s=0.36)
+    assert only(by_token, "slow_first").text.startswith("gsm8k ar: the first answer took 30 ms a step")
+
+
+def test_a_long_answer_in_few_rounds_does_not_look_slow() -> None:
+    rows = [*pair("first", [0, 0, 0], order=-1), *steady()]
+    assert [finding.kind for finding in found(rows)] == []
+
+
+def test_drift_over_the_run() -> None:
+    finding = only(changed(steady(), "ar", 6, decode_s=0.14), "drift")
+    assert finding.text.startswith("gsm8k ar: the machine drifted from the first to the last quarter, ")
+    assert finding.text.endswith("from 11.7 to 10 ms per token (-14%)")
+    assert found(changed(steady(), "ar", 6, decode_s=0.13)) == []
+
+
+def test_findings_come_in_the_order_of_the_cells() -> None:
+    rows = [*steady(5, suite="b"), *steady(5, suite="a"), failed("dflash", "x", "boom", suite="b")]
+    assert [(each.kind, each.text.split(":")[0]) for each in found(rows)] == [
+        ("few_prompts", "b ar"),
+        ("failed", "b dflash"),
+        ("few_prompts", "a ar"),
+    ]
+
+
+# The whole text
+
+
+def full_run() -> list[Record]:
+    """Three methods; one loses, one hides its rounds; two suites, one of them unscored; every kind of gap."""
+    rows = []
+    for number in range(24):
+        accepted = [number % 5, 3, (7 * number) % 5, 4][: 2 + number % 3]
+        steps = sum(accepted) + len(accepted)
+        rows += pair(f"p{number}", accepted, order=number)
+        rounds = len(accepted)
+        slow = generation(accepted, 7, decode_s=0.04 * rounds, verify_s=(0.025,) * rounds, round_s=(0.04,) * rounds)
+        rows.append(record("eagle3", f"p{number}", slow, order=number, exactness="exact"))
+        rows.append(plain(f"p{number}", 90 * steps, suite="mt_bench", order=number))
+        hidden = generation(None, token_ids=tuple(range(90 * steps + 1)), decode_s=0.3 * steps)
+        rows.append(record("server", f"p{number}", hidden, suite="mt_bench", order=number))
+    rows = [replace(row, passed=int(row.prompt_id[1:]) % 3 > 0) if row.suite == "gsm8k" else row for row in rows]
+    return [*rows, failed("eagle3", "p99", "out of memory: [red]2 GiB[/red]")]
+
+
+def test_the_text_is_as_stored_and_fits_a_hundred_columns() -> None:
+    cells = summarise(full_run())
+    text = report.text(cells, findings(full_run(), cells))
+    assert max(map(len, text.splitlines())) <= 100
+    assert_golden("report.txt", text)
+
+
+def test_a_narrow_terminal_loses_no_digit() -> None:
+    cells = summarise(full_run())
+    wide, narrow = (report.text(cells, [], width=width) for width in (100, 60))
+    assert "…" not in narrow
+    assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))
+
+
+def test_the_largest_suite_fits_a_hundred_columns() -> None:
+    (cell,) = summarise([drafted("a", [4, 4], suite="humaneval")])
+    big = replace(cell, num_prompts=1319, num_tokens=412_345, exact=(1319, 1319), passed=(1319, 1319))
+    text = report.text([big], [])
+    assert "1,319 412,345" in text
+    assert "1319/1319  100.0" in text
+
+
+def test_the_markdown_is_as_stored() -> None:
+    cells = summarise(full_run())
+    assert_golden("report.md", report.markdown(INFO, cells, findings(full_run(), cells)))
+
+
+def test_the_json_is_as_stored() -> None:
+    cells = summarise(full_run())
+    made = report.as_json(Path("results/runs/r1"), cells, findings(full_run(), cells))
+    assert_golden("report.json", json.dumps(made, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def test_the_json_has_null_for_what_cannot_be_had() -> None:
+    rows = [*pair("a", [1]), failed("eagle3", "a", "boom")]
+    cells = report.as_json(Path("r"), summarise(rows), [])["cells"]
+    assert cells[1]["speedup_decode"] == [1, None, None]
+    assert cells[1]["passed"] is None
+    texts_and_counts = {"suite", "method", "num_prompts", "num_tokens"}
+    assert {cells[2][name] for name in cells[2].keys() - texts_and_counts} == {None}
+
+
+def test_every_id_in_a_column_head_has_its_formula_below_the_markdown() -> None:
+    cells = summarise(full_run())
+    _, formulas = report.markdown(INFO, cells, []).split("## Formulas")
+    heads = [column.one_line for column in (*report.RESULTS, *report.ROUNDS)]
+    for formula_id in FORMULAS:
+        assert (f"`{formula_id}`" in formulas) == any(head.split(" ")[0] == formula_id for head in heads)
+
+
+def test_nothing_found_is_said() -> None:
+    cells = summarise(steady())
+    assert report.text(cells, []).endswith("findings: none\n")
+    assert "## Findings\n\nNone.\n" in report.markdown(INFO, cells, [])
+
+
+def test_importing_the_report_loads_nothing_heavy() -> None:
+    code = "import sys, dflash_bench.report, dflash_bench.store; print(*sys.modules)"
+    root = str(Path(__file__).parent.parent)
+    environment = os.environ | {"PYTHONPATH": root}
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert not {"torch", "pyarrow", "pandas", "scipy", "rich"} & set(loaded.stdout.split())
