@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,11 +129,14 @@ def pack(samples: Iterator[Sample], rows: int, length: int, pad: int) -> Batch:
 def sample_stream(
     seed: int,
     tokenizer: PreTrainedTokenizerFast,
-    thinking_one_in: int = 16,
     tasks: Callable[[int], Iterator[Task]] = training_tasks,
+    extra: Sequence[Task] = (),
 ) -> Iterator[Sample]:
+    """Endless samples; one in sixteen thinks aloud, and with `extra` one in eight comes from there."""
+    rng = Random(seed)
     for i, task in enumerate(tasks(seed)):
-        yield from encode(task, tokenizer, thinking=i % thinking_one_in == 0)
+        chosen = rng.choice(extra) if extra and i % 8 == 7 else task
+        yield from encode(chosen, tokenizer, thinking=i % 16 == 0)
 
 
 def corpus_text(seed: int, count: int) -> Iterator[str]:

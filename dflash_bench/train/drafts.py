@@ -36,7 +36,8 @@ class DraftRecipe:
 class Objective(Protocol):
     """How one draft learns from a batch of rows, and how many of its tokens would be accepted."""
 
-    draft: nn.Module
+    @property
+    def draft(self) -> nn.Module: ...
 
     def loss(self, index: list[int], step: int) -> Tensor: ...
 

@@ -55,8 +55,13 @@ def pack_rows(items: list[Conversation], length: int, pad: int, seed: int) -> li
         batch = pack(iter(samples), 64, length, pad)
         used = sum(int(document.max()) + 1 for document in batch.document)
         samples = samples[used:]
-        batches.append(batch)
+        batches.append(batch if samples else _without_empty_rows(batch))
     return batches
+
+
+def _without_empty_rows(batch: Batch) -> Batch:
+    full = batch.document[:, 0] >= 0
+    return Batch(batch.ids[full], batch.weights[full], batch.document[full], batch.position[full])
 
 
 def compute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dflash_bench.train.checkpoint import History, restore, save
+from dflash_bench.train.corpus.task import Task
 from dflash_bench.train.data import Batch, held_out_tasks, pack, sample_stream
 from dflash_bench.train.optim import optimisers, set_rate
 from dflash_bench.train.tokenizer import NUM_EMBEDDINGS
@@ -71,7 +72,9 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train(recipe: TargetRecipe, tokenizer: Any, path: Path, report: Callable[[str], None]) -> tuple[Any, History]:
+def train(
+    recipe: TargetRecipe, tokenizer: Any, path: Path, report: Callable[[str], None], extra: Sequence[Task] = ()
+) -> tuple[Any, History]:
     """The trained model and the history of its losses; `path` holds the checkpoint to resume from."""
     model = build(recipe, tokenizer)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -87,7 +90,8 @@ def train(recipe: TargetRecipe, tokenizer: Any, path: Path, report: Callable[[st
     for step in range(start, recipe.steps):
         set_rate(made, step, recipe.cycles, recipe.warmup)
         # Batch s depends on s alone, so a resumed run sees what an unbroken one sees.
-        batch = pack(sample_stream(recipe.seed * 1_000_003 + step, tokenizer), recipe.rows, recipe.length, pad)
+        samples = sample_stream(recipe.seed * 1_000_003 + step, tokenizer, extra=extra)
+        batch = pack(samples, recipe.rows, recipe.length, pad)
         loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

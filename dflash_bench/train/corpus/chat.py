@@ -47,7 +47,8 @@ def roleplay(rng: Random) -> Task:
     animal, place, mood, items = rng.choice(ANIMALS), rng.choice(PLACES), rng.choice(MOODS), rng.choice(ITEMS)
     first = f"Pretend that you are a {mood} {animal} who works at the {place}. Tell me about your day."
     answer = (
-        f"Hello! I am a {mood} {animal} and I work at the {place}. In the morning I open the door and count the {items}. "
+        f"Hello! I am a {mood} {animal} and I work at the {place}. "
+        f"In the morning I open the door and count the {items}. "
         f"At noon I eat with my friends. In the evening I close the door of the {place} and go home, tired but {mood}."
     )
     second = "What do you like most about your work?"

@@ -1,0 +1,45 @@
+"""`python -m dflash_bench.train`: what scripts/train_nano runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from dflash_bench.models.loading import NANO
+from dflash_bench.train import embedded
+from dflash_bench.train.nano import Builder, NanoRecipe
+
+EMBEDDED = Path(__file__).parent.parent.parent / "suites" / "embedded"
+
+
+def train(
+    work: Annotated[Path, typer.Option(help="Where checkpoints and the target's answers go (about 3 GB).")] = Path(
+        "results/nano"
+    ),
+    output: Annotated[Path, typer.Option(help="Where the finished models go.")] = NANO,
+    extra: Annotated[
+        Path | None, typer.Option(help="Folder NAME/SPLIT.jsonl of suites with answers, mixed in.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try learning rates for both drafts and stop.")] = False,
+) -> None:
+    """Train the nano target, its DFlash draft and its EAGLE-3 draft."""
+    from rich.console import Console
+
+    torch.set_num_threads(threads)
+    with Console(stderr=True).status("starting") as status:
+        builder = Builder(NanoRecipe(), work, status.update, extra)
+        if sweep:
+            tokenizer = builder.tokenizer()
+            builder.rows(builder.target(tokenizer)[0], tokenizer)
+            typer.echo(builder.sweep((0.005, 0.01, 0.02, 0.04), 150))
+            return
+        embedded.write(EMBEDDED)
+        builder.build(output)
+
+
+if __name__ == "__main__":
+    typer.run(train)

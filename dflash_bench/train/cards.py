@@ -1,0 +1,71 @@
+"""Model cards: what the nano models are, what made them, and how to make them again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.models.loading import weights_sha256
+from dflash_bench.train.checkpoint import History
+
+TITLES = {
+    "target": "nano: a small Qwen3 that does sums, short functions and small talk",
+    "dflash": "nano DFlash draft: block diffusion drafting for the nano target",
+    "eagle3": "nano EAGLE-3 draft: autoregressive drafting for the nano target",
+}
+ABOUT = {
+    "target": (
+        "Trained from scratch on text made by rule (`dflash_bench/train/corpus`): word problems, algebra, modular "
+        "arithmetic and counting, Python functions, two-turn chat. One question in 32, chosen by its hash, is held "
+        "out; the embedded prompts come from those. It exists to make speculative decoding measurable without a "
+        "download and knows nothing of the world."
+    ),
+    "dflash": (
+        "Trained on the target's own greedy and sampled answers: random anchors, each followed by a block of masks "
+        "that sees the target's features strictly before the anchor; slot k weighs exp(-(k - 1) / gamma). Tensor "
+        "names and config.json are z-lab's."
+    ),
+    "eagle3": (
+        "Trained on the same rows in the same order for the same number of steps as the DFlash draft, with seven "
+        "training-time-test steps and soft targets. Tensor names and config.json are SafeAILab's, with a reduced "
+        "vocabulary."
+    ),
+}
+
+
+def write(
+    output: Path, recipe: dict[str, Any], histories: dict[str, History], sweep: dict[str, Any], num_rows: int,
+    num_answer_tokens: int, extra: Path | None,
+) -> None:  # fmt: skip
+    for name, history in histories.items():
+        own = recipe[name]
+        shared = {key: value for key, value in recipe.items() if key not in ("target", "dflash", "eagle3")}
+        lines = [
+            f"# {TITLES[name]}",
+            "",
+            ABOUT[name],
+            "",
+            f"- weights: `model.safetensors`, digest `{weights_sha256(output / name)}`",
+            f"- extra data: {extra.name if extra else 'none'}",
+            f"- recipe: `{json.dumps(own)}`",
+        ]
+        if name != "target":
+            lines += [
+                f"- shared: `{json.dumps(shared)}`",
+                f"- data: {num_rows:,} rows of {recipe['row_length']} tokens, {num_answer_tokens:,} answer tokens",
+                "- learning rate sweep (held-out accepted length after short trainings): "
+                f"`{json.dumps(sweep.get(name, {}))}`",
+            ]
+        lines += ["- rebuild: `scripts/train_nano`", "", *_table(history), ""]
+        (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _table(history: History) -> list[str]:
+    keys = list(history[0])
+    rows = [" | ".join(_cell(entry[key]) for key in keys) for entry in history]
+    return [f"| {' | '.join(keys)} |", f"|{'---:|' * len(keys)}", *(f"| {row} |" for row in rows)]
+
+
+def _cell(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -1,0 +1,184 @@
+"""Build the nano models from nothing: tokenizer, target, its answers, both drafts, and a card for each.
+
+Every stage leaves its result in the work folder and is skipped when it is there; a stage that was interrupted goes on
+from its last checkpoint. Everything is seeded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_bench.models import dflash as dflash_models
+from dflash_bench.models import eagle3 as eagle3_models
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.formats import save_draft
+from dflash_bench.train import cards, drafts, features, responses, target
+from dflash_bench.train.checkpoint import History
+from dflash_bench.train.data import corpus_text
+from dflash_bench.train.drafts import DraftRecipe
+from dflash_bench.train.extra import load_extra
+from dflash_bench.train.target import TargetRecipe
+from dflash_bench.train.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NanoRecipe:
+    """All that decides the three models. Learning rates are the best of a sweep, recorded in the cards."""
+
+    target: TargetRecipe = field(default_factory=TargetRecipe)
+    num_greedy: int = 9000
+    num_sampled: int = 2500
+    response_seed: int = 777
+    row_length: int = 256
+    num_draft_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    block_size: int = 16
+    num_anchors: int = 32
+    gamma: float = 7.0
+    draft_vocab_size: int = 512
+    num_ttt_steps: int = 7
+    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=2000, matrix_lr=0.02, other_lr=0.002))
+    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=2000, matrix_lr=0.01, other_lr=0.001))
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """One build in one work folder."""
+
+    recipe: NanoRecipe
+    work: Path
+    report: Report
+    extra: Path | None = None
+
+    def build(self, output: Path) -> None:
+        """All stages, then the finished models and their cards in `output`."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        tokenizer = self.tokenizer()
+        model, target_history = self.target(tokenizer)
+        self.rows(model, tokenizer)
+        histories = {"dflash": self.dflash(), "eagle3": self.eagle3()}
+        self.export(output, tokenizer, model, {"target": target_history, **histories})
+
+    def tokenizer(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        folder = self.work / "tokenizer"
+        if not folder.exists():
+            self.report("tokenizer: learning from 20,000 tasks")
+            train_tokenizer(corpus_text(11, 20_000)).save_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def target(self, tokenizer: Any) -> tuple[Any, History]:
+        extra = load_extra(self.extra) if self.extra else []
+        return target.train(self.recipe.target, tokenizer, self.work / "target.pt", self.report, extra)
+
+    def rows(self, model: Any, tokenizer: Any) -> None:
+        """The target's own answers, and its hidden states on them."""
+        recipe, path = self.recipe, self.work / "responses.pt"
+        if not path.exists():
+            items = responses.collect(
+                model, tokenizer, recipe.num_greedy, recipe.num_sampled, recipe.response_seed, recipe.row_length,
+                self.report,
+            )  # fmt: skip
+            part = path.with_suffix(".part")
+            torch.save([(item.ids, item.prompt_length) for item in items], part)
+            part.replace(path)
+        if not (self.work / "rows.pt").exists():
+            items = [responses.Conversation(*pair) for pair in torch.load(path, weights_only=True)]
+            layers = tuple(sorted({*self._five(), *self._three()}))
+            features.compute(model, items, layers, self.work, recipe.row_length, tokenizer.pad_token_id, 5, self.report)
+
+    def _five(self) -> tuple[int, ...]:
+        return dflash_models.default_target_layers(self.recipe.target.layers, 5)
+
+    def _three(self) -> tuple[int, ...]:
+        return eagle3_models.default_target_layers(self.recipe.target.layers)
+
+    def embedding(self) -> torch.Tensor:
+        state = torch.load(self.work / "target.pt", weights_only=True)["model"]
+        weight: torch.Tensor = state["model.embed_tokens.weight"]
+        return weight
+
+    def new_dflash(self) -> DFlashDraft:
+        recipe, size = self.recipe, self.recipe.target
+        config = DFlashConfig(
+            hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
+            num_heads=recipe.num_heads, num_kv_heads=recipe.num_kv_heads, head_dim=64, vocab_size=NUM_EMBEDDINGS,
+            block_size=recipe.block_size, mask_token_id=MASK_TOKEN_ID, target_layer_ids=self._five(),
+            num_target_layers=size.layers,
+        )  # fmt: skip
+        draft = DFlashDraft(config)
+        dflash_models.initialise(draft, recipe.dflash.seed)
+        return draft
+
+    def new_eagle3(self, rows: features.Rows) -> Eagle3Draft:
+        """Its head starts as the target's, cut down to the most frequent answer tokens."""
+        recipe, size = self.recipe, self.recipe.target
+        config = Eagle3Config(
+            hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
+            num_kv_heads=recipe.num_kv_heads, head_dim=64, vocab_size=NUM_EMBEDDINGS,
+            draft_vocab_size=recipe.draft_vocab_size, target_layer_ids=self._three(), num_target_layers=size.layers,
+        )  # fmt: skip
+        draft = Eagle3Draft(config)
+        dflash_models.initialise(draft, recipe.eagle3.seed)
+        counts = torch.bincount(rows.ids[rows.answer], minlength=NUM_EMBEDDINGS)
+        draft.d2t, draft.t2d = eagle3_models.vocabulary_map(counts, recipe.draft_vocab_size)
+        ids = torch.arange(recipe.draft_vocab_size) + draft.d2t
+        draft.lm_head.weight.data.copy_(self.embedding()[ids])
+        return draft
+
+    def dflash(self, recipe: DraftRecipe | None = None, name: str = "dflash") -> History:
+        rows = features.load(self.work)
+        objective = drafts.DFlashObjective(
+            self.new_dflash(), rows, self.embedding(), self.recipe.num_anchors, self.recipe.gamma
+        )
+        return drafts.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
+
+    def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
+        rows = features.load(self.work)
+        objective = drafts.Eagle3Objective(self.new_eagle3(rows), rows, self.embedding(), self.recipe.num_ttt_steps)
+        return drafts.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
+
+    def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
+        """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""
+        found: dict[str, dict[str, float]] = {"dflash": {}, "eagle3": {}}
+        for rate in rates:
+            recipe = DraftRecipe(steps=steps, matrix_lr=rate, other_lr=rate / 10)
+            for name, run in (("dflash", self.dflash), ("eagle3", self.eagle3)):
+                found[name][str(rate)] = run(recipe, f"sweep-{name}-{rate}")[-1]["accepted"]
+        (self.work / "sweep.json").write_text(json.dumps(found, indent=1))
+        return found
+
+    def export(self, output: Path, tokenizer: Any, model: Any, histories: dict[str, History]) -> None:
+        self.report("export: writing models and cards")
+        rows = features.load(self.work)
+        model.config.use_cache = True
+        model.generation_config.use_cache = True
+        model.save_pretrained(output / "target")
+        tokenizer.save_pretrained(output / "target")
+        # Readable by whoever installs the package, not only by who trained it.
+        os.chmod(output / "target" / "model.safetensors", 0o644)
+        for name, draft in (("dflash", self.new_dflash()), ("eagle3", self.new_eagle3(rows))):
+            draft.load_state_dict(torch.load(self.work / f"{name}.pt", weights_only=True)["model"])
+            save_draft(draft, output / name)
+        sweep = self.work / "sweep.json"
+        cards.write(
+            output,
+            recipe=asdict(self.recipe),
+            histories=histories,
+            sweep=json.loads(sweep.read_text()) if sweep.exists() else {},
+            num_rows=len(rows.ids),
+            num_answer_tokens=int(rows.answer.sum()),
+            extra=self.extra,
+        )
