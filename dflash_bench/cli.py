@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from dflash_bench import __version__
 from dflash_bench.errors import UserError
@@ -17,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich takes as long to load as all the rest of --help
     help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.",
 )
 
@@ -26,7 +29,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"dflash-bench: {error}", file=sys.stderr)
+        print(f"dflash-bench: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -38,9 +41,7 @@ def _version(shown: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     pass
 
@@ -48,43 +49,49 @@ def _root(
 @app.command()
 def run(
     suite: Annotated[
-        list[str] | None, typer.Option(help="Suite or group; may be repeated. See 'dflash-bench suites'.")
+        list[str] | None, Option(metavar="NAME", help="Suite or group; may be repeated. See 'dflash-bench suites'.")
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            help="dflash or eagle3, with ':N' for N drafted tokens a round; may be repeated. Plain decoding always runs."
+        Option(
+            metavar="NAME[:N]",
+            help="dflash or eagle3, and tokens drafted a round; may be repeated. Plain decoding always runs.",
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="nano, a preset, or a folder with target/ and a folder per draft.")
+        str, Option(metavar="NAME", help="nano, a preset, or a folder with target/ and a folder per draft.")
     ] = "nano",
-    data: Annotated[str | None, typer.Option(help="Where rows come from: embedded, hub, or a folder.")] = None,
+    data: Annotated[
+        str | None, Option(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")
+    ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Your own prompts, one JSON object a line: prompt, turns or messages.")
+        Path | None, Option(metavar="FILE", help="Your own prompts, one JSON object a line: prompt, turns or messages.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per suite, drawn by id; the same everywhere.")
+        int | None, Option(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling at temperature above 0.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy, and checked token for token.")] = 0.0,
+    seed: Annotated[int | None, Option(metavar="S", min=0, help="Seed of sampling at temperature above 0.")] = None,
+    max_new_tokens: Annotated[int | None, Option(metavar="N", min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float, Option(metavar="T", min=0.0, help="0 is greedy, and checked token for token.")] = 0.0,
     block_size: Annotated[
-        int | None, typer.Option(min=2, max=64, help="DFlash block, anchor included; the draft's own if absent.")
+        int | None,
+        Option(metavar="B", min=2, max=64, help="DFlash block, anchor included; the draft's own if absent."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Generations per prompt and method.")] = 1,
+    repeats: Annotated[int, Option(metavar="R", min=1, help="Generations per prompt and method.")] = 1,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
+        int | None, Option(metavar="N", min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
+        str | None, Option(metavar="D", help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; float32 on the CPU if absent.")
+        str | None, Option(metavar="T", help="float32, bfloat16 or float16; float32 on the CPU if absent.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; results/runs/TIME-MODEL if absent.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Folder for the results; results/runs/TIME-MODEL if absent.")
+    ] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the run in --out.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Run suites under methods, side by side with plain decoding, and save every generation."""
     from dflash_bench import metrics, report, session
@@ -97,14 +104,11 @@ def run(
     )  # fmt: skip
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
-    folder = out or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{Path(model).name}"
+    folder = out or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{Path(model).resolve().name}"
     try:
         records = session.perform(request, folder, resume)
     except KeyboardInterrupt:
-        print(
-            f"stopped; what had finished is saved. Continue with the same options and --out {folder} --resume",
-            file=sys.stderr,
-        )
+        print(_stopped(folder), file=sys.stderr)
         sys.exit(130)
     cells = metrics.summarise(records)
     notes = findings(records, cells)
@@ -117,22 +121,25 @@ def run(
         sys.exit(1)
 
 
+def _stopped(folder: Path) -> str:
+    """Ctrl-C is no error: it says what is left, and the very command that goes on."""
+    if not (folder / "run.json").exists():
+        return "stopped; nothing was written yet"
+    words = sys.argv[1:]
+    if not any(word == "--out" or word.startswith("--out=") for word in words):
+        words = [*words, "--out", str(folder)]
+    if "--resume" not in words:
+        words = [*words, "--resume"]
+    return f"stopped; what was finished is saved. To continue: {shlex.join(['dflash-bench', *words])}"
+
+
 @app.command()
 def suites() -> None:
     """List the suites: where their rows come from, how many are shipped, how they are scored."""
-    from rich.console import Console
-    from rich.table import Table
+    from dflash_bench import report
+    from dflash_bench.suites import known_groups, table
 
-    from dflash_bench.suites import table
-
-    shown = Table(box=None, pad_edge=False)
-    for header in ("suite", "groups", "source", "embedded", "scored by", "licence", "what it is"):
-        shown.add_column(header, justify="right" if header == "embedded" else "left")
-    for row in table():
-        s = row.suite
-        source = f"{s.source} {s.subset or ''}".strip() + f" ({s.split})"
-        shown.add_row(s.name, ", ".join(row.groups), source, str(row.num_embedded), s.scorer, s.licence, s.title)
-    Console().print(shown)
+    print(report.suites_text(table(), known_groups()))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,16 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What one check saw; `where` is a cell, or a suite whose methods share the fault."""
+
+    kind: str
+    where: str
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """A cell, its records (failed ones too), and the records that did not fail."""
 
@@ -52,15 +62,27 @@ class Case:
     def is_baseline(self) -> bool:
         return self.cell.method == BASELINE
 
-    def finding(self, kind: str, text: str, remedy: str) -> Finding:
-        return Finding(kind, f"{self.cell.suite} {self.cell.method}: {text}", remedy)
+    def seen(self, kind: str, text: str, remedy: str) -> Seen:
+        return Seen(kind, f"{self.cell.suite} {self.cell.method}", text, remedy)
+
+    def seen_in_suite(self, kind: str, text: str, remedy: str) -> Seen:
+        return Seen(kind, self.cell.suite, text, remedy)
 
 
 def findings(records: Sequence[Record], cells: Sequence[Cell]) -> list[Finding]:
-    """In the order of `cells`; within a cell, what is wrong comes before what is weak."""
+    """What is wrong comes before what is weak. Cells that share a kind and a remedy share one finding."""
     cases = [_case(records, cell) for cell in cells]
-    found = [check(case) for case in cases for check in CHECKS]
-    return [finding for finding in found if finding is not None]
+    alike: dict[tuple[str, str], list[Seen]] = {}
+    for seen in (check(case) for check in CHECKS for case in cases):
+        if seen is not None:
+            alike.setdefault((seen.kind, seen.remedy), []).append(seen)
+    return [_finding(group) for group in alike.values()]
+
+
+def _finding(alike: Sequence[Seen]) -> Finding:
+    first, *others = alike
+    likewise = f"; likewise {', '.join(seen.where for seen in others)}" if others else ""
+    return Finding(first.kind, f"{first.where}: {first.text}{likewise}", first.remedy)
 
 
 def _case(records: Sequence[Record], cell: Cell) -> Case:
@@ -68,7 +90,7 @@ def _case(records: Sequence[Record], cell: Cell) -> Case:
     return Case(cell, own, metrics.without_errors(own))
 
 
-def _mismatch(case: Case) -> Finding | None:
+def _mismatch(case: Case) -> Seen | None:
     wrong = [record for record in case.good if record.exactness == "mismatch"]
     if not wrong:
         return None
@@ -78,50 +100,50 @@ def _mismatch(case: Case) -> Finding | None:
     tally = f"{len(wrong)} of {_answers(case.good)}"
     if case.is_baseline:
         text = f"plain decoding disagrees with itself in {tally}; first at {at}{seen}"
-        return case.finding("mismatch", text, "the control failed: use --dtype float32, or find what is random")
+        return case.seen("mismatch", text, "the control failed: use --dtype float32, or find what is random")
     text = f"{tally} are not the target's own output; first at {at}{seen}"
-    return case.finding("mismatch", text, "rounding does not explain it: a bug, do not use these numbers")
+    return case.seen("mismatch", text, "rounding does not explain it: a bug, do not use these numbers")
 
 
-def _failed(case: Case) -> Finding | None:
+def _failed(case: Case) -> Seen | None:
     errors = [record.generation.error for record in case.records if record.generation.error is not None]
     if not errors:
         return None
     first = (errors[0].splitlines() or ["no message"])[0]
     text = f"{len(errors)} of {_answers(case.records)} failed and are in no number; the first: {first[:160]}"
-    return case.finding("failed", text, "remove the cause and run again with another --out")
+    return case.seen("failed", text, "remove the cause and run again with another --out")
 
 
-def _near_ties(case: Case) -> Finding | None:
+def _near_ties(case: Case) -> Seen | None:
     if not case.cell.num_near_ties:
         return None
     text = f"{case.cell.num_near_ties} of {_answers(case.good)} leave the plain output at a near-tie"
-    return case.finding("near_tie", text, "rounding explains them; --dtype float32 removes them")
+    return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
 
 
-def _nothing_drafted(case: Case) -> Finding | None:
+def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not _never_drafts(case):
         return None
     num_rounds = sum(map(len, metrics.accepted_by_round(case.good)))
     remedy = f"{_tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
-    return case.finding("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
+    return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
 
 
-def _dead_draft(case: Case) -> Finding | None:
+def _dead_draft(case: Case) -> Seen | None:
     al = case.cell.al_pooled
     if case.is_baseline or al is None or al >= DEAD_AL or _never_drafts(case):
         return None
     text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
     remedy = "check that the draft was trained for this model: revision, chat template, tapped layers"
-    return case.finding("dead_draft", text, remedy)
+    return case.seen("dead_draft", text, remedy)
 
 
-def _slower_than_plain(case: Case) -> Finding | None:
+def _slower_than_plain(case: Case) -> Seen | None:
     speedup = case.cell.speedup_decode
     if case.is_baseline or speedup is None or speedup.value >= 1:
         return None
     text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(case.cell)}"
-    return case.finding("slower", text, _how_faster(case.cell))
+    return case.seen("slower", text, _how_faster(case.cell))
 
 
 def _why_slow(cell: Cell) -> str:
@@ -157,24 +179,24 @@ def _parts(cell: Cell) -> dict[str, float]:
     return known if len(known) == len(parts) else {}
 
 
-def _saturated(case: Case) -> Finding | None:
+def _saturated(case: Case) -> Seen | None:
     drafted = [(drafted, kept) for drafted, kept in metrics.drafted_and_accepted(case.good) if drafted]
     num_whole = sum(drafted == kept for drafted, kept in drafted)
     if not drafted or num_whole <= SATURATED * len(drafted):
         return None
     text = f"{num_whole} of {len(drafted)} rounds ({num_whole / len(drafted):.0%}) keep the whole draft"
     remedy = f"{_tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
-    return case.finding("saturated", text, remedy)
+    return case.seen("saturated", text, remedy)
 
 
-def _first_is_slow(case: Case) -> Finding | None:
+def _first_is_slow(case: Case) -> Seen | None:
     steps = [_seconds_per_step(record.generation) for record in sorted(case.good, key=lambda row: row.order)]
     known = [step for step in steps if step is not None]
     if len(known) < MIN_ANSWERS_OVER_TIME or steps[0] is None or steps[0] <= SLOW_FIRST * median(known):
         return None
     times = steps[0] / median(known)
     text = f"the first answer took {1000 * steps[0]:.3g} ms a step, {times:.1f} times the median"
-    return case.finding("slow_first", text, "warm-up was too short: a higher --repeats makes it weigh less")
+    return case.seen("slow_first", text, "warm-up was too short: a higher --repeats makes it weigh less")
 
 
 def _seconds_per_step(generation: Generation) -> float | None:
@@ -185,7 +207,7 @@ def _seconds_per_step(generation: Generation) -> float | None:
     return seconds / tokens if tokens else None
 
 
-def _drift(case: Case) -> Finding | None:
+def _drift(case: Case) -> Seen | None:
     if not case.is_baseline or len(case.good) < MIN_ANSWERS_OVER_TIME:
         return None
     over_time = sorted(case.good, key=lambda row: row.order)
@@ -196,47 +218,37 @@ def _drift(case: Case) -> Finding | None:
         return None
     change = f"from {1000 * first:.3g} to {1000 * last:.3g} ms per token ({last / first - 1:+.0%})"
     text = f"the machine drifted from the first to the last quarter, {change}"
-    return case.finding("drift", text, "let the machine cool, stop other work, fix --threads, and run again")
+    return case.seen_in_suite("drift", text, "let the machine cool, stop other work, fix --threads, and run again")
 
 
-def _truncated(case: Case) -> Finding | None:
+def _truncated(case: Case) -> Seen | None:
     num_cut = sum(record.generation.finish_reason == "length" for record in case.good)
     if not case.is_baseline or num_cut <= TRUNCATED * len(case.good):
         return None
     text = f"{num_cut} of {_answers(case.good)} were cut at the token limit"
-    return case.finding("truncated", text, "raise --max-new-tokens")
+    return case.seen_in_suite("truncated", text, "raise --max-new-tokens")
 
 
-def _few_prompts(case: Case) -> Finding | None:
+def _few_prompts(case: Case) -> Seen | None:
     if not case.is_baseline or case.cell.num_prompts >= MIN_PROMPTS:
         return None
     text = f"only {case.cell.num_prompts} prompts, too few for an interval to be trusted"
-    return case.finding("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
+    return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
 
 
-def _wide_interval(case: Case) -> Finding | None:
+def _wide_interval(case: Case) -> Seen | None:
     speedup = case.cell.speedup_decode
     half = speedup.half_width if speedup else None
     if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value:
         return None
     text = f"speedup.decode {speedup.value:.2f} is known to ± {half:.2f} only ({half / speedup.value:.0%})"
-    return case.finding("wide_interval", text, "raise --limit, or add suites")
+    return case.seen("wide_interval", text, "raise --limit, or add suites")
 
 
-CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
-    _mismatch,
-    _failed,
-    _near_ties,
-    _nothing_drafted,
-    _dead_draft,
-    _slower_than_plain,
-    _saturated,
-    _first_is_slow,
-    _drift,
-    _truncated,
-    _few_prompts,
-    _wide_interval,
-)
+CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
+    _mismatch, _failed, _near_ties, _nothing_drafted, _dead_draft, _slower_than_plain, _saturated, _first_is_slow,
+    _drift, _truncated, _few_prompts, _wide_interval,
+)  # fmt: skip
 
 
 def _never_drafts(case: Case) -> bool:

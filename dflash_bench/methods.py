@@ -17,7 +17,7 @@ MAX_DRAFTS = 63
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`label` is what the user typed and results are filed under."""
+    """`label` is what a user types for it, and results are filed under."""
 
     label: str
     name: str
@@ -35,7 +35,7 @@ def parse(text: str) -> Method:
         raise UserError("method ar drafts nothing; write it without ':'")
     if not count.isdecimal() or not 1 <= int(count) <= MAX_DRAFTS:
         raise UserError(f"method '{text}': after the colon comes the number of tokens per round, 1 to {MAX_DRAFTS}")
-    return Method(text, name, int(count))
+    return Method(f"{name}:{int(count)}", name, int(count))
 
 
 def chosen(texts: list[str]) -> list[Method]:

@@ -1,53 +1,110 @@
-"""What a run shows while it works: the cell, how far, how fast, how much is accepted, and how long it will take."""
+"""What a run shows while it works: the cell, how far, how fast, how much is accepted, and how long it will take.
+
+All of it goes to stderr, so that stdout holds the result and nothing else.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TextIO
 
 from dflash_bench.records import Record
-from dflash_bench.runner import Plan
+
+LINE_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one cell."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_accepted: int = 0
+
+    def add(self, record: Record) -> None:
+        generation = record.generation
+        if generation.error is not None:
+            return
+        self.seconds += generation.decode_s
+        self.num_tokens += max(len(generation.token_ids) - 1, 0)
+        self.num_rounds += len(generation.accepted or ())
+        self.num_accepted += sum(generation.accepted or ())
+
+    def __str__(self) -> str:
+        speed = f"{self.num_tokens / self.seconds:.1f} tok/s" if self.seconds else ""
+        length = f"al {1 + self.num_accepted / self.num_rounds:.2f}" if self.num_rounds else ""
+        return " ".join(filter(None, (speed, length)))
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A Rich bar on stderr, so that stdout holds the result and nothing else."""
+    """A bar in a terminal, which only it can draw over; elsewhere a line every few seconds."""
 
-    def __init__(self, plan: Plan, num_stored: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        self.bar = Bar(
-            TextColumn("{task.fields[cell]:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self.task = self.bar.add_task("", total=plan.num_generations, cell="opening", figures="")
-        self.seen: dict[tuple[str, str], list[float]] = {}
-        self.stored = num_stored
+    def __init__(
+        self, total: int, num_stored: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total, self.num_stored, self.num_new = total, num_stored, 0
+        self.stream, self.clock = stream or sys.stderr, clock
+        self.begun = self.shown = clock()
+        self.tallies: dict[tuple[str, str], Tally] = {}
+        self.doing = ""
+        self.bar = _bar(self.stream) if self.stream.isatty() else None
+        if self.bar is not None:
+            self.task = self.bar.add_task("", total=total, completed=num_stored, doing="", left="")
 
     def __enter__(self) -> Progress:
-        self.bar.start()
-        self.bar.update(self.task, completed=self.stored)
+        if self.bar is not None:
+            self.bar.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.bar.stop()
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
 
     def report(self, record: Record | None, doing: str) -> None:
+        """A record that is done, or what is about to be done; a cell's own figures stand beside its name."""
         if record is None:
-            self.bar.update(self.task, cell=doing)
-            return
-        tokens, seconds, rounds, accepted = self.seen.setdefault(record.cell, [0.0, 0.0, 0.0, 0.0])
-        generation = record.generation
-        tokens += max(len(generation.token_ids) - 1, 0)
-        seconds += generation.decode_s
-        rounds += len(generation.accepted or ())
-        accepted += sum(generation.accepted or ())
-        self.seen[record.cell] = [tokens, seconds, rounds, accepted]
-        speed = f"{tokens / seconds:6.1f} tok/s" if seconds else ""
-        length = f"al {1 + accepted / rounds:.2f}" if rounds else ""
-        self.bar.update(self.task, advance=1, figures=f"{speed} {length}")
+            suite, _, method = doing.partition(" · ")
+            self.doing = f"{doing} {self.tallies.get((suite, method), '')}".rstrip()
+        else:
+            self.num_new += 1
+            tally = self.tallies.setdefault(record.cell, Tally())
+            tally.add(record)
+            self.doing = f"{record.suite} · {record.method} {tally}".rstrip()
+        self._show()
+
+    def _show(self) -> None:
+        done = self.num_stored + self.num_new
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, doing=self.doing, left=self._left(), refresh=True)
+        elif self.clock() - self.shown >= LINE_EVERY_S:
+            self.shown = self.clock()
+            self.stream.write(f"{done}/{self.total} {self.doing}, {self._left() or 'time left unknown'}\n")
+            self.stream.flush()
+
+    def _left(self) -> str:
+        """From what this process did: what an earlier one stored says nothing about speed now."""
+        if not self.num_new:
+            return ""
+        each = (self.clock() - self.begun) / self.num_new
+        minutes, seconds = divmod(round(each * (self.total - self.num_stored - self.num_new)), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+def _bar(stream: TextIO) -> Any:
+    """Drawn between generations only: a thread that draws would take its time from what is being measured."""
+    progress, console = import_module("rich.progress"), import_module("rich.console")
+    return progress.Progress(
+        progress.BarColumn(bar_width=20),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[left]}"),
+        progress.TextColumn("{task.fields[doing]}", markup=False),
+        console=console.Console(file=stream),
+        auto_refresh=False,
+        transient=True,
+    )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.padding import Padding
     from rich.table import Table
 
+    from dflash_bench.suites import Listing
+
 ABSENT = "n/a"
 
 
@@ -115,6 +117,23 @@ def text(cells: Sequence[Cell], findings: Sequence[Finding], width: int = 100) -
     with console.capture() as captured:
         console.print(render(cells, findings))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+
+def suites_text(listings: Sequence[Listing], groups: Mapping[str, Sequence[str]]) -> str:
+    """A suite a line, with its title below it; then the groups."""
+    heads = ("suite", "shipped", "scored by", "licence", "rows on the hub")
+    rows = [heads, *(_suite_row(each) for each in listings)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
+    lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    for number, each in enumerate(listings):
+        lines.insert(2 * number + 2, f"  {each.suite.title}")
+    return "\n".join([*lines, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
+
+
+def _suite_row(listing: Listing) -> tuple[str, ...]:
+    suite = listing.suite
+    rows = [suite.source, suite.subset, suite.split]
+    return suite.name, str(listing.num_embedded), suite.scorer, suite.licence, " ".join(filter(None, rows))
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[Padding]:

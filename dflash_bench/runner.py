@@ -1,18 +1,18 @@
-"""A run: every prompt through every method, interleaved, judged, scored and saved as it finishes.
+"""A run: every prompt through every method, interleaved, judged, scored and saved generation by generation.
 
-Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. What
-one prompt gave under all methods is saved together, and a resumed run starts at the first prompt that is not saved.
+Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. A
+generation is saved once the plain answer that it is judged by is there; a resumed run makes only what is not saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dflash_bench import scoring
 from dflash_bench.records import Divergence, Exactness, Generation, Message, Prompt, Record
-from dflash_bench.store import Run
+from dflash_bench.store import Key, Run
 from dflash_bench.suites import Loaded, prompt_hash
 
 BASELINE = "ar"
@@ -41,104 +41,137 @@ class Plan:
         turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
         return turns * len(self.methods) * self.repeats
 
+    def items(self) -> Iterator[Item]:
+        order = 0
+        for loaded in self.suites:
+            for number, prompt in enumerate(loaded.prompts):
+                for repeat in range(self.repeats):
+                    # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
+                    methods = self.methods if (number + repeat) % 2 == 0 else self.methods[::-1]
+                    yield Item(loaded, prompt, number == 0, repeat, methods, order)
+                    order += len(prompt.turns) * len(methods)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One prompt once through all methods, in this order; `order` is the place of its first answer in the run."""
+
+    loaded: Loaded
+    prompt: Prompt
+    is_first: bool
+    """Of its suite."""
+    repeat: int
+    methods: tuple[str, ...]
+    order: int
+
+    @property
+    def suite(self) -> str:
+        return self.loaded.suite.name
+
+    def key(self, method: str, turn: int) -> Key:
+        return self.suite, self.prompt.prompt_id, self.repeat, method, turn
+
+    def record(self, method: str, turn: int, generation: Generation) -> Record:
+        return Record(
+            suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
+            prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
+            repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),
+            generation=generation,
+        )  # fmt: skip
+
 
 Report = Callable[[Record | None, str], None]
-"""Called with each record as it is measured, and with None and a few words for work that is not recorded."""
+"""Called with each record as it is measured, and with None and a few words for work that is about to begin."""
 
 
 def execute(plan: Plan, backend: Backend, run: Run, report: Report) -> None:
-    """Run what is not stored yet. Kill it at any time: at most one prompt's generations are lost."""
-    done, order = run.done(), 0
-    for loaded in plan.suites:
-        control: list[Generation] | None = None
-        for number, prompt in enumerate(loaded.prompts):
-            for repeat in range(plan.repeats):
-                if all((loaded.suite.name, prompt.prompt_id, method, repeat) in done for method in plan.methods):
-                    order += len(prompt.turns) * len(plan.methods)
-                    continue
-                if control is None:
-                    report(None, f"warming up on {loaded.suite.name}")
-                    control = _warm_up(plan, backend, prompt)
-                    checked = prompt
-                methods = plan.methods if (number + repeat) % 2 == 0 else plan.methods[::-1]
-                records = _group(plan, backend, loaded, prompt, methods, repeat, order, report)
-                if plan.deterministic:
-                    again = control if prompt is checked else None
-                    records = _judged(records, backend, prompt, again)
-                run.append(_scored(records, loaded, prompt))
-                order += len(records)
+    """Run what is not stored yet. Killed at any time, it loses what `Conversation.answer` holds back, no more."""
+    warm_suite, warm_answer = "", None
+    for item in plan.items():
+        turns = range(len(item.prompt.turns))
+        if all(item.key(method, turn) in run.stored for method in item.methods for turn in turns):
+            continue
+        if warm_suite != item.suite:
+            report(None, f"{item.suite} · warming up")
+            warm_suite, warm_answer = item.suite, _warm_up(plan, backend, item.prompt)
+        conversation = Conversation(item, plan.deterministic, backend, run, report, warm_answer)
+        for turn in turns:
+            conversation.answer(turn)
 
 
-def _warm_up(plan: Plan, backend: Backend, prompt: Prompt) -> list[Generation]:
-    """The same loop on the same prompt, thrown away, but for the plain answer: the baseline's control."""
-    messages = [*prompt.opening, Message("user", prompt.turns[0])]
-    return [backend.generate(method, messages) for method in plan.methods][:1]
+def _warm_up(plan: Plan, backend: Backend, prompt: Prompt) -> Generation:
+    """The same loop on the same prompt, thrown away but for the plain answer."""
+    messages = (*prompt.opening, Message("user", prompt.turns[0]))
+    answers = [backend.generate(method, messages) for method in plan.methods]
+    return answers[0]
 
 
-def _group(
-    plan: Plan, backend: Backend, loaded: Loaded, prompt: Prompt, methods: Sequence[str], repeat: int, order: int,
-    report: Report,
-) -> list[Record]:  # fmt: skip
-    """All methods on all turns of one prompt; a later turn sees the plain answers to the earlier ones."""
-    records: list[Record] = []
-    messages = list(prompt.opening)
-    for turn, text in enumerate(prompt.turns):
-        messages.append(Message("user", text))
-        answers: dict[str, Generation] = {}
-        for method in methods:
-            report(None, f"{loaded.suite.name} · {method}")
-            answers[method] = backend.generate(method, tuple(messages))
-            record = Record(
-                suite=loaded.suite.name, suite_version=loaded.suite.version, prompt_id=prompt.prompt_id,
-                prompt_hash=prompt_hash(prompt), category=prompt.category, turn=turn, method=method, repeat=repeat,
-                order=order + len(records), generation=answers[method],
-            )  # fmt: skip
-            records.append(record)
-            report(record, "")
-        messages.append(Message("assistant", answers[plan.methods[0]].text))
-    return records
+@dataclass(slots=True)
+class Conversation:
+    """An item being run. A later turn sees the plain answers to the earlier ones, whatever the method."""
 
+    item: Item
+    deterministic: bool
+    backend: Backend
+    run: Run
+    report: Report
+    warm_answer: Generation | None
+    scores: dict[str, scoring.Score] = field(default_factory=dict)
 
-def _judged(records: list[Record], backend: Backend, prompt: Prompt, control: list[Generation] | None) -> list[Record]:
-    """Each output against the plain one of the same turn, and the plain one against its control."""
-    judged, messages = [], list(prompt.opening)
-    for turn, text in enumerate(prompt.turns):
-        messages.append(Message("user", text))
-        same_turn = [record for record in records if record.turn == turn]
-        plain = next(record.generation for record in same_turn if record.method == BASELINE)
-        for record in same_turn:
-            other = record.generation
-            if record.method == BASELINE:
-                if control is None or turn > 0:
-                    judged.append(record)
-                    continue
-                other = control[0]
-            judged.append(_compared(record, plain, other, backend, messages))
-        messages.append(Message("assistant", plain.text))
-    return judged
+    def answer(self, turn: int) -> None:
+        """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
+        messages = self._messages(turn)
+        waiting: list[Record] = []
+        for method in self.item.methods:
+            if self.item.key(method, turn) in self.run.stored:
+                continue
+            self.report(None, f"{self.item.suite} · {method}")
+            record = self.item.record(method, turn, self.backend.generate(method, messages))
+            self.report(record, "")
+            waiting.append(record)
+            plain = record.generation if method == BASELINE else self._plain(turn)
+            if plain is not None:
+                self.run.append([self._scored(self._judged(each, plain, messages)) for each in waiting])
+                waiting = []
 
+    def _plain(self, turn: int, repeat: int | None = None) -> Generation | None:
+        item = self.item if repeat is None else replace(self.item, repeat=repeat)
+        stored = self.run.stored.get(item.key(BASELINE, turn))
+        return stored.generation if stored else None
 
-def _compared(
-    record: Record, plain: Generation, other: Generation, backend: Backend, messages: Sequence[Message]
-) -> Record:
-    if plain.error or other.error:
-        return record
-    if plain.token_ids == other.token_ids:
-        exact: Exactness = "exact"
-        return replace(record, exactness=exact)
-    divergence = backend.divergence(messages, plain.token_ids, other.token_ids)
-    return replace(record, exactness=divergence.verdict, divergence=divergence)
+    def _messages(self, turn: int) -> tuple[Message, ...]:
+        messages = list(self.item.prompt.opening)
+        for number, text in enumerate(self.item.prompt.turns[: turn + 1]):
+            messages.append(Message("user", text))
+            plain = self._plain(number)
+            if number < turn and plain is not None:
+                messages.append(Message("assistant", plain.text))
+        return tuple(messages)
 
+    def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
+        """A method against the plain answer, and that against another plain answer to the same messages."""
+        other = self._control(record.turn) if record.method == BASELINE else record.generation
+        if not self.deterministic or other is None or plain.error or other.error:
+            return record
+        if plain.token_ids == other.token_ids:
+            exact: Exactness = "exact"
+            return replace(record, exactness=exact)
+        divergence = self.backend.divergence(messages, plain.token_ids, other.token_ids)
+        return replace(record, exactness=divergence.verdict, divergence=divergence)
 
-def _scored(records: list[Record], loaded: Loaded, prompt: Prompt) -> list[Record]:
-    """The last turn's answer is the one that is scored; equal texts are scored once."""
-    scores: dict[str, scoring.Score] = {}
-    scored = []
-    for record in records:
+    def _control(self, turn: int) -> Generation | None:
+        """The first repeat of it; for that of a suite's first prompt, the warm-up's answer."""
+        if self.item.repeat == 0:
+            return self.warm_answer if self.item.is_first and turn == 0 else None
+        pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]
+        said_the_same = all(now and first and now.text == first.text for now, first in pairs)
+        return self._plain(turn, repeat=0) if said_the_same else None
+
+    def _scored(self, record: Record) -> Record:
+        """The last turn's answer is the one that is scored; equal texts are scored once."""
         text = record.generation.text
-        if record.turn == len(prompt.turns) - 1 and record.generation.error is None:
-            if text not in scores:
-                scores[text] = scoring.score(loaded.suite.scorer, prompt, text)
-            record = replace(record, answer=scores[text].answer, passed=scores[text].passed)
-        scored.append(record)
-    return scored
+        if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
+            return record
+        if text not in self.scores:
+            self.scores[text] = scoring.score(self.item.loaded.suite.scorer, self.item.prompt, text)
+        return replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)

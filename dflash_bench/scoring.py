@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import re
 import resource
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import Limits, run_tests
+from dflash_bench.sandbox import CageError, Limits, isolation, run_tests
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -51,6 +52,20 @@ class Score:
 
 
 Scorer = Callable[[Prompt, str], Score]
+
+
+def require(names: Collection[str]) -> None:
+    """Raises UserError if one of these scorers cannot work here: better before the first answer than after it."""
+    for name in names:
+        if name not in SCORERS:
+            raise unknown("scorer", name, list(SCORERS))
+    if "math" in names:
+        _require("math_verify")
+    if CODE_SCORERS & set(names):
+        try:
+            isolation()
+        except CageError as error:
+            raise UserError(f"{error}; leave out the suites humaneval and mbpp") from error
 
 
 def score(name: str, prompt: Prompt, text: str) -> Score:
@@ -167,6 +182,7 @@ def serve_math() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MATH_MEMORY_BYTES, _MATH_MEMORY_BYTES))
     sys.stdout.write("!")
     sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a formula that breaks it must not break the progress display
     for line in sys.stdin:
         wall_s, *formulas = json.loads(line)
         signal.alarm(wall_s)
@@ -238,6 +254,8 @@ SCORERS: dict[str, Scorer] = {
     "mbpp": _score_mbpp,
     "none": _score_nothing,
 }
+CODE_SCORERS = frozenset(("humaneval", "mbpp"))
+"""They run what the model wrote."""
 
 
 def as_metric(name: str) -> Any:

@@ -7,6 +7,7 @@ only under the same one. The schema is `COLUMNS`; design section 5 says what the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib import import_module
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 from weakref import finalize
@@ -26,10 +26,8 @@ from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
 
 PARTS = "part-*.parquet"
 Info = dict[str, Any]
-Key = tuple[str, str, str, int]
-"""Suite, prompt id, method, repeat: what is stored together or not at all."""
-KEY_COLUMNS = ["suite", "prompt_id", "method", "repeat"]
-_key: Callable[[dict[str, Any]], Key] = itemgetter(*KEY_COLUMNS)
+Key = tuple[str, str, int, str, int]
+"""Suite, prompt id, repeat, method, turn: one generation, which a run holds once."""
 
 # fmt: off
 COLUMNS = {
@@ -48,15 +46,32 @@ DIVERGENCE = {"first_divergence": "index", "divergence_margin": "margin", "diver
 FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "divergence"))
 
 
+def check_new(folder: Path) -> None:
+    """Raises UserError where no run can be created; writes nothing, so it can be asked before slow work."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise _in_use(folder)
+        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        code = errno.EACCES if place.is_dir() else errno.ENOTDIR
+        if code == errno.ENOTDIR or not os.access(place, os.W_OK | os.X_OK):
+            raise OSError(code, os.strerror(code))
+    except OSError as error:
+        raise _cannot("write", folder, error) from error
+
+
+def check_resumable(folder: Path) -> None:
+    """Raises UserError where there is no run; whether it is the same one, `resume` sees."""
+    _read_info(folder)
+
+
 def create(folder: Path, info: Mapping[str, Any]) -> Run:
     """`info["identity"]` is what decides results; the rest describes the run."""
+    check_new(folder)
     stored = {"schema_version": SCHEMA_VERSION, "state": "running"} | dict(info)
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)
             return Run(folder)
-        if any(folder.iterdir()):
-            raise _in_use(folder)
     except OSError as error:
         raise _cannot("write", folder, error) from error
     run = Run(folder)  # empty; perhaps a mount point, which nothing can be renamed onto
@@ -77,8 +92,7 @@ def resume(folder: Path, info: Mapping[str, Any]) -> Run:
 
 def load(folder: Path) -> tuple[Info, list[Record]]:
     """Everything that is stored, in the order in which it was."""
-    info, parts = _read_info(folder), sorted(folder.glob(PARTS))
-    return info, [_from_row(row) for part in parts for row in _read_part(part)]
+    return _read_info(folder), _records(sorted(folder.glob(PARTS)))
 
 
 class Run(AbstractContextManager["Run"]):
@@ -92,23 +106,20 @@ class Run(AbstractContextManager["Run"]):
                 stray.unlink()
             parts = sorted(folder.glob(PARTS))
             self._next = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
-            self._done = {_key(row) for part in parts for row in _read_part(part, KEY_COLUMNS)}
+            self.stored: dict[Key, Record] = {key(record): record for record in _records(parts)}
         except UserError:
             self.close()
             raise
 
     def append(self, records: Sequence[Record]) -> None:
-        """One part; all turns of one (prompt, method, repeat) belong in the same call."""
+        """One part, and from then on in `stored`."""
         parquet: Any = import_module("pyarrow.parquet")
-        rows = [_to_row(record) for record in records]
-        table = import_module("pyarrow").Table.from_pylist(rows, _schema())
+        table = import_module("pyarrow").Table.from_pylist([_to_row(record) for record in records], _schema())
         part = self.folder / f"part-{self._next:06}.parquet"
         _write(part, lambda file: parquet.write_table(table, file, compression="zstd", write_page_checksum=True))
         self._next += 1
-        self._done |= {_key(row) for row in rows}
-
-    def done(self) -> set[Key]:
-        return set(self._done)
+        # As a reader will find them: times of rounds in float32.
+        self.stored |= {key(record): record for record in map(_from_row, table.to_pylist())}
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -116,6 +127,10 @@ class Run(AbstractContextManager["Run"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def key(record: Record) -> Key:
+    return record.suite, record.prompt_id, record.repeat, record.method, record.turn
 
 
 def _create_whole(folder: Path, info: Info) -> None:
@@ -154,9 +169,10 @@ def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         os.replace(temporary, path)
         _sync(path.parent)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise _cannot("write", path, error) from error
+    finally:  # after an interrupt, too
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:
@@ -219,17 +235,21 @@ def _schema() -> Any:
     return arrow.schema(columns | lists, metadata={"schema_version": str(SCHEMA_VERSION)})
 
 
-def _read_part(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
+def _read_part(path: Path) -> list[dict[str, Any]]:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             _refuse_newer(path, int((file.schema_arrow.metadata or {}).get(b"schema_version", 0)))
             if not file.schema_arrow.equals(_schema()):
                 raise UserError(f"cannot read {path}: its columns are not those of a run")
-            rows: list[dict[str, Any]] = file.read(columns).to_pylist()
+            rows: list[dict[str, Any]] = file.read().to_pylist()
     except (OSError, ValueError, arrow.ArrowException) as error:
         raise _cannot("read", path, error) from error
     return rows
+
+
+def _records(parts: Sequence[Path]) -> list[Record]:
+    return [_from_row(row) for part in parts for row in _read_part(part)]
 
 
 def _to_row(record: Record) -> dict[str, Any]:

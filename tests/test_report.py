@@ -79,7 +79,7 @@ def test_few_prompts() -> None:
     assert found(steady(19)) == [
         Finding(
             "few_prompts",
-            "gsm8k ar: only 19 prompts, too few for an interval to be trusted",
+            "gsm8k: only 19 prompts, too few for an interval to be trusted",
             "raise --limit to 20 or more, or leave it out",
         )
     ]
@@ -183,7 +183,7 @@ def test_truncated_answers() -> None:
     assert found(changed(steady(), "ar", 2, finish_reason="length")) == []
     finding = only(changed(steady(), "ar", 3, finish_reason="length"), "truncated")
     assert (finding.text, finding.remedy) == (
-        "gsm8k ar: 3 of 24 answers were cut at the token limit",
+        "gsm8k: 3 of 24 answers were cut at the token limit",
         "raise --max-new-tokens",
     )
 
@@ -203,17 +203,30 @@ def test_a_long_answer_in_few_rounds_does_not_look_slow() -> None:
 
 def test_drift_over_the_run() -> None:
     finding = only(changed(steady(), "ar", 6, decode_s=0.14), "drift")
-    assert finding.text.startswith("gsm8k ar: the machine drifted from the first to the last quarter, ")
+    assert finding.text.startswith("gsm8k: the machine drifted from the first to the last quarter, ")
     assert finding.text.endswith("from 11.7 to 10 ms per token (-14%)")
     assert found(changed(steady(), "ar", 6, decode_s=0.13)) == []
 
 
-def test_findings_come_in_the_order_of_the_cells() -> None:
-    rows = [*steady(5, suite="b"), *steady(5, suite="a"), failed("dflash", "x", "boom", suite="b")]
+def test_what_is_wrong_comes_before_what_is_weak() -> None:
+    rows = [*steady(5, suite="b"), *steady(24, suite="a"), failed("dflash", "x", "boom", suite="a")]
     assert [(each.kind, each.text.split(":")[0]) for each in found(rows)] == [
-        ("few_prompts", "b ar"),
-        ("failed", "b dflash"),
-        ("few_prompts", "a ar"),
+        ("failed", "a dflash"),
+        ("few_prompts", "b"),
+    ]
+
+
+def test_cells_that_share_a_fault_and_its_remedy_share_a_finding() -> None:
+    rows = [row for suite in "bac" for row in steady(5, suite=suite)]
+    assert [each.text for each in found(rows)] == [
+        "b: only 5 prompts, too few for an interval to be trusted; likewise a, c"
+    ]
+    slow = changed(rows, "dflash", 15, verify_s=(0.04,) * 3, round_s=(0.048,) * 3, decode_s=0.144)
+    by_another = [replace(row, method="eagle3") for row in slow if row.method == "dflash"]
+    texts = [each.text for each in found([*slow, *by_another]) if each.kind == "slower"]
+    assert [(text[:8], text.split("; ")[-1]) for text in texts] == [
+        ("b dflash", "likewise a dflash, c dflash"),
+        ("b eagle3", "likewise a eagle3, c eagle3"),
     ]
 
 

@@ -228,15 +228,17 @@ def test_a_full_disk_is_one_line_and_leaves_the_parts_before_it(
 def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with store.create(folder, INFO) as run:
-        assert run.done() == set()
-        run.append([plain("p0", 3, turn=0), plain("p0", 3, turn=1)])
-        run.append([drafted("p0", [1], repeat=1)])
-        done = {("gsm8k", "p0", "ar", 0), ("gsm8k", "p0", "dflash", 1)}
-        assert run.done() == done
+        assert run.stored == {}
+        answers = [plain("p0", 3, turn=0), plain("p0", 3, turn=1), drafted("p0", [1], repeat=1)]
+        run.append(answers[:2])
+        run.append(answers[2:])
+        keys = [("gsm8k", "p0", 0, "ar", 0), ("gsm8k", "p0", 0, "ar", 1), ("gsm8k", "p0", 1, "dflash", 0)]
+        assert list(run.stored) == [store.key(row) for row in answers] == keys
+        assert list(run.stored.values()) == store.load(folder)[1]
     (folder / ".part-000002.parquet.tmp").write_bytes(b"half of a part")
     with store.resume(folder, INFO) as run:
         assert not list(folder.glob(".*"))
-        assert run.done() == done
+        assert [store.key(row) for row in run.stored.values()] == keys
         run.append([plain("p1", 3)])
     assert sorted(os.listdir(folder)) == [*(f"part-00000{number}.parquet" for number in range(3)), "run.json"]
     assert len(store.load(folder)[1]) == 4
@@ -385,7 +387,7 @@ def assert_whole_and_continues(folder: Path) -> int:
     expected = [row for number in range(len(stored) // 2) for row in pair(f"p{number}", [1, 2, 3] * 200)]
     assert [identifying(row) for row in stored] == [identifying(row) for row in expected]
     with store.resume(folder, {"identity": {}}) as run:
-        assert len(run.done()) == len(stored)
+        assert len(run.stored) == len(stored)
         assert not list(folder.glob(".*"))
         run.append(pair("last", [1]))
     assert len(store.load(folder)[1]) == len(stored) + 2

@@ -34,7 +34,14 @@ class KVCache:
         if self._start is not None:
             self.positions = self._steps[None, self._start : self._visible].expand(self.num_rows, -1)
         else:
-            self.positions = torch.tensor(starts, device=self.device)[:, None] + self._steps[:width]
+            self.positions = to_device(starts, self.device)[:, None] + self._steps[:width]
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Forget everything. A mask does not stop NaN (0 * NaN), so what a broken generation left must be gone."""
+        for buffers in self._layers.values():
+            for buffer in buffers:
+                buffer.zero_()
 
     @property
     def visible(self) -> int:
@@ -59,7 +66,7 @@ class KVCache:
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
         """Move the tokens of a tree path [B, M], counted from each row's start, to be contiguous from the start."""
-        start = torch.tensor(starts, device=self.device)[:, None]
+        start = to_device(starts, self.device)[:, None]
         source, target = start + path, start + self._steps[: path.shape[1]]
         for buffers in self._layers.values():
             for buffer in buffers:
@@ -69,6 +76,11 @@ class KVCache:
     def _buffer(self, like: Tensor) -> Tensor:
         # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
         return like.new_zeros(self.num_rows, like.shape[1], self.capacity, like.shape[3])
+
+
+def to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on the device, without waiting for the work that is queued there."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None) -> Tensor:

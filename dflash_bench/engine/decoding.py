@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dflash_bench.engine.cache import ancestors, to_device
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sampling import Sampler, Sampling, probabilities
 from dflash_bench.engine.target import Target
@@ -96,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round gave each row; `None` for rows that had already ended.
+    """What one round gave each row; `None` (and counts of 0) for rows that had already ended.
 
     The marks belong to the clock: begin, drafted (proposal made), verified (results on the host), observing (the
     host's bookkeeping done), end. The first round of all is prefill: it drafts nothing, `drafted` marks the first
@@ -110,7 +111,7 @@ class Round:
 
 
 class DecodingError(Exception):
-    """This generation cannot be had (no room, NaN logits); it becomes a row that says so, never a number."""
+    """This generation cannot be had (no room, broken logits); it becomes a row that says so, never a number."""
 
 
 @torch.inference_mode()
@@ -119,19 +120,23 @@ def decode(
 ) -> Iterator[Round]:
     """Decode rows together, round by round, until each has ended.
 
-    Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN logits.
+    Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
     target.tap(drafter.taps)
-    target.begin(len(rows), capacity)
-    drafter.begin(len(rows), capacity)
-    sampler = Sampler(sampling, len(rows), limits.max_new_tokens + drafter.num_drafts + 1, target.device)
-    state = _State(target, drafter, rows, limits, sampler, clock)
-    yield state.prefill()
-    while not all(row.finish for row in rows):
-        yield state.round()
+    try:
+        target.begin(len(rows), capacity)
+        drafter.begin(len(rows), capacity)
+        sampler = Sampler(sampling, len(rows), limits.max_new_tokens + drafter.num_drafts + 1, target.device)
+        state = _State(target, drafter, rows, limits, sampler, clock)
+        yield state.prefill()
+        while not state.ended:
+            yield state.round()
+    finally:
+        # The model may be shared: taps must not slow down, or hold memory for, whoever uses it next.
+        target.tap(())
 
 
 def _room(target: Target, prompt: Sequence[int], limits: Limits) -> int:
@@ -152,20 +157,27 @@ class _State:
         self.starts = [0] * len(rows)
         self.anchor = torch.zeros(len(rows), dtype=torch.long, device=target.device)
 
+    @property
+    def ended(self) -> bool:
+        return all(row.finish for row in self.rows)
+
     def prefill(self) -> Round:
         begin = self.clock.mark()
         lengths = [len(row.prompt) for row in self.rows]
         output = self.target.prefill([row.prompt for row in self.rows])
         self.anchor = self.sampler.choose(output.logits, self._places(1))[:, 0]
-        first = self._to_host(self.anchor[:, None], _has_nan(output.logits))
+        first = self._to_host(self.anchor[:, None], _is_broken(output.logits))
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
         ]
         seen = self.clock.mark()
-        following = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-        for b, row in enumerate(self.rows):
-            following[b, : lengths[b]] = torch.tensor([*row.prompt[1:], first[b][0]])
-        self._commit(output.hidden, following.to(self.target.device), lengths)
+        if not self.ended:
+            width = max(lengths)
+            following = [
+                [*row.prompt[1:], *token, *[0] * (width - len(row.prompt))]
+                for row, token in zip(self.rows, first, strict=True)
+            ]
+            self._commit(output.hidden, torch.tensor(following, device=self.target.device), lengths)
         none = [0] * len(self.rows)
         return Round(emitted, none, none, (begin, seen, seen, seen, self.clock.mark()))
 
@@ -177,32 +189,32 @@ class _State:
         output = self.target.forward(block, self.starts, draft.parents if draft else None)
         verdict = self._verify(draft, output.logits)
         tokens = following_tokens(block, verdict)
-        nan = (_has_nan(output.logits) & (_columns(block) <= verdict.num_accepted[:, None])).any(dim=1, keepdim=True)
         # The one transfer of the round: accepted counts first, then the tokens.
-        host = self._to_host(torch.cat([verdict.num_accepted[:, None], tokens], dim=1), nan)
+        values = torch.cat([verdict.num_accepted[:, None], tokens], dim=1)
+        host = self._to_host(values, _is_broken(output.logits, verdict))
         verified = self.clock.mark()
-        accepted = [values[0] for values in host]
         alive = [row.finish is None for row in self.rows]
+        accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
         emitted = [
-            row.emit(values[1 : values[0] + 2], self.stop_ids) if live else None
-            for row, values, live in zip(self.rows, host, alive, strict=True)
+            row.emit(new[: count + 1], self.stop_ids) if live else None
+            for row, (count, *new), live in zip(self.rows, host, alive, strict=True)
         ]
         self.anchor = verdict.next_token
         observing = self.clock.mark()
-        if not all(row.finish for row in self.rows):
-            self._keep(draft, verdict, output.hidden, tokens, accepted, alive)
+        if not self.ended:
+            self._keep(draft, verdict, output.hidden, tokens, accepted)
         width = draft.width if draft else 0
         end = self.clock.mark()
         return Round(emitted, [width * live for live in alive], accepted, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
-        if draft is not None and draft.probs is not None:
+        places = self._places(logits.shape[1], draft.parents if draft else None)
+        # At temperature 0 p is one-hot, and rejection sampling is the match rule: the draft's q changes nothing.
+        if draft is not None and draft.probs is not None and places is not None:
             p = probabilities(logits, self.sampler.sampling.temperature)
-            uniform = torch.rand(p.shape[:2], device=p.device)
-            return verify_sampled(draft.tokens, p, draft.probs, uniform[:, :-1], uniform[:, -1])
-        width = draft.width if draft else 0
-        depths = None if draft is None or draft.parents is None else draft.parents
-        choices = self.sampler.choose(logits, self._places(width + 1, depths))
+            accept, draw = self.sampler.acceptance.gather(1, places), self.sampler.uniform.gather(1, places)
+            return verify_sampled(draft.tokens, p, draft.probs, accept[:, :-1], draw)
+        choices = self.sampler.choose(logits, places)
         if draft is None:
             return verify_chain(choices[:, :0], choices)
         if draft.parents is not None:
@@ -216,10 +228,12 @@ class _State:
         hidden: Tensor | None,
         tokens: Tensor,
         accepted: list[int],
-        alive: list[bool],
     ) -> None:
-        """Rows that have ended stand still: their work is repeated over the same places and thrown away."""
-        counts = [a + 1 if live else 0 for a, live in zip(accepted, alive, strict=True)]
+        """Rows that have ended stand still, from the round that ended them on.
+
+        Their work is repeated over the same places and thrown away; they must not move past what the cache holds.
+        """
+        counts = [0 if row.finish else count + 1 for row, count in zip(self.rows, accepted, strict=True)]
         longest = max(counts)
         if draft is not None and draft.parents is not None:
             path = verdict.path[:, :longest]
@@ -231,21 +245,21 @@ class _State:
         self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
-    def _places(self, width: int, parents: Tensor | None = None) -> Tensor:
-        """Which of its tokens [B, width] each row would emit after each place of a block."""
-        emitted = torch.tensor([len(row.tokens) for row in self.rows], device=self.target.device)[:, None]
+    def _places(self, width: int, parents: Tensor | None = None) -> Tensor | None:
+        """Which of its tokens [B, width] each row would emit after each place of a block; None where none is drawn."""
+        if self.sampler.greedy:
+            return None
+        emitted = to_device([len(row.tokens) for row in self.rows], self.target.device)[:, None]
         if parents is None:
             return emitted + torch.arange(width, device=self.target.device)
-        from dflash_bench.engine.cache import ancestors
-
         return emitted + ancestors(parents).sum(dim=-1) - 1
 
-    def _to_host(self, values: Tensor, nan: Tensor) -> list[list[int]]:
-        """Values [B, N] as lists; NaN flags [B, 1] ride along."""
-        host: list[list[int]] = torch.cat([nan.long(), values], dim=1).tolist()
-        broken = [b for b, row in enumerate(self.rows) if host[b][0] and row.finish is None]
-        if broken:
-            raise DecodingError(f"NaN logits after {len(self.rows[broken[0]].tokens)} tokens (row {broken[0]})")
+    def _to_host(self, values: Tensor, broken: Tensor) -> list[list[int]]:
+        """Values [B, N] as lists; the flags [B, 1] of broken logits ride along."""
+        host: list[list[int]] = torch.cat([broken.long(), values], dim=1).tolist()
+        for b, (row, (flag, *_)) in enumerate(zip(self.rows, host, strict=True)):
+            if flag and row.finish is None:
+                raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
         return [row[1:] for row in host]
 
 
@@ -256,10 +270,13 @@ def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
     return tokens.scatter(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
 
 
-def _has_nan(logits: Tensor) -> Tensor:
-    """[B, N]; a maximum carries NaN along and costs one pass."""
-    return logits.amax(dim=-1).isnan()
+def _is_broken(logits: Tensor, verdict: Verdict | None = None) -> Tensor:
+    """[B, 1]: is there a place with NaN, or infinity as its best, among those of the verdict that stay?
 
-
-def _columns(block: Tensor) -> Tensor:
-    return torch.arange(block.shape[1], device=block.device)
+    A maximum carries NaN along and costs one pass.
+    """
+    broken = ~logits.amax(dim=-1).isfinite()
+    if verdict is not None:
+        kept = torch.arange(broken.shape[1], device=broken.device) <= verdict.num_accepted[:, None]
+        broken = broken.gather(1, verdict.path) & kept
+    return broken.any(dim=1, keepdim=True)

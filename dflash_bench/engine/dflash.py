@@ -36,6 +36,7 @@ class DFlashDrafter:
         self.starts = [0] * num_rows
         capacity += self.block_size
         if self.cache.num_rows == num_rows and self.cache.capacity >= capacity:
+            self.cache.clear()
             return
         self.cache = KVCache(num_rows, capacity, self.device)
         weight = self.draft.fc.weight

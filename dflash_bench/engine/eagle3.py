@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache, causal_mask
+from dflash_bench.engine.cache import KVCache, causal_mask, to_device
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.common import Rotary
@@ -32,6 +32,7 @@ class Eagle3Drafter:
         self.starts = [0] * num_rows
         capacity += self.num_drafts
         if self.cache.num_rows == num_rows and self.cache.capacity >= capacity:
+            self.cache.clear()
             return
         self.cache = KVCache(num_rows, capacity, self.device)
         weight = self.draft.fc.weight
@@ -43,7 +44,7 @@ class Eagle3Drafter:
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
         read = self._step(committed.tokens, self.draft.fc(committed.hidden), committed.starts)
-        last = torch.tensor([max(count, 1) - 1 for count in committed.counts], device=self.device)
+        last = to_device([max(count, 1) - 1 for count in committed.counts], self.device)
         self.hidden = read[self.rows, last][:, None]
         self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
 
@@ -62,7 +63,9 @@ class Eagle3Drafter:
         self.cache.place(starts, tokens.shape[1])
         alone = tokens.shape[1] == 1 and not self.cache.is_ragged
         self.mask = None if alone else causal_mask(self.cache, hidden.dtype)
-        return self.draft(self.embedding(tokens), hidden, self.rotary.at(self.cache.positions), self._attend)
+        tables = self.rotary.at(self.cache.positions)
+        read: Tensor = self.draft(self.embedding(tokens), hidden, tables, self._attend)
+        return read
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.write(0, keys, values)

@@ -113,7 +113,7 @@ class LocalBackend:
             num_prompt_tokens=len(prompt),
             prefill_s=seconds(begin, first),
             decode_s=seconds(first, last),
-            draft_prefill_s=seconds(first, draft_ready),
+            draft_prefill_s=seconds(first, draft_ready) if own else 0.0,
             drafted=tuple(step.drafted[row] for step in own),
             accepted=tuple(step.accepted[row] for step in own),
             emitted=tuple(len(step.emitted[row] or ()) for step in own),

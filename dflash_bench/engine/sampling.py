@@ -38,22 +38,36 @@ def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses the target's token for places of B rows."""
+    """Chooses the target's token for places of B rows.
+
+    `uniform` and `acceptance` [B, num_places] are random numbers per place, the first for the target's own draws, the
+    second for keeping or refusing a sampled draft. A place of which nothing is emitted leaves its numbers unused for
+    the next round, so using them by place does not make draws depend on each other.
+    """
 
     def __init__(self, sampling: Sampling, num_rows: int, num_places: int, device: torch.device) -> None:
         self.sampling = sampling
-        self.uniform: Tensor | None = None
+        self.uniform = self.acceptance = torch.empty(num_rows, 0, device=device)
         if not sampling.greedy:
-            # Row by row from seeds of their own: a row's numbers do not depend on what it is batched with.
-            rows = [
-                torch.rand(num_places, generator=torch.Generator().manual_seed(sampling.seed * 1_000_003 + row))
-                for row in range(num_rows)
-            ]
-            self.uniform = torch.stack(rows).to(device)
+            seed = sampling.seed * 1_000_003
+            self.uniform = _uniform(seed, num_rows, num_places).to(device)
+            self.acceptance = _uniform(seed + 0x9E3779B9, num_rows, num_places).to(device)
 
-    def choose(self, logits: Tensor, places: Tensor) -> Tensor:
-        """Tokens [B, N] for logits [B, N, V]; places [B, N] number the tokens a row has emitted before each."""
-        if self.uniform is None:
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.greedy
+
+    def choose(self, logits: Tensor, places: Tensor | None) -> Tensor:
+        """Tokens [B, N] for logits [B, N, V]; places [B, N] number the tokens a row has emitted before each.
+
+        Greedy choices need no places.
+        """
+        if places is None:
             return logits.argmax(dim=-1)
-        p = probabilities(logits, self.sampling.temperature)
-        return inverse_cdf(p, self.uniform.gather(1, places))
+        return inverse_cdf(probabilities(logits, self.sampling.temperature), self.uniform.gather(1, places))
+
+
+def _uniform(seed: int, num_rows: int, num_places: int) -> Tensor:
+    """[num_rows, num_places], row by row from seeds of their own: what a row is batched with changes nothing."""
+    seeds = [(seed + row) % 2**63 for row in range(num_rows)]
+    return torch.stack([torch.rand(num_places, generator=torch.Generator().manual_seed(s)) for s in seeds])

@@ -31,11 +31,11 @@ class Target:
     """One forward pass at a time over B rows; `begin` once per batch of prompts."""
 
     def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
-        refuse_unsupported(model.config)
+        refuse_unsupported(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
-        self.context_length = int(self.config.max_position_embeddings)
+        self.context_length = context_length(self.config)
         self._layers = decoder_layers(model)
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._tapped: dict[int, Tensor] = {}
@@ -68,16 +68,19 @@ class Target:
         module: nn.Module = self.model.get_output_embeddings()
         return module
 
+    @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
         """Room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are used again."""
-        if self._cache is None or self._cache.num_rows != num_rows or self._cache.capacity < capacity:
-            self._cache = KVCache(num_rows, capacity, self.device)
-            self._model_cache = Cache(layers=[_Layer(self._cache, i) for i in range(len(self._layers))])
-            dtype = self.model.dtype
-            # For rows that start together, the mask of any pass is a window into this one.
-            width = min(capacity, 64)
-            beyond = torch.full((width, width), torch.finfo(dtype).min, dtype=dtype, device=self.device).triu(1)
-            self._window = torch.cat([beyond.new_zeros(width, capacity), beyond], dim=1)[None, None]
+        if self._cache is not None and self._cache.num_rows == num_rows and self._cache.capacity >= capacity:
+            self._cache.clear()
+            return
+        self._cache = KVCache(num_rows, capacity, self.device)
+        self._model_cache = Cache(layers=[_Layer(self._cache, i) for i in range(len(self._layers))])
+        dtype = self.model.dtype
+        # For rows that start together, the mask of any pass is a window into this one.
+        width = min(capacity, 64)
+        beyond = torch.full((width, width), torch.finfo(dtype).min, dtype=dtype, device=self.device).triu(1)
+        self._window = torch.cat([beyond.new_zeros(width, capacity), beyond], dim=1)[None, None]
 
     @property
     def cache(self) -> KVCache:
@@ -87,18 +90,16 @@ class Target:
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Output:
         """Read whole prompts, padded on the right; padding lies beyond each row's length and is overwritten."""
-        lengths = [len(prompt) for prompt in prompts]
-        width = max(lengths)
+        width = max(len(prompt) for prompt in prompts)
         rows = [[*prompt, *([prompt[-1]] * (width - len(prompt)))] for prompt in prompts]
-        last = torch.tensor(lengths, device=self.device) - 1
-        keep: int | Tensor = 1 if min(lengths) == width else torch.unique(last)
-        output = self.forward(torch.tensor(rows, device=self.device), [0] * len(rows), keep_logits=keep)
-        if isinstance(keep, Tensor) and self._keeps_some_logits:
-            index = torch.searchsorted(keep, last)
-        else:
-            index = last if isinstance(keep, Tensor) else torch.zeros_like(last)
-        index = index if isinstance(keep, Tensor) else torch.full_like(last, output.logits.shape[1] - 1)
-        return Output(output.logits[torch.arange(len(rows), device=self.device), index][:, None], output.hidden)
+        last = [len(prompt) - 1 for prompt in prompts]
+        # The head is run where some row ends, and not over whole prompts, if the model can be told so.
+        kept = sorted(set(last)) if self._keeps_some_logits else list(range(width))
+        output = self.forward(
+            torch.tensor(rows, device=self.device), [0] * len(rows), keep_logits=torch.tensor(kept, device=self.device)
+        )
+        place = torch.tensor([kept.index(i) for i in last], device=self.device)
+        return Output(output.logits[torch.arange(len(rows), device=self.device), place][:, None], output.hidden)
 
     @torch.inference_mode()
     def forward(
@@ -137,7 +138,7 @@ class Target:
         return causal_mask(cache, self.model.dtype, parents)
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
     """What transformers sees of our cache: one layer that writes where the cache was placed."""
 
     def __init__(self, cache: KVCache, index: int) -> None:
@@ -159,6 +160,9 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.cache.capacity
 
+    # The same under its name in older releases of transformers 5.
+    get_max_cache_shape = get_max_length
+
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The list of decoder layers, wherever the architecture keeps it."""
@@ -171,16 +175,36 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     )
 
 
-def refuse_unsupported(config: Any) -> None:
-    """Name what this engine cannot roll back, rather than answer wrongly."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(text, "sliding_window", None)
-    if not kinds and window and getattr(text, "use_sliding_window", True) and text.max_position_embeddings > window:
-        kinds = {"sliding_attention"}
+def context_length(config: Any) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise UserError(f"a {config.model_type} target does not say how long its context is; it is not supported")
+    return int(length)
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Name what this engine cannot roll back or place, rather than answer wrongly."""
+    config = model.config.get_text_config()
+    name = config.model_type
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder model; the target must be a causal language model")
+    kinds = other_attention(config)
     if kinds:
-        raise UserError(
-            f"a {text.model_type} target with {', '.join(sorted(kinds))} layers is not supported: full attention only"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{text.model_type} is an encoder-decoder model; the target must be a causal language model")
+        raise UserError(f"a {name} target with {', '.join(kinds)} layers is not supported: full attention only")
+    if getattr(model, "_is_stateful", False):
+        raise UserError(f"a {name} target keeps a recurrent state, which cannot be rolled back: full attention only")
+    needs = ("position_ids", "attention_mask", "past_key_values")
+    missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
+    if missing or getattr(config, "alibi", False):
+        lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
+        raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
+
+
+def other_attention(config: Any) -> list[str]:
+    """The kinds of layers that do not see the whole past."""
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    kinds -= {"full_attention", "attention", "global"}
+    window = getattr(config, "sliding_window", None)
+    if not kinds and window and getattr(config, "use_sliding_window", True) and context_length(config) > window:
+        kinds = {"sliding_attention"}
+    return sorted(kinds)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_bench.engine.sampling import inverse_cdf
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -71,10 +73,9 @@ def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: T
     """Rejection sampling of tokens [B, N] drawn from q [B, N, V] against the target's p [B, N + 1, V].
 
     A token is kept with probability min(1, p / q); the first one refused is replaced by a draw from max(p - q, 0),
-    and if all are kept the next token is a draw from p. `accept` [B, N] and `draw` [B] are uniform in [0, 1).
+    and if all are kept the next token is a draw from p. `accept` [B, N] and `draw` [B, N + 1] are uniform in [0, 1);
+    the draw is made with the number of the place it is made for.
     """
-    from dflash_bench.engine.sampling import inverse_cdf
-
     p_token = p[:, :-1].gather(2, tokens[..., None])[..., 0]
     q_token = q.gather(2, tokens[..., None])[..., 0]
     num_accepted = (accept * q_token < p_token).cumprod(dim=1).sum(dim=1)
@@ -86,4 +87,4 @@ def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: T
     # Where p equals q up to rounding nothing is left to draw from, and p is right.
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 1e-8, residual, p_next)
     path = torch.arange(p.shape[1], device=p.device).expand(p.shape[0], -1)
-    return Verdict(path, num_accepted, inverse_cdf(residual, draw))
+    return Verdict(path, num_accepted, inverse_cdf(residual, draw.gather(1, num_accepted[:, None])[:, 0]))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 
 DraftModel = DFlashDraft | Eagle3Draft
+Config = TypeVar("Config", DFlashConfig, Eagle3Config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,15 @@ def save_draft(draft: DraftModel, folder: Path) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"no draft in {folder}: cannot read {path.name} ({error.strerror})") from error
+        raise UserError(f"no model in {folder}: cannot read {path.name} ({error.strerror})") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON (line {error.lineno})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object")
     return config
 
 
@@ -74,16 +79,36 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _build(folder: Path, config: Mapping[str, Any], target: TargetShape) -> DraftModel:
+    path = folder / "config.json"
     try:
-        if "dflash_config" in config or "DFlashDraftModel" in config.get("architectures", []):
-            return DFlashDraft(_dflash_config(config))
+        if "dflash_config" in config or "DFlashDraftModel" in (config.get("architectures") or ()):
+            return DFlashDraft(_checked(path, _dflash_config(config, target)))
         if "draft_vocab_size" in config:
-            return Eagle3Draft(_eagle3_config(config, target))
+            return Eagle3Draft(_checked(path, _eagle3_config(config, target)))
     except KeyError as error:
-        raise UserError(f"{folder / 'config.json'} lacks {error}") from error
+        raise UserError(f"{path} lacks {error}") from error
     raise UserError(
         f"{folder} is no draft we know: config.json has neither dflash_config (DFlash) nor draft_vocab_size (EAGLE-3)"
     )
+
+
+def _checked(path: Path, config: Config) -> Config:
+    """The same, if it describes a network at all; whether that fits the weights and the target is asked later."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name == "target_layer_ids":
+            sound = all(type(i) is int for i in value)
+        elif field.type == "int":
+            sound = type(value) is int and value >= (0 if field.name == "mask_token_id" else 1)
+        else:
+            sound = isinstance(value, int | float) and value > 0
+        if not sound:
+            raise UserError(f"{path}: {field.name} cannot be {value!r}")
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UserError(
+            f"{path}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads do not add up"
+        )
+    return config
 
 
 def _check_target(folder: Path, draft: DraftModel, target: TargetShape) -> None:
@@ -113,6 +138,9 @@ def _check_target(folder: Path, draft: DraftModel, target: TargetShape) -> None:
 
 def _fill(folder: Path, draft: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     wanted = draft.state_dict()
+    if isinstance(draft, Eagle3Draft) and draft.config.draft_vocab_size == draft.config.vocab_size:
+        # A draft of the whole vocabulary may leave its map out: ids are the target's own.
+        tensors = {"d2t": draft.d2t, "t2d": draft.t2d, **tensors}
     for kind, names in (("missing", wanted.keys() - tensors.keys()), ("surplus", tensors.keys() - wanted.keys())):
         if names:
             raise UserError(
@@ -121,6 +149,8 @@ def _fill(folder: Path, draft: nn.Module, tensors: Mapping[str, Tensor]) -> None
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape:
             raise UserError(f"{folder}: {name} is {list(tensor.shape)}, config.json says {list(wanted[name].shape)}")
+        if tensor.is_floating_point() != wanted[name].is_floating_point():
+            raise UserError(f"{folder}: {name} holds {tensor.dtype}; quantised drafts are not supported")
     draft.load_state_dict(dict(tensors))
     if isinstance(draft, Eagle3Draft):
         ids = torch.arange(len(draft.d2t)) + draft.d2t
@@ -128,11 +158,13 @@ def _fill(folder: Path, draft: nn.Module, tensors: Mapping[str, Tensor]) -> None
             raise UserError(f"{folder}: d2t leaves the target's vocabulary of {draft.config.vocab_size}")
 
 
-def _dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
+def _dflash_config(config: Mapping[str, Any], target: TargetShape) -> DFlashConfig:
     """Newer files hold the block size inside `dflash_config`, older ones beside it."""
-    inner = config.get("dflash_config", {})
-    both = {**config, **inner}
-    num_layers = both["num_target_layers"]
+    both = {**config, **(config.get("dflash_config") or {})}
+    _refuse(both, "a DFlash draft", "causal", "use_swa", "projector_type", "attention_sink_bias")
+    if set(both.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError("a DFlash draft with sliding-window layers is not supported")
+    num_layers = both.get("num_target_layers", target.num_layers)
     ids = both.get("target_layer_ids") or dflash.default_target_layers(num_layers, both["num_hidden_layers"])
     return DFlashConfig(
         hidden_size=both["hidden_size"],
@@ -150,6 +182,13 @@ def _dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         rope_theta=_rope_theta(both),
         max_positions=both.get("max_position_embeddings", 4096),
     )
+
+
+def _refuse(config: Mapping[str, Any], what: str, *variants: str) -> None:
+    """Variants of the network that share its tensors would load, and draft badly."""
+    for name in variants:
+        if config.get(name):
+            raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
 
 
 def _dflash_json(config: DFlashConfig) -> dict[str, Any]:
@@ -170,7 +209,11 @@ def _dflash_json(config: DFlashConfig) -> dict[str, Any]:
 
 def _eagle3_config(config: Mapping[str, Any], target: TargetShape) -> Eagle3Config:
     """Layers are named by their input in this format (2, n//2, n-3), by their output in ours."""
-    inputs = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    inner = config.get("eagle_config") or {}
+    _refuse(
+        {**config, **inner}, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"
+    )
+    inputs = inner.get("eagle_aux_hidden_state_layer_ids")
     ids = tuple(i - 1 for i in inputs) if inputs else eagle3.default_target_layers(target.num_layers)
     return Eagle3Config(
         hidden_size=config["hidden_size"],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.models.formats import DraftModel, TargetShape, load_draft
+from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, read_config
 
 NANO = Path(__file__).parent.parent / "nano"
 
@@ -83,16 +83,25 @@ def load(name: str, methods: list[str], device: str, dtype: torch.dtype) -> Mode
 
 
 def _load_target(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    read_config(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except SafetensorError as error:
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load a causal language model from {folder}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot load a causal language model from {folder}: {reason}") from error
+    # Of these transformers would make up weights, with a warning.
+    unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+    if unfit:
+        raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
     return model.to(device), tokenizer
 
 
@@ -101,6 +110,8 @@ def _folder(reference: str) -> tuple[Path, str]:
     folder = Path(reference)
     if folder.is_dir():
         return folder, weights_sha256(folder)
+    if folder.is_absolute():
+        raise UserError(f"{folder} is missing; a package without its weights is to be installed again")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -36,8 +36,8 @@ class NanoRecipe:
     """All that decides the three models. Learning rates are the best of a sweep, recorded in the cards."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
-    num_greedy: int = 9000
-    num_sampled: int = 2500
+    num_greedy: int = 8000
+    num_sampled: int = 2000
     response_seed: int = 777
     row_length: int = 256
     num_draft_layers: int = 3
@@ -48,8 +48,8 @@ class NanoRecipe:
     gamma: float = 7.0
     draft_vocab_size: int = 512
     num_ttt_steps: int = 7
-    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=2000, matrix_lr=0.02, other_lr=0.002))
-    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=2000, matrix_lr=0.01, other_lr=0.001))
+    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1400, matrix_lr=0.08, other_lr=0.008))
+    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1400, matrix_lr=0.08, other_lr=0.008))
 
 
 @dataclass(frozen=True, slots=True)

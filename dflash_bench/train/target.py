@@ -106,4 +106,8 @@ def train(
                 history.append({"step": step + 1, "loss": running, "held_out_loss": loss_of(model, test).item()})
             model.train()
             save(path, model, made, step + 1, history)
-    return model.eval(), history
+    # Trained layers are compiled for one shape; what comes next reads all kinds.
+    plain = build(recipe, tokenizer)
+    plain.load_state_dict(model.state_dict())
+    plain.set_attn_implementation("sdpa")
+    return plain.eval(), history

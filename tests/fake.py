@@ -1,0 +1,63 @@
+"""A backend that decodes nothing: answers, times and faults as a test orders them, through the real command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from rows import generation
+
+from dflash_bench import cli, session
+from dflash_bench.records import Divergence, Generation, Message
+
+Fault = Callable[[Generation], Generation]
+
+
+@dataclass
+class FakeBackend:
+    """Answers `text_of(question)` in 9 to 13 tokens, the same by every method; `faults` bend what a method says."""
+
+    text_of: Callable[[str], str] = "about {}".format
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    fails_at: Mapping[int, BaseException] = field(default_factory=dict)
+    calls: list[tuple[str, tuple[Message, ...]]] = field(default_factory=list)
+    where: Divergence = field(default=Divergence(2, 1.5, 0.001))
+
+    def generate(self, method: str, messages: Sequence[Message]) -> Generation:
+        self.calls.append((method, tuple(messages)))
+        if len(self.calls) in self.fails_at:
+            raise self.fails_at[len(self.calls)]
+        question = messages[-1].content
+        blocks = [4, len(question) % 5, 2]
+        steps = sum(blocks) + len(blocks)
+        accepted, block = {
+            "ar": ([0] * steps, 0),
+            "dflash": (blocks, 4),
+        }.get(method, ([2] * (steps // 3) + [0] * (steps % 3), 2))
+        answer = generation(accepted, block, text=self.text_of(question))
+        return self.faults.get(method, lambda same: same)(answer)
+
+    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+        assert tuple(plain) != tuple(other)
+        return self.where
+
+
+def other_tokens(answer: Generation) -> Generation:
+    return replace(answer, token_ids=(*answer.token_ids[:2], 999, *answer.token_ids[3:]))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
+    """The command line uses this backend and loads no model."""
+    monkeypatch.setattr(session, "_open", lambda *_: (dict(identity or {"model": "fake"}), backend))
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """The command line in this process: its exit status."""
+    monkeypatch.setattr("sys.argv", ["dflash-bench", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    code = stopped.value.code
+    assert isinstance(code, int | None)
+    return code or 0

@@ -1,0 +1,354 @@
+"""The command line: what it prints, where, and with which exit status. Bad input is one line and leaves nothing.
+
+DFLASH_BENCH_UPDATE_GOLDEN=1 rewrites the stored text; read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from fake import FakeBackend, install, main, other_tokens
+
+from dflash_bench import scoring, store
+from dflash_bench.records import Generation
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: Patch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def gsm8k(folder: Path, number: int) -> Path:
+    write_lines(folder / "gsm8k/test.jsonl", *({"question": "?" * i, "answer": f"#### {i % 3}"} for i in range(number)))
+    return folder
+
+
+# What is loaded, and listed
+
+
+@pytest.mark.parametrize("command", ["--help", "run --help", "suites", "--version"])
+def test_help_and_lists_load_nothing_heavy(command: str) -> None:
+    code = (
+        "import atexit, sys\nfrom dflash_bench import cli\n"
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\ncli.main()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout
+    assert not {"torch", "transformers", "pandas", "pyarrow", "datasets", "rich"} & set(done.stderr.split())
+
+
+def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypatch: Patch, capsys: Captured) -> None:
+    assert main(monkeypatch, "suites") == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    (line,) = [line for line in out.splitlines() if line.startswith("gsm8k ")]
+    assert line.split() == ["gsm8k", "32", "gsm8k_number", "MIT", "openai/gsm8k", "main", "test"]
+    assert "\n  grade-school word problems\n" in out
+    assert "\ngroup code: humaneval, mbpp\n" in out
+
+
+# The whole output
+
+
+def assert_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("DFLASH_BENCH_UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def fake_run(monkeypatch: Patch, *words: object, **fields: Any) -> tuple[int, FakeBackend]:
+    backend = FakeBackend(text_of=lambda question: rf"\boxed{{{question.count('?') % 2}}}", **fields)
+    install(monkeypatch, backend)
+    return main(monkeypatch, "run", "--out", "out", *words), backend
+
+
+ASKED = ("--suite", "gsm8k", "--data", "data", "--method", "dflash", "--method", "eagle3:2")
+
+
+def test_the_whole_output_of_a_run(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    gsm8k(here / "data", 24)
+    write_lines(here / "mine.jsonl", {"prompt": "one"}, {"turns": ["two", "more"]}, {"prompt": "three"})
+    code, _ = fake_run(monkeypatch, *ASKED, "--prompts", "mine.jsonl")
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    assert_golden("cli_run.txt", captured.out)
+
+
+def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
+    here: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    gsm8k(here / "data", 4)
+    code, _ = fake_run(monkeypatch, *ASKED, "--json")
+    captured = capsys.readouterr()
+    shown = json.loads(captured.out)
+    assert (code, captured.err) == (0, "")
+    assert list(shown) == ["run", "cells", "findings"]
+    assert shown["run"] == "out"
+    assert [(cell["suite"], cell["method"]) for cell in shown["cells"]] == [
+        ("gsm8k", method) for method in ("ar", "dflash", "eagle3:2")
+    ]
+    promised = (
+        "suite method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode speedup_e2e "
+        "exact passed draft_ms verify_ms other_ms break_even_al"
+    )
+    assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}
+    plain, dflash, _ = shown["cells"]
+    assert (len(dflash["speedup_decode"]), len(dflash["speedup_e2e"])) == (3, 3)
+    assert (plain["exact"], dflash["exact"], dflash["passed"]) == ([1, 1], [4, 4], [2, 4])
+    assert plain["break_even_al"] is None
+    assert {tuple(finding) for finding in shown["findings"]} == {("kind", "text", "remedy")}
+
+
+def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
+    here: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    gsm8k(here / "data", 4)
+    code, _ = fake_run(monkeypatch, *ASKED, faults={"dflash": other_tokens})
+    assert code == 1
+    info, records = store.load(here / "out")
+    assert (info["state"], len(records)) == ("complete", 12)
+    assert "gsm8k dflash: 4 of 4 answers are not the target's own output" in " ".join(capsys.readouterr().out.split())
+
+
+def test_failed_answers_are_rows_and_no_failure_of_the_run(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    def nan(answer: Generation) -> Generation:
+        return Generation((), "", "error", 5, 0.0, 0.0, error="NaN logits after 3 tokens (row 0)")
+
+    gsm8k(here / "data", 2)
+    code, _ = fake_run(monkeypatch, *ASKED, "--json", faults={"dflash": nan})
+    shown = json.loads(capsys.readouterr().out)
+    assert (code, shown["cells"][1]["tps_decode"]) == (0, None)
+    assert "NaN logits" in shown["findings"][0]["text"]
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    gsm8k(here / "my data", 4)
+    words = ["--suite", "gsm8k", "--data", "my data"]
+    code, _ = fake_run(monkeypatch, *words, "--json", fails_at={9: KeyboardInterrupt()})
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (130, "")
+    command = "dflash-bench run --out out --suite gsm8k --data 'my data' --json --resume"
+    assert captured.err == f"stopped; what was finished is saved. To continue: {command}\n"
+    assert len(store.load(here / "out")[1]) == 6
+    code, backend = fake_run(monkeypatch, *words, "--resume")
+    assert (code, len(backend.calls)) == (0, 4)
+    assert store.load(here / "out")[0]["state"] == "complete"
+
+
+def test_ctrl_c_names_a_folder_that_nobody_named(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    gsm8k(here / "data", 2)
+    install(monkeypatch, FakeBackend(fails_at={4: KeyboardInterrupt()}))
+    assert main(monkeypatch, "run", "--suite", "gsm8k", "--data", "data") == 130
+    (folder,) = (here / "results/runs").iterdir()
+    assert capsys.readouterr().err.endswith(f" --out {folder.relative_to(here)} --resume\n")
+    install(monkeypatch, FakeBackend(fails_at={1: KeyboardInterrupt()}))
+    monkeypatch.setattr(store, "create", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(monkeypatch, "run", "--suite", "gsm8k", "--data", "data", "--out", "none") == 130
+    assert capsys.readouterr().err == "stopped; nothing was written yet\n"
+
+
+# Real models, sampling, own prompts
+
+
+def test_real_models_answer_own_prompts_exactly(here: Path, model: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    write_lines(here / "p.jsonl", {"prompt": "one"}, {"turns": ["two", "and?"]}, {"messages": messages})
+    words = ["--prompts", "p.jsonl", "--method", "dflash", "--method", "eagle3:2", "--max-new-tokens", "8", "--json"]
+    assert main(monkeypatch, "run", "--model", model, "--out", "out", "--repeats", 2, *words) == 0
+    captured = capsys.readouterr()
+    cells = json.loads(captured.out)["cells"]
+    assert [cell["exact"] for cell in cells] == [[5, 5], [8, 8], [8, 8]]
+    assert [(cell["num_prompts"], cell["passed"]) for cell in cells] == [(3, None)] * 3
+    assert captured.err == ""
+
+
+def test_sampled_answers_are_not_judged(here: Path, model: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    words = ["--suite", "gsm8k", "--limit", 2, "--method", "dflash", "--max-new-tokens", 6, "--json"]
+    assert main(monkeypatch, "run", "--model", model, "--out", "out", "--temperature", 0.8, "--seed", 3, *words) == 0
+    assert [cell["exact"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [None, None]
+    identity = store.load(here / "out")[0]["identity"]
+    assert (identity["temperature"], identity["seed"]) == (0.8, 3)
+
+
+# Bad input
+
+
+@pytest.fixture
+def refused(here: Path, monkeypatch: Patch, capsys: Captured) -> Callable[..., str]:
+    """Runs what must end in exit status 2, one line on stderr and no new folder; that line."""
+
+    def run(*words: object) -> str:
+        before = sorted(here.rglob("*"))
+        code = main(monkeypatch, "run", *words)
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        assert captured.err.startswith("dflash-bench: ")
+        assert captured.err.count("\n") == 1
+        assert sorted(here.rglob("*")) == before
+        return captured.err.removeprefix("dflash-bench: ").rstrip("\n")
+
+    return run
+
+
+NO_EFFECT = {
+    "--suite gsm8k --method eagle3 --block-size 8": "--block-size has no effect without --method dflash",
+    "--suite gsm8k --method dflash:7 --block-size 8": "--block-size has no effect without --method dflash",
+    "--suite gsm8k --seed 1": "--seed has no effect at temperature 0",
+    "--suite gsm8k --resume": "--resume needs --out FOLDER",
+    "--prompts p.jsonl --data embedded": "--data has no effect without --suite",
+    "--method dflash": "nothing to run: give --suite (aime24,",
+    "--suite gsm8k --temperature inf": "--temperature must be a number from 0 up, not inf",
+}
+
+
+@pytest.mark.parametrize("words", NO_EFFECT)
+def test_a_flag_that_has_no_effect_or_no_sense_is_refused(words: str, refused: Callable[..., str]) -> None:
+    assert refused(*words.split()).startswith(NO_EFFECT[words])
+
+
+UNKNOWN = {
+    "--suite gsm9k": "unknown suite 'gsm9k'; known: aime24, aime25, chat, code, gsm8k,",
+    "--suite gsm8k --method medusa": "unknown method 'medusa'; known: ar, dflash, eagle3",
+    "--suite gsm8k --model none": "unknown model 'none'; known: ",
+    "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",
+    "--suite gsm8k --dtype int8": "unknown dtype 'int8'; known: bfloat16, float16, float32",
+}
+
+
+@pytest.mark.parametrize("words", UNKNOWN)
+def test_an_unknown_name_lists_the_known_ones(words: str, refused: Callable[..., str]) -> None:
+    assert refused(*words.split()).startswith(UNKNOWN[words])
+
+
+def test_threads_have_no_effect_on_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    words = ["--suite", "gsm8k", "--device", "cuda", "--threads", 2]
+    assert refused(*words) == "--threads has no effect on a GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert refused("--suite", "gsm8k", "--device", "cuda:0") == "no CUDA device here; use --device cpu"
+
+
+def test_bad_rows_are_named_by_file_and_line(here: Path, refused: Callable[..., str]) -> None:
+    ask = ("--suite", "gsm8k", "--data", here / "data")
+    assert refused(*ask).startswith(f"no rows for suite 'gsm8k': looked for {here}/data/gsm8k/test.jsonl and ")
+    path = write_lines(here / "data/gsm8k/test.jsonl", {"question": "?", "answer": "1"}, {"question": "?"})
+    assert refused(*ask) == f"{path} line 2: no column 'answer' (it has question)"
+    path.write_text('{"question": "?", "answer": "1"}\n{"question": \n')
+    assert refused(*ask).startswith(f"{path} line 2: not valid JSON (")
+    path.write_text("\n")
+    assert refused(*ask).endswith("no rows for suite 'gsm8k'")
+    own = write_lines(here / "mine.jsonl", {"prompt": "a"}, {"prompts": "b"})
+    assert refused("--prompts", own).startswith(f"{own} line 2: needs one of prompt, turns, messages")
+
+
+def test_without_a_network_the_hub_points_to_data(monkeypatch: Patch, refused: Callable[..., str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    told = refused("--suite", "gsm8k", "--data", "hub")
+    assert told.startswith("cannot get openai/gsm8k from the hub (")
+    assert told.endswith("use --data PATH, a folder that holds gsm8k/test.jsonl or .parquet")
+
+
+def refuse_to_load(*_: object) -> None:
+    pytest.fail("the model was loaded before the cheap checks")
+
+
+def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
+    here: Path, monkeypatch: Patch, refused: Callable[..., str]
+) -> None:
+    monkeypatch.setattr("dflash_bench.session._open", refuse_to_load)
+    ask = ("--suite", "gsm8k", "--out")
+    used = write_lines(here / "used/notes.txt", "mine").parent
+    assert refused(*ask, used) == f"{used} is not empty, and holds no run; choose another --out"
+    assert refused(*ask, used, "--resume") == f"{used} holds no run (no run.json)"
+    assert refused(*ask, here / "none", "--resume") == f"{here / 'none'} holds no run (no run.json)"
+    assert refused(*ask, used / "notes.txt/run") == f"cannot write {used / 'notes.txt/run'}: Not a directory"
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != here)
+    assert refused(*ask, here / "new/run") == f"cannot write {here / 'new/run'}: Permission denied"
+
+
+def test_a_run_that_is_there_is_not_written_over(
+    here: Path, monkeypatch: Patch, capsys: Captured, refused: Callable[..., str]
+) -> None:
+    gsm8k(here / "data", 2)
+    assert fake_run(monkeypatch, *ASKED)[0] == 0
+    capsys.readouterr()
+    monkeypatch.setattr("dflash_bench.session._open", refuse_to_load)
+    told = refused("--out", "out", *ASKED)
+    assert told == "out already holds a run; add --resume to continue it, or choose another --out"
+
+
+def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch, refused: Callable[..., str]) -> None:
+    monkeypatch.setattr("dflash_bench.session._open", refuse_to_load)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    told = refused("--suite", "math500")
+    assert told == "math_verify is not installed; run: pip install 'dflash-bench[eval]'"
+    with pytest.raises(scoring.UserError, match="unknown scorer 'x'"):
+        scoring.require({"x"})
+
+    def no_cage() -> str:
+        raise scoring.CageError("this system grants no cage")
+
+    monkeypatch.setattr(scoring, "isolation", no_cage)
+    assert refused("--suite", "mbpp") == "this system grants no cage; leave out the suites humaneval and mbpp"
+
+
+@pytest.mark.parametrize("part", ["target", "dflash", "eagle3"])
+@pytest.mark.parametrize("damage", ["truncated", "foreign"])
+def test_damaged_weights_are_refused(
+    here: Path, model: Path, part: str, damage: str, refused: Callable[..., str]
+) -> None:
+    copy = shutil.copytree(model, here / "model")
+    weights = copy / part / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64] if damage == "truncated" else b"PK\x03\x04 a zip of pickles")
+    methods = ("--method", "dflash", "--method", "eagle3")
+    assert f"{part}" in refused("--suite", "gsm8k", "--model", copy, "--out", here / "out", *methods)
+
+
+def test_a_model_folder_without_a_draft_or_target_says_so(here: Path, model: Path, refused: Callable[..., str]) -> None:
+    copy = shutil.copytree(model, here / "model")
+    shutil.rmtree(copy / "eagle3")
+    told = refused("--suite", "gsm8k", "--model", copy, "--method", "eagle3")
+    assert told == f"unknown draft of model {copy}: 'eagle3'; known: dflash"
+    shutil.rmtree(copy / "target")
+    assert refused("--suite", "gsm8k", "--model", copy).startswith(f"{copy} is no model: it needs target/config.json")
+
+
+@pytest.mark.parametrize(
+    "words", ["--limit 0", "--limit many", "--repeats 0", "--block-size 1", "--temperature nan", "--nonsense"]
+)
+def test_a_value_out_of_range_is_exit_status_2(words: str, here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    assert main(monkeypatch, "run", "--suite", "gsm8k", "--method", "dflash", *words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words.split()[0] in captured.err
+    assert list(here.iterdir()) == []

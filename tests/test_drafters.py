@@ -1,0 +1,394 @@
+"""The two drafters: what they cache is what they would compute from scratch, and outputs never depend on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.dflash import DFlashDrafter
+from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models import loading
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
+
+PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
+BODY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "num_target_layers": 6,
+}
+DFLASH = DFlashConfig(**BODY, num_layers=2, block_size=8, mask_token_id=96, target_layer_ids=(1, 2, 4))
+EAGLE3 = Eagle3Config(**BODY, draft_vocab_size=97, target_layer_ids=(1, 2, 4))
+
+
+def enlarged(draft: Any) -> Any:
+    """Weights large enough that context and positions decide what is drafted."""
+    initialise(draft, 3)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    return draft.eval()
+
+
+def dflash_drafter(target: Target, block_size: int | None = None) -> DFlashDrafter:
+    return DFlashDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, block_size)
+
+
+def eagle3_drafter(target: Target, num_drafts: int = 5, draft: Eagle3Draft | None = None) -> Eagle3Drafter:
+    return Eagle3Drafter(draft or enlarged(Eagle3Draft(EAGLE3)), target.embedding, num_drafts)
+
+
+class Recorded(Watching):
+    """Keeps what the drafter at hand proposes and its logits, but hands over what a scripted one does.
+
+    So the target accepts many and few tokens in turn, which a random draft would not bring about.
+    """
+
+    def __init__(self, inner: Any, module: nn.Module, scripted: Scripted) -> None:
+        super().__init__(inner)
+        self.scripted, self.calls, self.proposed = scripted, [], []
+        self.hook = module.register_forward_hook(lambda _module, _inputs, logits: self.calls.append(logits.clone()))
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.scripted.begin(num_rows, capacity)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.scripted.observe(committed)
+
+    def propose(self) -> Draft:
+        self.calls.clear()
+        tokens = self.inner.propose().tokens.clone()
+        logits = torch.cat(list(self.calls), dim=1)[:, -tokens.shape[1] :]
+        read = [torch.stack(row) for row in self.read]
+        self.proposed.append((tokens, logits, read, [list(row) for row in self.following]))
+        return self.scripted.propose()
+
+
+def record(inner: Any, module: nn.Module, target: Target, prompts: Sequence[Sequence[int]]) -> Recorded:
+    """A whole generation, ragged rows ending at different rounds, with about two drafts in three accepted."""
+    answers = plain(target, prompts, 40)
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    recorded = Recorded(inner, module, Scripted(known, inner.num_drafts, sometimes_wrong(0.7, 97)))
+    stop_ids = frozenset({answers[0][9]}) if len(prompts) > 1 else frozenset()
+    out = run(target, recorded, prompts, 40, stop_ids=stop_ids)
+    recorded.hook.remove()
+    assert len({count for step in out.rounds for count in step.accepted}) >= min(3, inner.num_drafts + 1)
+    # A row that has ended stands still, and what is drafted for it is thrown away.
+    for i, step in enumerate(out.rounds):
+        tokens, logits, read, following = recorded.proposed[i]
+        alive = [row for row, new in enumerate(step.emitted) if new is not None]
+        recorded.proposed[i] = (
+            tokens[alive], logits[alive], [read[row] for row in alive], [following[row] for row in alive]
+        )  # fmt: skip
+    return recorded
+
+
+# DFlash.
+
+
+@torch.inference_mode()
+def dflash_from_scratch(drafter: DFlashDrafter, features: Tensor, anchor: int) -> Tensor:
+    """Logits [block - 1, V] of one row, with all its context read at once and nothing cached."""
+    block, length = drafter.block_size, len(features)
+    rotary = Rotary(8, drafter.config.rope_theta, length + block, torch.device("cpu"), torch.float32)
+    context = drafter.draft.context(features[None], rotary.at(torch.arange(length)[None]))
+    ids = torch.tensor([[anchor, *[drafter.config.mask_token_id] * (block - 1)]])
+
+    def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        past_keys, past_values = context[layer]
+        return scaled_dot_product_attention(
+            query, torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2), enable_gqa=True
+        )
+
+    hidden = drafter.draft(drafter.embedding(ids), rotary.at(torch.arange(length, length + block)[None]), attend)
+    logits: Tensor = drafter.head(hidden[:, 1:])[0]
+    return logits
+
+
+@pytest.mark.parametrize("block_size", [2, 8, 12])
+@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+def test_cached_dflash_drafts_equal_a_full_recomputation(block_size: int, rows: list[int]) -> None:
+    target = Target(tiny("llama"))
+    drafter = dflash_drafter(target, block_size)
+    recorded = record(drafter, target.head, target, [PROMPTS[row] for row in rows])
+    assert len(recorded.proposed) >= 4
+    for tokens, logits, read, following in recorded.proposed:
+        assert tokens.shape[1] == block_size - 1
+        for row, features in enumerate(read):
+            expected = dflash_from_scratch(drafter, features, following[row][-1])
+            assert torch.allclose(logits[row], expected, atol=1e-4)
+            assert tokens[row].tolist() == expected.argmax(dim=-1).tolist()
+    assert len({tuple(tokens[0].tolist()) for tokens, *_ in recorded.proposed}) > 1
+
+
+def propose(drafter: Any, hidden: Tensor, tokens: Tensor, counts: list[int]) -> list[list[int]]:
+    drafter.begin(len(counts), 32)
+    with torch.inference_mode():
+        anchor = tokens[torch.arange(len(counts)), torch.tensor(counts) - 1]
+        drafter.observe(Committed(hidden, tokens, anchor, [0] * len(counts), counts))
+        drafts: list[list[int]] = drafter.propose().tokens.tolist()
+    return drafts
+
+
+@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter])
+def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else(make: Any) -> None:
+    drafter = make(Target(tiny("llama")))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 9, 96, generator=generator)
+    tokens = torch.randint(0, 96, (2, 9), generator=generator)
+    counts = [6, 9]
+    drafts = propose(drafter, hidden, tokens, counts)
+    # Row 0 has read 6 tokens: what stands at 6 is the anchor's own state, what follows was refused.
+    later, earlier, first = hidden.clone(), hidden.clone(), hidden.clone()
+    later[0, 6:] += 100
+    earlier[0, 5] += 3
+    first[0, 0] *= -3
+    assert propose(drafter, later, tokens, counts) == drafts
+    assert propose(drafter, earlier, tokens, counts)[0] != drafts[0]
+    assert propose(drafter, first, tokens, counts)[0] != drafts[0]
+    assert propose(drafter, first, tokens, counts)[1] == drafts[1]
+
+
+def test_dflash_proposes_one_token_less_than_its_block_the_trained_one_if_not_told() -> None:
+    target = Target(tiny("llama"))
+    assert dflash_drafter(target).num_drafts == DFLASH.block_size - 1
+    assert dflash_drafter(target, 2).num_drafts == 1
+    assert dflash_drafter(target, 12).num_drafts == 11
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("block_size", [2, 3, 8, 12, 17])
+def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
+    target = Target(tiny("qwen3"))
+    out = run(target, dflash_drafter(target, block_size), PROMPTS[:num_rows], 20)
+    assert out.tokens == plain(target, PROMPTS[:num_rows], 20)
+    assert out.rounds[0].drafted == [block_size - 1] * num_rows
+
+
+# EAGLE-3.
+
+
+@torch.inference_mode()
+def eagle3_from_scratch(drafter: Eagle3Drafter, features: Tensor, tokens: list[int]) -> tuple[Tensor, list[int]]:
+    """Logits [k, Vd] of one row's chain; every step reads the whole row again in one causal pass."""
+    draft, states = drafter.draft, drafter.draft.fc(features)
+    rotary = Rotary(8, drafter.config.rope_theta, len(tokens) + drafter.num_drafts, torch.device("cpu"), torch.float32)
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+    logits, tokens = [], list(tokens)
+    for _ in range(drafter.num_drafts):
+        positions = rotary.at(torch.arange(len(tokens))[None])
+        out = draft(drafter.embedding(torch.tensor([tokens])), states[None], positions, attend)[0, -1:]
+        logits.append(draft.logits(out)[0])
+        tokens.append(int(draft.target_ids(logits[-1].argmax())))
+        states = torch.cat([states, out])
+    return torch.stack(logits), tokens[-drafter.num_drafts :]
+
+
+def reduced() -> Eagle3Draft:
+    """A draft that knows 40 of the 97 tokens."""
+    config = Eagle3Config(**{**BODY}, draft_vocab_size=40, target_layer_ids=(1, 2, 4))
+    draft = enlarged(Eagle3Draft(config))
+    counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(1))
+    draft.d2t, draft.t2d = vocabulary_map(counts, 40)
+    return draft
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 6])
+@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+def test_a_cached_eagle3_chain_equals_a_full_recomputation(num_drafts: int, rows: list[int]) -> None:
+    target = Target(tiny("llama"))
+    drafter = eagle3_drafter(target, num_drafts, reduced())
+    recorded = record(drafter, drafter.draft.lm_head, target, [PROMPTS[row] for row in rows])
+    assert len(recorded.proposed) >= 4
+    for tokens, logits, read, following in recorded.proposed:
+        for row, features in enumerate(read):
+            expected, drafts = eagle3_from_scratch(drafter, features, following[row])
+            assert torch.allclose(logits[row], expected, atol=1e-4)
+            assert tokens[row].tolist() == drafts
+    assert len({tuple(tokens[0].tolist()) for tokens, *_ in recorded.proposed}) > 1
+
+
+def test_eagle3_read_in_two_parts_equals_one_causal_pass() -> None:
+    target = Target(tiny("llama"))
+    drafter = eagle3_drafter(target, 3)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 9, 96, generator=generator)
+    tokens = torch.randint(0, 97, (1, 9), generator=generator)
+    at_once = propose(drafter, hidden, tokens, [9])
+    drafter.begin(1, 32)
+    with torch.inference_mode():
+        drafter.observe(Committed(hidden[:, :5], tokens[:, :5], tokens[:, 4], [0], [5]))
+        drafter.propose()
+        drafter.observe(Committed(hidden[:, 5:], tokens[:, 5:], tokens[:, 8], [5], [4]))
+        assert drafter.propose().tokens.tolist() == at_once
+
+
+def test_eagle3_proposes_only_tokens_of_its_own_vocabulary() -> None:
+    target, draft = Target(tiny("llama")), reduced()
+    known = draft.t2d.nonzero()[:, 0].tolist()
+    assert draft.target_ids(torch.arange(40)).tolist() == known
+    drafter = eagle3_drafter(target, 4, draft)
+    recorded = record(drafter, draft.lm_head, target, PROMPTS)
+    proposed = {token for tokens, *_ in recorded.proposed for token in tokens.flatten().tolist()}
+    assert len(proposed) > 3 and proposed <= set(known)
+
+
+def test_the_vocabulary_map_keeps_the_most_frequent_tokens() -> None:
+    d2t, t2d = vocabulary_map(torch.tensor([0, 9, 3, 9, 0, 7]), 3)
+    assert (torch.arange(3) + d2t).tolist() == [1, 3, 5]
+    assert t2d.nonzero()[:, 0].tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
+def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
+    target = Target(tiny("qwen3"))
+    out = run(target, eagle3_drafter(target, num_drafts), PROMPTS[:num_rows], 20)
+    assert out.tokens == plain(target, PROMPTS[:num_rows], 20)
+    assert out.rounds[0].drafted == [num_drafts] * num_rows
+
+
+# Both.
+
+
+@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter])
+def test_a_draft_with_broken_weights_costs_speed_and_not_exactness(make: Any) -> None:
+    target = Target(tiny("qwen3"))
+    drafter = make(target)
+    with torch.no_grad():
+        next(drafter.draft.parameters()).fill_(torch.nan)
+    out = run(target, drafter, PROMPTS, 12)
+    assert out.tokens == plain(target, PROMPTS, 12)
+
+
+@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter])
+def test_nan_in_one_generation_does_not_stay_in_the_drafts_cache(make: Any) -> None:
+    target = Target(tiny("llama"))
+    drafter, short = make(target), [[5], [6, 7, 8]]
+    expected = drafts_of(run(target, drafter, short, 8))
+    drafter.cache.place([0, 0], 20)
+    broken = torch.full((2, 2, 20, 8), torch.nan)
+    with torch.inference_mode():
+        for layer in list(drafter.cache._layers):
+            drafter.cache.write(layer, broken, broken)
+    watched = Watching(drafter)
+    out = run(target, watched, short, 8)
+    assert drafts_of(out) == expected
+    assert not any(buffer.isnan().any() for layer in drafter.cache._layers.values() for buffer in layer)
+
+
+def drafts_of(out: Decoded) -> list[Any]:
+    return [(step.emitted, step.accepted) for step in out.rounds]
+
+
+# The trained drafts.
+
+
+@pytest.fixture(scope="module")
+def nano() -> loading.Models:
+    missing = [name for name in ("dflash", "eagle3") if not (loading.NANO / name / "model.safetensors").exists()]
+    if missing:
+        pytest.skip(f"the nano drafts {missing} are not trained yet")
+    return loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)
+
+
+QUESTIONS = [
+    "What is 3 + 4?",
+    "Tom has 12 apples and gives 5 to Ann. How many apples does Tom have left?\nPlease reason step by step, and put "
+    "your final answer within \\boxed{}.",
+    "Hello.",
+]
+
+
+def encoded(models: loading.Models) -> list[list[int]]:
+    tokenizer = models.tokenizer
+    return [
+        tokenizer.encode(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True,
+                enable_thinking=False,
+            ),
+            add_special_tokens=False,
+        )
+        for question in QUESTIONS
+    ]  # fmt: skip
+
+
+def trained(models: loading.Models, name: str, target: Target, num_drafts: int) -> Any:
+    draft: Any = models.drafts[name]
+    if name == "dflash":
+        return DFlashDrafter(draft, target.embedding, target.head, num_drafts + 1)
+    return Eagle3Drafter(draft, target.embedding, num_drafts)
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nano: loading.Models) -> None:
+    target, prompts = Target(nano.target), encoded(nano)
+    stop_ids = frozenset({nano.tokenizer.eos_token_id})
+    expected = plain(target, prompts, 40, stop_ids)
+    for num_drafts in (1, 2, 5, 16):
+        for rows in (prompts[:1], prompts, (prompts * 3)[:8]):
+            out = run(target, trained(nano, name, target, num_drafts), rows, 40, stop_ids)
+            assert out.tokens == (expected * 3)[: len(rows)]
+    assert sum(sum(step.accepted) for step in out.rounds) > len(out.rounds)
+
+
+def test_the_trained_dflash_draft_cached_equals_a_full_recomputation(nano: loading.Models) -> None:
+    target, prompts = Target(nano.target), encoded(nano)
+    drafter = trained(nano, "dflash", target, nano.drafts["dflash"].config.block_size - 1)
+    head = copy.copy(target.head)
+    drafter.head = head
+    watched = Recording(drafter, head)
+    run(target, watched, prompts, 40)
+    for logits, read, anchors in watched.kept:
+        for row, features in enumerate(read):
+            expected = nano_from_scratch(drafter, features, anchors[row])
+            assert torch.allclose(logits[row], expected, atol=1e-3)
+
+
+class Recording(Watching):
+    """The drafter's own drafts are used; its logits, what it had read and its anchors are kept."""
+
+    def __init__(self, inner: Any, head: nn.Module) -> None:
+        super().__init__(inner)
+        self.kept: list[tuple[Tensor, list[Tensor], list[int]]] = []
+        self.logits: list[Tensor] = []
+        head.register_forward_hook(lambda _module, _inputs, logits: self.logits.append(logits.clone()))
+
+    def propose(self) -> Draft | None:
+        draft = super().propose()
+        self.kept.append((self.logits[-1], [torch.stack(row) for row in self.read], list(self.anchors)))
+        return draft
+
+
+def nano_from_scratch(drafter: DFlashDrafter, features: Tensor, anchor: int) -> Tensor:
+    fresh = DFlashDrafter(drafter.draft, drafter.embedding, drafter.head, drafter.block_size)
+    fresh.begin(1, len(features))
+    tokens = torch.full((1, len(features)), anchor)
+    logits: list[Tensor] = []
+    hook = drafter.head.register_forward_hook(lambda _module, _inputs, out: logits.append(out))
+    with torch.inference_mode():
+        fresh.observe(Committed(features[None], tokens, tokens[:, -1], [0], [len(features)]))
+        fresh.propose()
+    hook.remove()
+    return logits[-1][0]

@@ -1,0 +1,98 @@
+"""From options to a run: what is chosen where nothing is given, and what `run.json` remembers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from dflash_bench import session
+from dflash_bench.errors import UserError
+from dflash_bench.session import Request
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model"))
+
+
+def request(**changes: object) -> Request:
+    return Request(**{"suites": ("gsm8k",), "methods": (), **changes})  # type: ignore[arg-type]
+
+
+def test_dflash_is_measured_where_no_method_is_named() -> None:
+    assert [method.label for method in session._methods(request())] == ["ar", "dflash"]
+
+
+def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
+    chosen = session._methods(request(methods=("dflash", "dflash:3", "eagle3"), block_size=8))
+    assert {method.label: method.num_drafts for method in chosen} == {
+        "ar": None,
+        "dflash": 7,
+        "dflash:3": 3,
+        "eagle3": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_cuda", "expected"),
+    [
+        ({}, False, ("cpu", "float32")),
+        ({}, True, ("cpu", "float32")),
+        ({"model": "qwen3-8b"}, False, ("cpu", "float32")),
+        ({"model": "qwen3-8b"}, True, ("cuda", "bfloat16")),
+        ({"device": "cuda:1"}, True, ("cuda:1", "bfloat16")),
+        ({"device": "cuda", "dtype": "float32"}, True, ("cuda", "float32")),
+        ({"dtype": "float16"}, False, ("cpu", "float16")),
+    ],
+)
+def test_device_and_type_where_none_is_given(
+    changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
+) -> None:
+    assert session._device_and_dtype(request(**changes), has_cuda) == expected
+
+
+def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    loaded = session._prompts(request(suites=("code", "mbpp"), prompts=path, limit=1))
+    assert [(each.suite.name, len(each.prompts)) for each in loaded] == [
+        ("humaneval", 1),
+        ("mbpp", 1),
+        ("prompts", 1),
+    ]
+
+
+def test_an_unknown_suite_is_told_before_an_unknown_model() -> None:
+    with pytest.raises(UserError, match="unknown suite"):
+        session._prompts(request(suites=("nope",), model="nope"))
+
+
+def test_a_run_remembers_what_it_was_made_with(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["dflash-bench", "run", "--suite", "mbpp", "--model", "my model"]
+    monkeypatch.setattr(sys, "argv", words)
+    asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
+    records = session.perform(asked, tmp_path / "run", resume=False)
+    assert [record.method for record in records] == ["ar", "dflash"]
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    assert info["state"] == "complete"
+    assert info["command"] == "dflash-bench run --suite mbpp --model 'my model'"
+    assert info["options"]["suites"] == ["mbpp"]
+    assert info["options"]["max_new_tokens"] == 4
+    assert "rlimits" in info["sandbox"]
+    assert "torch" in info["environment"]["packages"]
+    identity = info["identity"]
+    assert identity["methods"] == {
+        "ar": {"name": "ar", "num_drafts": 0},
+        "dflash": {"name": "dflash", "num_drafts": 3},
+    }
+    assert {name: len(sha) for name, sha in identity["revisions"].items()} == {"target": 64, "dflash": 64}
+    assert identity["suites"]["mbpp"]["source"] == "embedded"
+    assert (identity["device"], identity["dtype"], identity["threads"]) == ("cpu", "float32", 1)
+    # Not a word from a library, and no progress where nobody watches.
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,168 @@
+"""The verify rule alone: what of a draft stays, what comes next, and that sampling follows the target."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from toy import follows
+
+from dflash_bench.engine.verify import Verdict, verify_chain, verify_sampled, verify_tree
+
+NUM_DRAWS = 20_000
+P = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
+AFTER = torch.tensor([0.05, 0.5, 0.05, 0.1, 0.2, 0.1])
+"""Fixed target distributions: after the anchor, and after any first token."""
+
+
+def ids(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows)
+
+
+def test_a_chain_is_kept_up_to_its_first_wrong_token() -> None:
+    tokens = ids([5, 6, 7], [5, 0, 7], [0, 6, 7])
+    choices = ids([5, 6, 7, 8]).expand(3, -1)
+    verdict = verify_chain(tokens, choices)
+    assert verdict.num_accepted.tolist() == [3, 1, 0]
+    assert verdict.next_token.tolist() == [8, 6, 5]
+    assert verdict.path.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_a_right_token_behind_a_wrong_one_does_not_count() -> None:
+    verdict = verify_chain(ids([0, 6, 7, 8]), ids([5, 6, 7, 8, 9]))
+    assert verdict.num_accepted.item() == 0
+    assert verdict.next_token.item() == 5
+
+
+def test_an_empty_chain_gives_the_targets_own_choice() -> None:
+    verdict = verify_chain(torch.empty(2, 0, dtype=torch.long), ids([3], [4]))
+    assert verdict.num_accepted.tolist() == [0, 0]
+    assert verdict.next_token.tolist() == [3, 4]
+
+
+def test_a_tree_that_is_a_chain_is_verified_as_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 3, (64, 5), generator=generator)
+    choices = torch.randint(0, 3, (64, 6), generator=generator)
+    chain = verify_chain(tokens, choices)
+    tree = verify_tree(tokens, torch.arange(-1, 4).expand(64, -1), choices)
+    assert set(chain.num_accepted.tolist()) >= {0, 1, 2, 3}
+    assert tree.num_accepted.tolist() == chain.num_accepted.tolist()
+    assert tree.next_token.tolist() == chain.next_token.tolist()
+    for b, count in enumerate(chain.num_accepted.tolist()):
+        assert tree.path[b, : count + 1].tolist() == chain.path[b, : count + 1].tolist()
+
+
+def test_a_tree_is_walked_along_the_targets_choices() -> None:
+    #      anchor -> a(1) -> c(3) -> e(5)
+    #             -> b(2) -> d(4)
+    parents = ids([-1, -1, 0, 1, 2])
+    tokens = ids([10, 20, 30, 40, 50])
+    choices = ids([20, 99, 40, 98, 77, 97])
+    verdict = verify_tree(tokens, parents, choices)
+    assert verdict.num_accepted.item() == 2
+    assert verdict.path[0, :3].tolist() == [0, 2, 4]
+    assert verdict.next_token.item() == 77
+
+
+def test_each_row_walks_its_own_tree() -> None:
+    parents = ids([-1, -1, 0], [-1, 0, 1])
+    tokens = ids([1, 2, 3], [1, 2, 3])
+    verdict = verify_tree(tokens, parents, ids([2, 0, 9, 0], [1, 2, 3, 4]))
+    assert verdict.num_accepted.tolist() == [1, 3]
+    assert verdict.path[0, :2].tolist() == [0, 2]
+    assert verdict.next_token.tolist() == [9, 4]
+
+
+def test_of_two_equal_children_the_first_is_taken() -> None:
+    verdict = verify_tree(ids([7, 7, 8]), ids([-1, -1, 1]), ids([7, 8, 5, 6]))
+    assert verdict.num_accepted.item() == 1
+    assert verdict.path[0, :2].tolist() == [0, 1]
+    assert verdict.next_token.item() == 8
+
+
+def sample(q: Tensor, num_drafts: int = 2, seed: int = 0) -> tuple[Verdict, Tensor]:
+    """Verdicts over many drafts drawn from q, the same at each place, against P and then AFTER."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.multinomial(q, NUM_DRAWS * num_drafts, replacement=True, generator=generator)
+    tokens = tokens.view(NUM_DRAWS, num_drafts)
+    p = torch.stack([P, *[AFTER] * num_drafts]).expand(NUM_DRAWS, -1, -1)
+    accept = torch.rand(NUM_DRAWS, num_drafts, generator=generator)
+    draw = torch.rand(NUM_DRAWS, num_drafts + 1, generator=generator)
+    return verify_sampled(tokens, p, q.expand(NUM_DRAWS, num_drafts, -1), accept, draw), tokens
+
+
+def emitted(verdict: Verdict, tokens: Tensor) -> Tensor:
+    """[draws, N + 1], -1 where nothing is emitted."""
+    out = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], dim=1)
+    out = out.scatter(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
+    return out.masked_fill(torch.arange(out.shape[1]) > verdict.num_accepted[:, None], -1)
+
+
+DRAFTS = {
+    "right": P,
+    "uniform": torch.full((6,), 1 / 6),
+    "skewed": torch.tensor([0.02, 0.03, 0.05, 0.1, 0.3, 0.5]),
+    "narrow": torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]),
+    "disjoint": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]),
+}
+
+
+def test_the_chi_square_test_can_fail() -> None:
+    drawn = torch.multinomial(DRAFTS["uniform"], NUM_DRAWS, replacement=True)
+    assert not follows(drawn, P)
+    assert not follows(torch.tensor([0, 5]), P)
+
+
+def test_the_first_token_follows_the_target_whatever_the_draft() -> None:
+    for name, q in DRAFTS.items():
+        verdict, tokens = sample(q)
+        assert follows(emitted(verdict, tokens)[:, 0], P), name
+
+
+def test_the_second_token_follows_the_target_where_the_first_was_kept() -> None:
+    for name in ("right", "uniform", "skewed", "narrow"):
+        verdict, tokens = sample(DRAFTS[name])
+        second = emitted(verdict, tokens)[:, 1]
+        assert (second >= 0).sum() > 1000, name
+        assert follows(second[second >= 0], AFTER), name
+
+
+def test_the_token_after_a_draft_that_is_kept_whole_follows_the_target() -> None:
+    verdict, tokens = sample(DRAFTS["uniform"], num_drafts=1)
+    bonus = emitted(verdict, tokens)[:, 1]
+    assert follows(bonus[bonus >= 0], AFTER)
+
+
+def test_a_draft_drawn_from_the_target_is_always_kept() -> None:
+    verdict, _ = sample(P, num_drafts=1)
+    assert verdict.num_accepted.min().item() == 1
+
+
+def test_a_draft_the_target_never_says_is_never_kept() -> None:
+    verdict, _ = sample(DRAFTS["disjoint"])
+    assert verdict.num_accepted.max().item() == 0
+
+
+def test_the_share_kept_is_the_overlap_of_the_two_distributions() -> None:
+    for name, q in DRAFTS.items():
+        verdict, _ = sample(q, num_drafts=1)
+        overlap = torch.minimum(P, q).sum().item()
+        assert abs(verdict.num_accepted.double().mean().item() - overlap) < 0.015, name
+
+
+def test_a_refused_token_is_replaced_from_what_the_draft_left_over() -> None:
+    p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]])
+    q = torch.tensor([[[0.2, 0.8, 0.0]]])
+    for draw in (0.0, 0.5, 0.999):
+        verdict = verify_sampled(ids([1]), p, q, torch.tensor([[0.99]]), torch.tensor([[draw, 0.0]]))
+        assert verdict.num_accepted.item() == 0
+        assert verdict.next_token.item() == 0
+
+
+def test_each_place_draws_with_its_own_number() -> None:
+    p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).expand(2, -1, -1)
+    q = torch.tensor([[[1.0, 0.0]]]).expand(2, -1, -1)
+    accept = torch.tensor([[0.1], [0.9]])
+    verdict = verify_sampled(ids([0], [0]), p, q, accept, torch.tensor([[0.9, 0.1], [0.9, 0.1]]))
+    assert verdict.num_accepted.tolist() == [1, 0]
+    assert verdict.next_token.tolist() == [0, 1]
