@@ -21,7 +21,7 @@ BASELINE = "ar"
 class Backend(Protocol):
     """Whatever can answer a chat by a method, and say why two answers differ."""
 
-    def generate(self, method: str, messages: Sequence[Message]) -> Generation: ...
+    def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation: ...
 
     def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence: ...
 
@@ -102,7 +102,7 @@ def execute(plan: Plan, backend: Backend, run: Run, report: Report) -> None:
 def _warm_up(plan: Plan, backend: Backend, prompt: Prompt) -> Generation:
     """The same loop on the same prompt, thrown away but for the plain answer."""
     messages = (*prompt.opening, Message("user", prompt.turns[0]))
-    answers = [backend.generate(method, messages) for method in plan.methods]
+    answers = [backend.generate(method, messages, 0) for method in plan.methods]
     return answers[0]
 
 
@@ -126,7 +126,8 @@ class Conversation:
             if self.item.key(method, turn) in self.run.stored:
                 continue
             self.report(None, f"{self.item.suite} · {method}")
-            record = self.item.record(method, turn, self.backend.generate(method, messages))
+            generation = self.backend.generate(method, messages, self.item.repeat)
+            record = self.item.record(method, turn, generation)
             self.report(record, "")
             waiting.append(record)
             plain = record.generation if method == BASELINE else self._plain(turn)

@@ -25,7 +25,7 @@ class FakeBackend:
     calls: list[tuple[str, tuple[Message, ...]]] = field(default_factory=list)
     where: Divergence = field(default=Divergence(2, 1.5, 0.001))
 
-    def generate(self, method: str, messages: Sequence[Message]) -> Generation:
+    def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation:
         self.calls.append((method, tuple(messages)))
         if len(self.calls) in self.fails_at:
             raise self.fails_at[len(self.calls)]

@@ -51,8 +51,9 @@ def answers(prompts: Sequence[Sequence[int]], max_new_tokens: int = 24, stop: in
 
 
 def texts(prompts: Sequence[Sequence[int]], max_new_tokens: int = 24) -> list[list[int]]:
-    """Prompts with answers that run past stop tokens, so that a draft goes on behind them."""
-    return [[*prompt, *table().answer(prompt, max_new_tokens)] for prompt in prompts]
+    """Prompts with answers that run past stop tokens, limits and the context: drafts stay right behind them."""
+    endless = TableTarget(VOCAB, context_length=999)
+    return [[*prompt, *endless.answer(prompt, max_new_tokens + 40)] for prompt in prompts]
 
 
 def test_the_toy_answers_are_varied_and_end_in_different_ways() -> None:
@@ -142,13 +143,14 @@ def test_every_chain_gives_the_plain_tokens_of_a_random_network(kind: str, num_d
     prompts, free = PROMPTS[:num_rows], free_answers(kind)[:num_rows]
     # Two tokens that end some rows early.
     stop_ids = frozenset({free[0][5], free[-1][11]})
-    expected = [cut(answer, stop_ids) for answer in free]
+    expected = [cut(answer[:16], stop_ids) for answer in free]
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, free, strict=True)]
     ways: tuple[Change, ...] = (lambda token: token, sometimes_wrong(0.6, 97), lambda token: (token + 1) % 97)
     for change in ways:
-        out = run(target, Scripted(known, num_drafts, change), prompts, stop_ids=stop_ids)
+        # What is known goes on behind the limit, and right drafts reach past it.
+        out = run(target, Scripted(known, num_drafts, change), prompts, 16, stop_ids=stop_ids)
         assert out.tokens == expected
-    assert run(target, NoDrafter(), prompts, stop_ids=stop_ids).tokens == expected
+    assert run(target, NoDrafter(), prompts, 16, stop_ids=stop_ids).tokens == expected
 
 
 @pytest.mark.parametrize("shape", ["chain", "branching", "duplicates", "late"])
@@ -313,7 +315,9 @@ def test_sampling_draws_the_same_tokens_with_and_without_drafts() -> None:
     ]
     for drafter in drafters:
         assert run(table(), drafter(), PROMPTS, sampling=sampling).tokens == alone.tokens
-    assert max(count for step in run(table(), drafters[0](), PROMPTS, sampling=sampling).rounds for count in step.accepted)
+    assert max(
+        count for step in run(table(), drafters[0](), PROMPTS, sampling=sampling).rounds for count in step.accepted
+    )
 
 
 def test_sampling_draws_the_same_tokens_from_a_random_network() -> None:
@@ -523,9 +527,7 @@ def test_caches_stay_where_they_are_from_round_to_round(method: str, num_rows: i
     assert len(seen) > 5 and len(seen[0]) >= 12
     assert all(earlier == later for earlier, later in pairwise(seen))
     # A shorter generation with as many rows uses the same memory again.
-    *_, last = (
-        places() for _ in decode(target, drafter, [[5, 6]] * num_rows, Limits(8), Sampling(), HostClock())
-    )
+    *_, last = (places() for _ in decode(target, drafter, [[5, 6]] * num_rows, Limits(8), Sampling(), HostClock()))
     assert last == seen[0]
 
 

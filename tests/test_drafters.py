@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.dflash import DFlashDrafter
@@ -206,7 +206,7 @@ def eagle3_from_scratch(drafter: Eagle3Drafter, features: Tensor, tokens: list[i
 
 def reduced() -> Eagle3Draft:
     """A draft that knows 40 of the 97 tokens."""
-    config = Eagle3Config(**{**BODY}, draft_vocab_size=40, target_layer_ids=(1, 2, 4))
+    config = Eagle3Config(**BODY, draft_vocab_size=40, target_layer_ids=(1, 2, 4))
     draft = enlarged(Eagle3Draft(config))
     counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(1))
     draft.d2t, draft.t2d = vocabulary_map(counts, 40)

@@ -121,9 +121,7 @@ def test_weights_are_cast_and_maps_are_not(saved_eagle: Path) -> None:
 
 
 def test_half_precision_files_are_read_without_loss(saved: Path) -> None:
-    edit_tensors(
-        saved, lambda t: t.update({k: v.bfloat16() for k, v in t.items() if v.is_floating_point()})
-    )
+    edit_tensors(saved, lambda t: t.update({k: v.bfloat16() for k, v in t.items() if v.is_floating_point()}))
     stored, draft = load_file(saved / "model.safetensors"), load_draft(saved, TARGET, torch.bfloat16, "cpu")
     assert all(torch.equal(draft.state_dict()[name], tensor) for name, tensor in stored.items())
 
@@ -277,7 +275,7 @@ def test_rotary_settings_are_found_in_either_style(make: Callable[..., dict[str,
 def test_rotary_scaling_is_refused(
     make: Callable[..., dict[str, Any]], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="rotary scaling '(yarn|llama3)' is not supported"):
+    with pytest.raises(UserError, match=r"rotary scaling '(yarn|llama3)' is not supported"):
         read(make(**settings), tmp_path)
 
 
@@ -363,7 +361,8 @@ def test_a_truncated_file_is_refused(share: float, saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"version https://git-lfs.github.com/spec/v1\nsize 12\n", pickle.dumps({"fc.weight": [1.0]}), b"\0" * 64]
+    "content",
+    [b"version https://git-lfs.github.com/spec/v1\nsize 12\n", pickle.dumps({"fc.weight": [1.0]}), b"\0" * 64],
 )
 def test_a_foreign_file_is_refused(content: bytes, saved: Path) -> None:
     (saved / "model.safetensors").write_bytes(content)
@@ -450,6 +449,21 @@ def test_a_dflash_config_without_mask_or_block_is_refused(saved_dflash: Path) ->
 def test_a_value_that_describes_no_network_is_refused(key: str, value: Any, message: str, saved: Path) -> None:
     edit(saved, lambda c: c.update({key: value}))
     with pytest.raises(UserError, match=message):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": None},
+        {"rope_parameters": "default"},
+        {"dflash_config": [1], "eagle_config": [1]},
+        {"target_layer_ids": 5, "dflash_config": {}, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ["2", "4"]}},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(change: dict[str, Any], saved: Path) -> None:
+    edit(saved, lambda c: c.update(change))
+    with pytest.raises(UserError, match=r"config\.json (holds a value of the wrong type|lacks ')"):
         load(saved)
 
 

@@ -250,9 +250,7 @@ def gpt_neo() -> Any:
 
 def falcon_with_alibi() -> Any:
     return transformers.FalconForCausalLM(
-        transformers.FalconConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True
-        )
+        transformers.FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True)
     )
 
 

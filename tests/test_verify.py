@@ -160,9 +160,8 @@ def test_a_refused_token_is_replaced_from_what_the_draft_left_over() -> None:
 
 
 def test_each_place_draws_with_its_own_number() -> None:
-    p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).expand(2, -1, -1)
-    q = torch.tensor([[[1.0, 0.0]]]).expand(2, -1, -1)
-    accept = torch.tensor([[0.1], [0.9]])
-    verdict = verify_sampled(ids([0], [0]), p, q, accept, torch.tensor([[0.9, 0.1], [0.9, 0.1]]))
+    p = torch.tensor([[[0.2, 0.4, 0.4]] * 2]).expand(2, -1, -1)
+    q = torch.tensor([[[1.0, 0.0, 0.0]]]).expand(2, -1, -1)
+    verdict = verify_sampled(ids([0], [0]), p, q, torch.tensor([[0.1], [0.9]]), torch.tensor([[0.9, 0.1]] * 2))
     assert verdict.num_accepted.tolist() == [1, 0]
-    assert verdict.next_token.tolist() == [0, 1]
+    assert verdict.next_token.tolist() == [0, 2]

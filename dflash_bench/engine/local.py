@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,16 +80,23 @@ class LocalBackend:
         )
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def generate(self, method: str, messages: Sequence[Message]) -> Generation:
-        return self.generate_ids(method, [self.encode(messages)])[0]
+    def generate(self, method: str, messages: Sequence[Message], repeat: int = 0) -> Generation:
+        """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
+        prompt = self.encode(messages)
+        seed = zlib.crc32(repr((self.sampling.seed, repeat, prompt)).encode())
+        return self.generate_ids(method, [prompt], replace(self.sampling, seed=seed))[0]
 
-    def generate_ids(self, method: str, prompts: Sequence[Sequence[int]]) -> list[Generation]:
+    def generate_ids(
+        self, method: str, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None
+    ) -> list[Generation]:
         """One generation per prompt, decoded together; what goes wrong becomes its error, never a number."""
         self._reset_memory()
         rounds: list[Round] = []
         error: str | None = None
         try:
-            rounds.extend(decode(self.target, self.drafters[method], prompts, self.limits, self.sampling, self.clock))
+            rounds.extend(
+                decode(self.target, self.drafters[method], prompts, self.limits, sampling or self.sampling, self.clock)
+            )
         except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +23,6 @@ from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 
 DraftModel = DFlashDraft | Eagle3Draft
-Config = TypeVar("Config", DFlashConfig, Eagle3Config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +80,30 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _build(folder: Path, config: Mapping[str, Any], target: TargetShape) -> DraftModel:
     path = folder / "config.json"
     try:
-        if "dflash_config" in config or "DFlashDraftModel" in (config.get("architectures") or ()):
-            return DFlashDraft(_checked(path, _dflash_config(config, target)))
-        if "draft_vocab_size" in config:
-            return Eagle3Draft(_checked(path, _eagle3_config(config, target)))
+        described = _describe(config, target)
     except KeyError as error:
         raise UserError(f"{path} lacks {error}") from error
-    raise UserError(
-        f"{folder} is no draft we know: config.json has neither dflash_config (DFlash) nor draft_vocab_size (EAGLE-3)"
-    )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{path} holds a value of the wrong type ({error})") from error
+    if described is None:
+        raise UserError(
+            f"{folder} is no draft we know: "
+            "config.json has neither dflash_config (DFlash) nor draft_vocab_size (EAGLE-3)"
+        )
+    _check_values(path, described)
+    return DFlashDraft(described) if isinstance(described, DFlashConfig) else Eagle3Draft(described)
 
 
-def _checked(path: Path, config: Config) -> Config:
-    """The same, if it describes a network at all; whether that fits the weights and the target is asked later."""
+def _describe(config: Mapping[str, Any], target: TargetShape) -> DFlashConfig | Eagle3Config | None:
+    if "dflash_config" in config or "DFlashDraftModel" in (config.get("architectures") or ()):
+        return _dflash_config(config, target)
+    if "draft_vocab_size" in config:
+        return _eagle3_config(config, target)
+    return None
+
+
+def _check_values(path: Path, config: DFlashConfig | Eagle3Config) -> None:
+    """Does it describe a network at all? Whether that fits the weights and the target is asked later."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name == "target_layer_ids":
@@ -106,9 +116,9 @@ def _checked(path: Path, config: Config) -> Config:
             raise UserError(f"{path}: {field.name} cannot be {value!r}")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UserError(
-            f"{path}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads do not add up"
+            f"{path}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
+            "do not add up"
         )
-    return config
 
 
 def _check_target(folder: Path, draft: DraftModel, target: TargetShape) -> None:
@@ -124,7 +134,8 @@ def _check_target(folder: Path, draft: DraftModel, target: TargetShape) -> None:
     outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
     if outside:
         raise UserError(
-            f"{folder}: taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} (the last cannot be tapped)"
+            f"{folder}: taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} "
+            "(the last cannot be tapped)"
         )
     if config.num_target_layers != target.num_layers:
         raise UserError(
@@ -210,9 +221,7 @@ def _dflash_json(config: DFlashConfig) -> dict[str, Any]:
 def _eagle3_config(config: Mapping[str, Any], target: TargetShape) -> Eagle3Config:
     """Layers are named by their input in this format (2, n//2, n-3), by their output in ours."""
     inner = config.get("eagle_config") or {}
-    _refuse(
-        {**config, **inner}, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"
-    )
+    _refuse({**config, **inner}, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
     inputs = inner.get("eagle_aux_hidden_state_layer_ids")
     ids = tuple(i - 1 for i in inputs) if inputs else eagle3.default_target_layers(target.num_layers)
     return Eagle3Config(

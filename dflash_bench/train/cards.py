@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.models.loading import weights_sha256
 from dflash_bench.train.checkpoint import History
 
 TITLES = {
@@ -46,7 +46,7 @@ def write(
             "",
             ABOUT[name],
             "",
-            f"- weights: `model.safetensors`, digest `{weights_sha256(output / name)}`",
+            f"- weights: `model.safetensors`, sha256 `{_sha256(output / name / 'model.safetensors')}`",
             f"- extra data: {extra.name if extra else 'none'}",
             f"- recipe: `{json.dumps(own)}`",
         ]
@@ -54,11 +54,21 @@ def write(
             lines += [
                 f"- shared: `{json.dumps(shared)}`",
                 f"- data: {num_rows:,} rows of {recipe['row_length']} tokens, {num_answer_tokens:,} answer tokens",
-                "- learning rate sweep (held-out accepted length after short trainings): "
-                f"`{json.dumps(sweep.get(name, {}))}`",
+                f"- learning rate: {_tuning(name, sweep)}",
             ]
         lines += ["- rebuild: `scripts/train_nano`", "", *_table(history), ""]
         (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _tuning(name: str, sweep: dict[str, Any]) -> str:
+    if name in sweep:
+        return f"the best of short trainings, by held-out accepted length: `{json.dumps(sweep[name])}`"
+    return "not swept; that which was best for the other draft" if sweep else "not swept"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _table(history: History) -> list[str]:

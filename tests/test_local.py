@@ -1,0 +1,287 @@
+"""The reference backend: chats in, generations out, errors as rows, and why two outputs differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from toy import Scripted, plain, sometimes_wrong, tiny
+
+from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.local import DEFAULT_CHAIN, LocalBackend, open_backend, stop_ids
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.methods import parse
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.loading import Models, Preset
+from dflash_bench.records import Message
+
+PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
+
+
+class Letters:
+    """Tokens are characters: id 0 is a space, 1 the end, then the printable ones."""
+
+    chat_template: str | None = None
+    eos_token_id = 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0 if c == " " else min(ord(c) - 31, 96) for c in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(" " if i == 0 else chr(i + 31) for i in ids)
+
+
+def backend(
+    model: Any = None, num_drafts: int = 4, max_new_tokens: int = 12, stops: frozenset[int] = frozenset()
+) -> LocalBackend:
+    target = Target(model or tiny("qwen3"))
+    answers = plain(target, PROMPTS, 30)
+    known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    drafters = {"ar": NoDrafter(), "good": Scripted(known, num_drafts, sometimes_wrong(0.7, 97))}
+    return LocalBackend(target, Letters(), drafters, Limits(max_new_tokens, stops), Sampling())
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return Letters().decode(ids)
+
+
+def test_a_generation_adds_up() -> None:
+    local = backend()
+    expected = plain(local.target, PROMPTS, 12)
+    for given, expected_ids, prompt in zip(local.generate_ids("good", PROMPTS), expected, PROMPTS, strict=True):
+        assert given.error is None and given.finish_reason == "length"
+        assert list(given.token_ids) == expected_ids and given.text == text_of(expected_ids)
+        assert given.num_prompt_tokens == len(prompt)
+        assert given.drafted and given.accepted and given.emitted
+        assert sum(given.emitted) + 1 == len(given.token_ids) == 12
+        assert all(e == a + 1 for e, a in zip(given.emitted[:-1], given.accepted[:-1], strict=True))
+        assert set(given.drafted) == {4} and max(given.accepted) > 0
+        assert given.draft_s and given.verify_s and given.round_s
+        assert len(given.draft_s) == len(given.verify_s) == len(given.round_s) == len(given.emitted)
+        for draft, verify, whole in zip(given.draft_s, given.verify_s, given.round_s, strict=True):
+            assert draft >= 0 and verify >= 0 and draft + verify <= whole + 1e-9
+        assert given.draft_prefill_s is not None
+        assert given.prefill_s > 0 and given.decode_s >= sum(given.round_s) + given.draft_prefill_s - 1e-9
+
+
+def test_a_stop_token_ends_a_row_and_is_kept() -> None:
+    free = plain(Target(tiny("qwen3")), PROMPTS, 12)
+    stop = free[1][4]
+    given = backend(stops=frozenset({stop})).generate_ids("good", PROMPTS)
+    assert given[1].finish_reason == "stop"
+    assert list(given[1].token_ids) == free[1][: free[1].index(stop) + 1]
+    assert "length" in {generation.finish_reason for generation in given}
+
+
+def test_a_first_token_that_stops_is_a_generation_without_rounds() -> None:
+    free = plain(Target(tiny("qwen3")), PROMPTS, 12)
+    (given,) = backend(stops=frozenset({free[0][0]})).generate_ids("good", PROMPTS[:1])
+    assert given.finish_reason == "stop" and list(given.token_ids) == free[0][:1]
+    assert given.drafted == given.accepted == given.emitted == given.round_s == ()
+    assert given.decode_s == given.draft_prefill_s == 0.0 < given.prefill_s
+
+
+def test_a_row_that_ends_at_once_pays_for_no_draft_prefill_beside_others() -> None:
+    free = plain(Target(tiny("qwen3")), PROMPTS, 12)
+    assert free[0][0] not in free[1]
+    given = backend(stops=frozenset({free[0][0]})).generate_ids("good", PROMPTS)
+    assert given[0].decode_s == given[0].draft_prefill_s == 0.0
+    assert given[1].decode_s > 0
+
+
+@pytest.mark.parametrize("length", [96, 97, 300])
+def test_a_prompt_that_fills_the_context_is_an_error_row(length: int) -> None:
+    local = backend()
+    (given,) = local.generate_ids("ar", [[1] * length])
+    assert given.finish_reason == "error" and given.token_ids == () and given.text == ""
+    assert given.error == f"a prompt of {length} tokens leaves no room in a context of 96"
+    assert given.num_prompt_tokens == length and given.drafted is None
+    assert local.generate_ids("ar", [[1] * 95])[0].error is None
+
+
+def test_an_empty_prompt_is_an_error_row() -> None:
+    given = backend().generate("good", [Message("user", "")])
+    assert given.error == "an empty prompt" and given.finish_reason == "error"
+
+
+def test_nan_logits_are_error_rows_and_the_next_generation_is_sound() -> None:
+    local = backend(copy.deepcopy(tiny("llama")))
+    sound = [local.generate_ids(method, PROMPTS)[1].token_ids for method in ("ar", "good")]
+    steps = []
+
+    def break_second_row(_module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            logits[1] = torch.nan
+
+    hook = local.target.head.register_forward_hook(break_second_row)
+    given = local.generate_ids("ar", PROMPTS)
+    hook.remove()
+    assert [generation.error for generation in given] == ["NaN or infinite logits after 2 tokens (row 1)"] * 3
+    assert {generation.finish_reason for generation in given} == {"error"}
+    assert given[1].token_ids == sound[0][:2]
+    again = [local.generate_ids(method, PROMPTS)[1].token_ids for method in ("ar", "good")]
+    assert again == sound
+
+
+def test_a_weight_of_nan_is_an_error_row_for_every_prompt() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    local = backend(model)
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
+    for prompt in PROMPTS:
+        (given,) = local.generate_ids("good", [prompt])
+        assert given.error == "NaN or infinite logits after 0 tokens (row 0)"
+
+
+def test_sampling_with_a_seed_is_the_same_for_every_drafter() -> None:
+    target = Target(tiny("qwen3"))
+    drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90] * 3, 4)}
+    local = LocalBackend(target, Letters(), drafters, Limits(12), Sampling(1.0, 3))
+    first, second = (local.generate_ids(method, PROMPTS) for method in ("ar", "wrong"))
+    assert [g.token_ids for g in first] == [g.token_ids for g in second]
+    assert [list(g.token_ids) for g in first] != plain(target, PROMPTS, 12)
+
+
+def test_every_prompt_and_repeat_draws_numbers_of_its_own_and_every_method_the_same() -> None:
+    drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90], 4)}
+    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(12), Sampling(1.0, 3))
+    chat = messages_of(PROMPTS[1])
+    first = local.generate("ar", chat)
+    assert local.generate("ar", chat).token_ids == first.token_ids
+    assert local.generate("wrong", chat).token_ids == first.token_ids
+    assert local.generate("ar", chat, repeat=1).token_ids != first.token_ids
+
+
+# Chats.
+
+
+def test_without_a_template_a_chat_is_its_messages_in_lines() -> None:
+    local = backend()
+    messages = [Message("user", "ab"), Message("assistant", "c")]
+    assert local.encode(messages) == Letters().encode("ab\nc")
+
+
+def test_a_template_is_rendered_with_thinking_off_and_room_for_the_answer() -> None:
+    seen: dict[str, Any] = {}
+
+    class Templated(Letters):
+        chat_template = "a template"
+
+        def apply_chat_template(self, chat: Any, **options: Any) -> str:
+            seen.update(options, chat=chat)
+            return "rendered"
+
+    local = backend()
+    local.tokenizer = Templated()
+    assert local.encode([Message("user", "hi")]) == Letters().encode("rendered")
+    assert seen["chat"] == [{"role": "user", "content": "hi"}]
+    assert seen["enable_thinking"] is False and seen["add_generation_prompt"] is True and seen["tokenize"] is False
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"), [(7, {7, 1}), ([7, 8], {7, 8, 1}), (None, {1}), ([], {1}), (1, {1})]
+)
+def test_every_id_that_ends_an_answer_is_a_stop_id(configured: Any, expected: set[int]) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
+    assert stop_ids(model, Letters()) == expected
+
+
+# From methods to drafters.
+
+
+def opened(*texts: str, preset: Preset | None = None) -> LocalBackend:
+    body: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 97,
+        "num_target_layers": 6, "target_layer_ids": (1, 2, 4),
+    }  # fmt: skip
+    drafts: Any = {
+        "dflash": DFlashDraft(DFlashConfig(**body, num_layers=1, block_size=8, mask_token_id=96)),
+        "eagle3": Eagle3Draft(Eagle3Config(**body, draft_vocab_size=97)),
+    }
+    models = Models(tiny("qwen3"), Letters(), drafts, {})
+    return open_backend(models, preset or Preset("", {}), [parse(text) for text in texts], 12, Sampling())
+
+
+def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says() -> None:
+    tuned = Preset("", {}, num_drafts={"eagle3": 4})
+    drafters = opened("ar", "dflash", "dflash:3", "eagle3", "eagle3:2", preset=tuned).drafters
+    assert {label: drafter.num_drafts for label, drafter in drafters.items()} == {
+        "ar": 0, "dflash": 7, "dflash:3": 3, "eagle3": 4, "eagle3:2": 2,
+    }  # fmt: skip
+    assert opened("eagle3").drafters["eagle3"].num_drafts == DEFAULT_CHAIN
+
+
+def test_every_method_of_a_backend_gives_the_plain_tokens() -> None:
+    local = opened("ar", "dflash", "dflash:15", "eagle3:5")
+    expected = [g.token_ids for g in local.generate_ids("ar", PROMPTS)]
+    for label in local.drafters:
+        assert [g.token_ids for g in local.generate_ids(label, PROMPTS)] == expected
+        assert [local.generate_ids(label, [prompt])[0].token_ids for prompt in PROMPTS] == expected
+
+
+# Why two outputs differ.
+
+
+def messages_of(prompt: Sequence[int]) -> list[Message]:
+    return [Message("user", text_of(prompt))]
+
+
+def test_a_planted_wrong_token_is_a_mismatch() -> None:
+    local = backend()
+    given = list(local.generate_ids("ar", [PROMPTS[1]])[0].token_ids)
+    for at in (0, 1, 6, 11):
+        wrong = [*given[:at], (given[at] + 1) % 97, *given[at + 1 :]]
+        divergence = local.divergence(messages_of(PROMPTS[1]), given, wrong)
+        assert divergence.index == at
+        assert divergence.verdict == "mismatch"
+        assert divergence.margin > 1e-3 > divergence.drift
+
+
+def test_the_margin_is_that_of_the_targets_two_best_tokens_at_the_first_difference() -> None:
+    local = backend()
+    given = list(local.generate_ids("ar", [PROMPTS[1]])[0].token_ids)
+    with torch.inference_mode():
+        logits = tiny("qwen3")(torch.tensor([[*PROMPTS[1], *given[:6]]])).logits[0, -1]
+    best = logits.topk(2).values
+    divergence = local.divergence(messages_of(PROMPTS[1]), given, [*given[:6], (given[6] + 1) % 97])
+    assert divergence.margin == pytest.approx(float(best[0] - best[1]), rel=1e-3)
+
+
+def test_two_tokens_that_are_equal_but_for_rounding_are_a_near_tie() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    given = plain(Target(model), [PROMPTS[1]], 12)[0]
+    at = next(i for i in range(4, 12) if given[i] not in given[:i])
+    twin = next(token for token in range(2, 97) if token not in given)
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight[twin] = weight[given[at]] * (1 - 1e-7)
+    local = backend(model)
+    mine = plain(local.target, [PROMPTS[1]], 12)[0]
+    assert mine[at] in (given[at], twin)
+    other = [*mine[:at], given[at] + twin - mine[at], *mine[at + 1 :]]
+    divergence = local.divergence(messages_of(PROMPTS[1]), mine, other)
+    assert divergence.index == at
+    assert divergence.drift > 0
+    assert divergence.verdict == "near_tie"
+
+
+def test_an_output_that_breaks_off_differs_where_it_ends() -> None:
+    local = backend()
+    given = list(local.generate_ids("ar", [PROMPTS[1]])[0].token_ids)
+    divergence = local.divergence(messages_of(PROMPTS[1]), given, given[:7])
+    assert divergence.index == 7 and divergence.verdict == "mismatch"
+
+
+def test_asking_why_leaves_the_backend_as_it_was() -> None:
+    local = backend()
+    before = [local.generate_ids(method, PROMPTS) for method in ("ar", "good")]
+    local.divergence(messages_of(PROMPTS[1]), [1, 2, 3], [1, 2, 4])
+    after = [local.generate_ids(method, PROMPTS) for method in ("ar", "good")]
+    assert [[g.token_ids for g in rows] for rows in before] == [[g.token_ids for g in rows] for rows in after]
