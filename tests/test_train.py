@@ -19,6 +19,7 @@ from dflash_bench.train.data import Batch, Sample, corpus_text, encode, pack, tr
 from dflash_bench.train.drafts import DFlashObjective, DraftRecipe, Eagle3Objective, batches, train
 from dflash_bench.train.features import Rows
 from dflash_bench.train.optim import optimisers, set_rate
+from dflash_bench.train.responses import prompts
 from dflash_bench.train.tokenizer import train_tokenizer
 
 V, H = 40, 32
@@ -97,6 +98,21 @@ def test_training_text_is_what_the_chat_template_renders(tokenizer):
     assert tokenizer.decode(sample.ids) == prompt + task.answers[1] + "<|im_end|>"
     answer = [i for i, weight in zip(sample.ids, sample.weights, strict=True) if weight == 1.0]
     assert tokenizer.decode(answer) == task.answers[0] + "<|im_end|>" + task.answers[1] + "<|im_end|>"
+
+
+def test_every_conversation_is_a_prompt_and_then_one_whole_answer(tokenizer):
+    found = list(islice(prompts(3, tokenizer, 256), 200))
+    for item in found:
+        prompt, answer = (
+            tokenizer.decode(item.ids[: item.prompt_length]),
+            tokenizer.decode(item.ids[item.prompt_length :]),
+        )
+        assert prompt.endswith(("<think>\n\n</think>\n\n", "<|im_start|>assistant\n"))
+        assert answer.endswith("<|im_end|>") and answer.count("<|im_end|>") == 1
+    # Both turns of a chat are there, the first without the second.
+    turns = [tokenizer.decode(item.ids).count("<|im_start|>user") for item in found]
+    firsts = [i for i, n in enumerate(turns[1:]) if n == 2 and turns[i] == 1]
+    assert turns.count(2) == len(firsts) > 20
 
 
 def test_packed_samples_never_see_each_other():

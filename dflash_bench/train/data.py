@@ -56,7 +56,7 @@ def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
         else:
             pieces += [("<think>\n\n</think>\n\n", 0.0), (f"{answer}<|im_end|>", 1.0)]
         pieces.append(("\n", 0.0))
-    return pieces[:-1]
+    return pieces
 
 
 def history(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
@@ -71,7 +71,8 @@ def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = Fals
     pieces = segments(task, thinking)
     starts = [i for i, (text, _) in enumerate(pieces) if text.startswith("<|im_start|>user")]
     for turn in range(len(starts)):
-        end = starts[turn + 1] if turn + 1 < len(starts) else len(pieces)
+        # Up to the stop token of this turn's answer; the newline behind it belongs to the next turn.
+        end = (starts[turn + 1] if turn + 1 < len(starts) else len(pieces)) - 1
         ids: list[int] = []
         weights: list[float] = []
         for text, weight in history(pieces[:end]):
@@ -142,4 +143,4 @@ def sample_stream(
 def corpus_text(seed: int, count: int) -> Iterator[str]:
     """Text for the tokenizer."""
     for task in islice(training_tasks(seed), count):
-        yield "".join(text for text, _ in segments(task))
+        yield "".join(text for text, _ in segments(task)[:-1])
