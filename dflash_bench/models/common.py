@@ -39,8 +39,9 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype) -> None:
         inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse
-        angles = torch.cat([angles, angles], dim=-1)
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos = torch.cat([angles, angles], dim=-1).cos().to(dtype)
+        # The first half carries the minus of (left, right) -> (-right, left), so that `rotate` is three operations.
+        self.sin = torch.cat([-angles, angles], dim=-1).sin().to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables for positions [B, N], shaped [B, 1, N, D] to spread over heads."""
@@ -50,8 +51,7 @@ class Rotary:
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Turn x [B, heads, N, D] by its positions' angles."""
     cos, sin = tables
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
