@@ -90,8 +90,8 @@ class Stopwatch:
     def watch_models(self, backend: LocalBackend) -> None:
         drafter: Any = backend.drafters["dflash"]
         backend.target.model.forward = self.timed(backend.target.model.forward)
-        drafter.draft.forward = self.timed(drafter.draft.forward)
-        drafter.draft.context = self.timed(drafter.draft.context)
+        drafter.network.forward = self.timed(drafter.network.forward)
+        drafter.network.context = self.timed(drafter.network.context)
         drafter.head, drafter.embedding = self.timed(drafter.head), self.timed(drafter.embedding)
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:

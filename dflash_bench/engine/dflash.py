@@ -15,6 +15,7 @@ from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.packed import PackedDFlash
 
 
 class DFlashDrafter:
@@ -24,6 +25,7 @@ class DFlashDrafter:
         self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, block_size: int | None = None
     ) -> None:
         self.draft, self.config = draft.eval(), draft.config
+        self.network = PackedDFlash(self.draft)
         self.embedding, self.head = embedding, head
         self.block_size = block_size or self.config.block_size
         self.num_drafts = self.block_size - 1
@@ -48,7 +50,7 @@ class DFlashDrafter:
         assert committed.hidden is not None
         self.cache.place(committed.starts, committed.hidden.shape[1])
         tables = self.rotary.at(self.cache.positions)
-        for layer, (keys, values) in enumerate(self.draft.context(committed.hidden, tables)):
+        for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
             self.cache.write(layer, keys, values)
         self.block[:, 0] = committed.anchor
         self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
@@ -57,7 +59,7 @@ class DFlashDrafter:
         # The block is written behind the context and covers whatever stale context lies there.
         self.cache.place(self.starts, self.block_size)
         self.mask = self._mask()
-        hidden = self.draft(self.embedding(self.block), self.rotary.at(self.cache.positions), self._attend)
+        hidden = self.network.forward(self.embedding(self.block), self.rotary.at(self.cache.positions), self._attend)
         return Draft(self.head(hidden[:, 1:]).argmax(dim=-1))
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

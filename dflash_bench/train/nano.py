@@ -48,8 +48,8 @@ class NanoRecipe:
     gamma: float = 7.0
     draft_vocab_size: int = 512
     num_ttt_steps: int = 7
-    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.08, other_lr=0.008))
-    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.08, other_lr=0.008))
+    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.08, other_lr=0.008))
+    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.08, other_lr=0.008))
 
 
 @dataclass(frozen=True, slots=True)

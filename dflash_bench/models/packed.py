@@ -1,0 +1,78 @@
+"""The DFlash network laid out for decoding: one product where the checkpoint's tensors make two or three.
+
+Small operations, not arithmetic, are what a draft of a few layers spends its time on at batch one. The parameters of
+the network become views of the packed tensors, so nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from dflash_bench.models.common import merge_heads, rotate
+from dflash_bench.models.dflash import Attend, DFlashDraft, Tables
+
+
+class PackedDFlash:
+    """Same results as the network it is made from, up to rounding; the network stays usable."""
+
+    def __init__(self, draft: DFlashDraft) -> None:
+        self.draft, self.config = draft, draft.config
+        layers: list[Any] = list(draft.layers)
+        attention = [layer.self_attn for layer in layers]
+        self.qkv = _stack([[a.q_proj, a.k_proj, a.v_proj] for a in attention])
+        self.gate_up = _stack([[layer.mlp.gate_proj, layer.mlp.up_proj] for layer in layers])
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        # Norm weights head by head, to scale queries and keys in one go.
+        self.qk_norm = [
+            torch.stack([a.q_norm.weight] * heads + [a.k_norm.weight] * kv_heads)[:, None] for a in attention
+        ]
+        self.k_norm = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
+
+    def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
+        """As `DFlashDraft.context`, with the keys and values of all layers from one product."""
+        config, num_layers = self.config, self.config.num_layers
+        context = self.draft.hidden_norm(self.draft.fc(features))
+        weight = self.qkv[:, config.num_heads * config.head_dim :]
+        # [layers, B * N, 2 * kv_heads * D] -> [layers, B, 2 * kv_heads, N, D]
+        both = torch.matmul(context.flatten(0, 1), weight.transpose(1, 2))
+        both = both.view(num_layers, *context.shape[:2], -1, config.head_dim).transpose(2, 3)
+        keys, values = both.chunk(2, dim=2)
+        keys = rotate(rms_norm(keys, (config.head_dim,), eps=config.rms_norm_eps) * self.k_norm, tables)
+        return list(zip(keys, values, strict=True))
+
+    def forward(self, embedded: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """As `DFlashDraft.forward`."""
+        x, layers = embedded, self.draft.layers
+        for index in range(self.config.num_layers):
+            x = self._layer(index, layers[index], x, tables, attend)
+        out: Tensor = self.draft.norm(x)
+        return out
+
+    def _layer(self, index: int, layer: Any, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        config = self.config
+        split = config.num_heads + config.num_kv_heads
+        packed = linear(layer.input_layernorm(x), self.qkv[index])
+        packed = packed.view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
+        turned = rms_norm(packed[:, :split], (config.head_dim,), eps=config.rms_norm_eps) * self.qk_norm[index]
+        turned = rotate(turned, tables)
+        mixed = attend(index, turned[:, : config.num_heads], turned[:, config.num_heads :], packed[:, split:])
+        x = x + layer.self_attn.o_proj(merge_heads(mixed))
+        gate, up = linear(layer.post_attention_layernorm(x), self.gate_up[index]).chunk(2, dim=-1)
+        out: Tensor = x + layer.mlp.down_proj(silu(gate) * up)
+        return out
+
+
+def _stack(modules: list[list[Any]]) -> Tensor:
+    """Weights stacked to [layers, sum of rows, columns]; the modules go on as views of it."""
+    packed = torch.stack([torch.cat([module.weight.data for module in row]) for row in modules])
+    for index, row in enumerate(modules):
+        at = 0
+        for module in row:
+            rows = module.weight.shape[0]
+            module.weight.data = packed[index, at : at + rows]
+            at += rows
+    return packed
