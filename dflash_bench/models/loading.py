@@ -34,7 +34,7 @@ MODELS: dict[str, Preset] = {
         {"dflash": str(NANO / "dflash"), "eagle3": str(NANO / "eagle3")},
         data="embedded",
         max_new_tokens=192,
-        num_drafts={"eagle3": 4},
+        num_drafts={"eagle3": 6},
     ),
     "qwen3-4b": Preset("Qwen/Qwen3-4B", {"dflash": "z-lab/Qwen3-4B-DFlash-b16"}),
     "qwen3-8b": Preset("Qwen/Qwen3-8B", {"dflash": "z-lab/Qwen3-8B-DFlash-b16"}),
