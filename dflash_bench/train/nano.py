@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """All that decides the three models. Learning rates are the best of a sweep, recorded in the cards."""
+    """All that decides the three models. EAGLE-3's learning rate is swept; DFlash borrows it."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
