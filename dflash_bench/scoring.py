@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -68,6 +68,13 @@ def require(names: Collection[str]) -> None:
             raise UserError(f"{error}; leave out the suites humaneval and mbpp") from error
 
 
+def check_references(name: str, prompts: Iterable[Prompt]) -> None:
+    """Raises UserError for a reference that no answer could equal."""
+    if name in NUMBER_SCORERS:
+        for prompt in prompts:
+            _right_number(prompt)
+
+
 def score(name: str, prompt: Prompt, text: str) -> Score:
     if name not in SCORERS:
         raise unknown("scorer", name, list(SCORERS))
@@ -75,15 +82,15 @@ def score(name: str, prompt: Prompt, text: str) -> Score:
 
 
 def _score_gsm8k_number(prompt: Prompt, text: str) -> Score:
-    answer, right = _final_number(text), _final_number(_reference(prompt))
-    return Score(answer, _same_number(answer, right))
+    answer = _final_number(text)
+    return Score(answer, _same_number(answer, _right_number(prompt)))
 
 
 def _score_aime_integer(prompt: Prompt, text: str) -> Score:
     box = _last_box(text)
     integers = _INTEGER.findall(_plain_number(text if box is None else box))
     answer = integers[-1] if integers else None
-    return Score(answer, _same_number(answer, _reference(prompt).strip()))
+    return Score(answer, _same_number(answer, _right_number(prompt)))
 
 
 def _final_number(text: str) -> str | None:
@@ -103,8 +110,8 @@ def _plain_number(text: str) -> str:
     return re.sub(r"(?<=[A-Za-z}])\^\{?\d\}?", "", text)  # the power of a unit
 
 
-def _same_number(answer: str | None, right: str | None) -> bool:
-    if answer is None or right is None or len(answer) > _MAX_NUMBER_CHARS:
+def _same_number(answer: str | None, right: str) -> bool:
+    if answer is None or len(answer) > _MAX_NUMBER_CHARS:
         return False
     return Fraction(answer) == Fraction(right)
 
@@ -127,6 +134,15 @@ def _reference(prompt: Prompt) -> str:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
         raise UserError(f"{where} has no reference to compare with; set `reference` in the suite's file")
     return prompt.reference
+
+
+def _right_number(prompt: Prompt) -> str:
+    reference = _reference(prompt)
+    number = _final_number(reference)
+    if number is None or len(number) > _MAX_NUMBER_CHARS:
+        where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
+        raise UserError(f"{where}: its reference {reference[:40]!r} holds no number; correct that row")
+    return number
 
 
 def _score_math(prompt: Prompt, text: str) -> Score:
@@ -256,6 +272,8 @@ SCORERS: dict[str, Scorer] = {
 }
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
 """They run what the model wrote."""
+NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
+"""They compare by value."""
 
 
 def as_metric(name: str) -> Any:

@@ -48,6 +48,8 @@ def perform(request: Request, folder: Path, resume: bool) -> list[Record]:
     (store.check_resumable if resume else store.check_new)(folder)
     loaded = _prompts(request)
     scoring.require({each.suite.scorer for each in loaded})
+    for each in loaded:
+        scoring.check_references(each.suite.scorer, each.prompts)
     identity, backend = _open(request, chosen, loaded)
     plan = runner.Plan(
         tuple(loaded), tuple(method.label for method in chosen), request.repeats, request.temperature == 0

@@ -31,12 +31,19 @@ ANSWERS: dict[str, Callable[[Row], str]] = {
 
 
 def load_extra(folder: Path) -> list[Task]:
-    """Tasks from `folder`/NAME/*.jsonl of every suite that has answers. Raises UserError if there are none."""
+    """Tasks from `folder`/NAME/SPLIT.jsonl or .parquet of every suite whose rows carry answers.
+
+    Raises UserError if there are none, and for a row without its columns.
+    """
     tasks = []
-    for name, suite in known_suites().items():
-        if name in ANSWERS and (folder / name / f"{suite.split}.jsonl").exists():
-            rows = [dict(row) for _, row in from_folder(suite.data, folder)]
-            tasks += [Task(name, row, (ANSWERS[name](row),)) for row in rows]
+    for name, answer in ANSWERS.items():
+        suite = known_suites()[name]
+        if any((folder / name / f"{suite.split}.{kind}").exists() for kind in ("jsonl", "parquet")):
+            for where, row in from_folder(suite.data, folder):
+                try:
+                    tasks.append(Task(name, dict(row), (answer(row),)))
+                except KeyError as error:
+                    raise UserError(f"--extra: {where} lacks the column {error}") from error
     if not tasks:
         raise UserError(f"--extra {folder}: no rows; expected NAME/SPLIT.jsonl for one of {', '.join(ANSWERS)}")
     return tasks
