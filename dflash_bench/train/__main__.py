@@ -35,7 +35,7 @@ def train(
         if sweep:
             tokenizer = builder.tokenizer()
             builder.rows(builder.target(tokenizer)[0], tokenizer)
-            typer.echo(builder.sweep((0.005, 0.01, 0.02, 0.04), 150))
+            typer.echo(builder.sweep((0.02, 0.04, 0.08, 0.16), 150))
             return
         embedded.write(EMBEDDED)
         builder.build(output)

@@ -75,10 +75,11 @@ class DFlashObjective:
 
 
 class Eagle3Objective:
+    """Not compiled: that would take minutes on a CPU, its steps being unrolled."""
+
     def __init__(self, draft: Eagle3Draft, rows: Rows, embedding: Tensor, num_steps: int) -> None:
         self.draft, self.rows, self.embedding, self.num_steps = draft, rows, embedding, num_steps
         self.tables = _tables(draft.config, rows)
-        self._logits = torch.compile(eagle3.step_logits, dynamic=False)
 
     def heads(self) -> list[nn.Parameter]:
         return list(self.draft.lm_head.parameters())
@@ -86,7 +87,7 @@ class Eagle3Objective:
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Any, list[Tensor]]:
         batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self._logits(
+            logits = eagle3.step_logits(
                 self.draft, features, self.embedding, self.tables, batch.ids, batch.document, batch.position,
                 self.num_steps,
             )  # fmt: skip

@@ -106,11 +106,14 @@ class Builder:
         return eagle3_models.default_target_layers(self.recipe.target.layers)
 
     def embedding(self) -> torch.Tensor:
-        state = torch.load(self.work / "target.pt", weights_only=True)["model"]
-        weight: torch.Tensor = state["model.embed_tokens.weight"]
+        return self._target_weight("model.embed_tokens.weight")
+
+    def _target_weight(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = torch.load(self.work / "target.pt", weights_only=True)["model"][name]
         return weight
 
     def new_dflash(self) -> DFlashDraft:
+        """Its final norm starts as the target's, because it speaks through the target's head."""
         recipe, size = self.recipe, self.recipe.target
         config = DFlashConfig(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
@@ -120,10 +123,11 @@ class Builder:
         )  # fmt: skip
         draft = DFlashDraft(config)
         dflash_models.initialise(draft, recipe.dflash.seed)
+        draft.norm.weight.data.copy_(self._target_weight("model.norm.weight"))
         return draft
 
     def new_eagle3(self, rows: features.Rows) -> Eagle3Draft:
-        """Its head starts as the target's, cut down to the most frequent answer tokens."""
+        """Its final norm and head start as the target's, the head cut down to the most frequent answer tokens."""
         recipe, size = self.recipe, self.recipe.target
         config = Eagle3Config(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
@@ -136,6 +140,7 @@ class Builder:
         draft.d2t, draft.t2d = eagle3_models.vocabulary_map(counts, recipe.draft_vocab_size)
         ids = torch.arange(recipe.draft_vocab_size) + draft.d2t
         draft.lm_head.weight.data.copy_(self.embedding()[ids])
+        draft.norm.weight.data.copy_(self._target_weight("model.norm.weight"))
         return draft
 
     def dflash(self, recipe: DraftRecipe | None = None, name: str = "dflash") -> History:
