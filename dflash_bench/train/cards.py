@@ -63,7 +63,7 @@ def write(
 def _tuning(name: str, sweep: dict[str, Any]) -> str:
     if name in sweep:
         return f"the best of short trainings, by held-out accepted length: `{json.dumps(sweep[name])}`"
-    return "not swept; that which was best for the other draft" if sweep else "not swept"
+    return "not swept"
 
 
 def _sha256(path: Path) -> str:

@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """All that decides the three models. EAGLE-3's learning rate is swept; DFlash borrows it."""
+    """All that decides the three models. The drafts' learning rates are the best of a sweep, for each its own."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
@@ -48,8 +48,8 @@ class NanoRecipe:
     gamma: float = 7.0
     draft_vocab_size: int = 512
     num_ttt_steps: int = 7
-    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.08, other_lr=0.008))
-    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.08, other_lr=0.008))
+    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.04, other_lr=0.004))
+    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.08, other_lr=0.008))
 
 
 @dataclass(frozen=True, slots=True)
