@@ -80,9 +80,9 @@ def text(listed: Sequence[Listing], machine: Machine) -> str:
     blocks = ["\n".join([f"{one.name}: {fits(one.preset, machine)[1]}", *_rows(one)]) for one in listed]
     where = f"{len(machine.gpu_bytes)} x GPU, bfloat16" if machine.gpu_bytes else "CPU, float32"
     foot = (
-        f"* is on this disk; the rest is downloaded by the run that needs it. Needed here ({where}): the\n"
-        "weights of the target; drafts and cache come on top. Any other target and drafts:\n"
-        "dflash-bench run --target ID --draft METHOD=ID"
+        "* is on this disk; the rest is downloaded by the run that needs it.\n"
+        f"Needed here ({where}) for the target's weights; drafts and cache come on top.\n"
+        "For other targets and drafts: dflash-bench run --target ID --draft METHOD=ID"
     )
     return "\n\n".join([*blocks, foot])
 

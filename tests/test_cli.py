@@ -279,7 +279,7 @@ UNKNOWN = {
     "--suite gsm8k --dtype int8": "unknown dtype 'int8'; known: auto, bfloat16, float16, float32",
     "--suite gsm8k --attention linear": "unknown attention 'linear'; known: eager, sdpa",
     "--suite gsm8k --device-map balanced": "unknown device map 'balanced'; known: auto",
-    "--suite gsm8k --draft medusa=a/b": "unknown draft 'medusa'; known: dflash, eagle3",
+    "--suite gsm8k --method dflash --draft medusa=a/b": "unknown draft 'medusa'; known: dflash, eagle3",
 }
 
 

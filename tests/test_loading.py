@@ -144,7 +144,7 @@ def own_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_in_a_checkpoint_never_runs_unless_it_is_trusted(own_code: Path) -> None:
-    with pytest.raises(UserError, match="runs only if you trust it: add --trust-remote-code$"):
+    with pytest.raises(UserError, match=r"runs only if you trust it: add --trust-remote-code$"):
         load(own_code)
     assert not list(own_code.rglob("it_ran"))
     assert type(load(own_code, trust_remote_code=True).target).__name__ == "Mine"
@@ -152,7 +152,7 @@ def test_code_in_a_checkpoint_never_runs_unless_it_is_trusted(own_code: Path) ->
 
 
 def test_trust_in_code_that_is_not_there_has_no_effect(whole: Path) -> None:
-    with pytest.raises(UserError, match="--trust-remote-code has no effect: .*target brings no code"):
+    with pytest.raises(UserError, match=r"--trust-remote-code has no effect: .*target brings no code"):
         load(whole, trust_remote_code=True)
 
 
@@ -160,7 +160,7 @@ def test_a_target_is_spread_by_accelerate_or_the_user_is_told_to_install_it(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda _name: None)
-    with pytest.raises(UserError, match="--device-map needs accelerate, .*; run: pip install accelerate"):
+    with pytest.raises(UserError, match=r"--device-map needs accelerate, .*; run: pip install accelerate"):
         load(whole, spread=True)
     monkeypatch.undo()
     pytest.importorskip("accelerate")
