@@ -73,7 +73,7 @@ def run(
     as_json: options.AsJson = False,
 ) -> None:
     """Run suites under methods, side by side with plain decoding, and save every generation."""
-    from dflash_bench import metrics, report, session
+    from dflash_bench import metrics, presets, report, session
     from dflash_bench.findings import findings
 
     request = session.Request(
@@ -84,7 +84,10 @@ def run(
     )  # fmt: skip
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
-    folder = out or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{Path(request.name).resolve().name}"
+    folder = (
+        out
+        or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
+    )
     try:
         records, identity = session.perform(request, folder, resume)
     except KeyboardInterrupt:

@@ -40,7 +40,7 @@ Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: 
 Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
 Thinking = Annotated[
     bool | None,
-    _asked("--thinking/--no-thinking", help="The chat template's mode; what the drafts were trained for if absent."),
+    _asked("--thinking/--no-thinking", help="The chat template's mode; the model's own default if absent, else off."),
 ]
 
 Methods = Annotated[

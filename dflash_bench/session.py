@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_bench import environment, methods, presets, runner, sandbox, scoring, store, suites
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.presets import Preset
 from dflash_bench.progress import Progress
 from dflash_bench.records import SCHEMA_VERSION, Record
+
+if TYPE_CHECKING:
+    from dflash_bench.models.loading import Models
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
@@ -159,13 +162,7 @@ def _open(
     identity = {
         "schema_version": SCHEMA_VERSION,
         "methods": {m.label: {"name": m.name, "num_drafts": backend.drafters[m.label].num_drafts} for m in chosen},
-        "model": request.name,
-        "target": presets.name(model.target),
-        "drafts": {
-            draft: {"trained_thinking": model.trained_thinking.get(draft), "verifier": models.verifiers.get(draft)}
-            for draft in models.drafts
-        },
-        "revisions": models.revisions,
+        **_identity_of_models(request, model, models),
         "suites": {each.suite.name: _identity(each) for each in loaded},
         "max_new_tokens": max_new_tokens,
         "temperature": request.temperature,
@@ -174,11 +171,24 @@ def _open(
         "thinking": thinking,
         "device": device,
         "device_map": request.device_map,
-        "dtype": str(models.target.dtype).removeprefix("torch."),
         "threads": threads,
-        "attention": models.target.config._attn_implementation,
     }
     return identity, backend
+
+
+def _identity_of_models(request: Request, model: Preset, models: Models) -> dict[str, Any]:
+    """Which weights these are, what their publishers say of them, and how they are computed."""
+    trained, named = model.trained_thinking, models.verifiers
+    return {
+        "model": request.name,
+        "target": presets.name(model.target),
+        "drafts": {
+            name: {"trained_thinking": trained.get(name), "verifier": named.get(name)} for name in models.drafts
+        },
+        "revisions": models.revisions,
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "attention": models.target.config._attn_implementation,
+    }
 
 
 def _thinking(request: Request, model: Preset, tokenizer: Any) -> bool | None:

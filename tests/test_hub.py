@@ -13,12 +13,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from dflash_bench.errors import UserError
 from dflash_bench.models import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WHOLE = {"config.json": "{}", "model.safetensors": ""}
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +92,28 @@ def test_a_user_who_works_offline_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
         hub.fetch("a/b")
 
 
+REFUSALS: dict[type[HfHubHTTPError], str] = {
+    GatedRepoError: "org/name asks for consent: accept its terms on huggingface.co/org/name, then set HF_TOKEN",
+    RepositoryNotFoundError: "the hub has no model org/name, or it is private: check the name, or set HF_TOKEN",
+    RevisionNotFoundError: "org/name has no revision v1",
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_the_hub_refuses_is_told_with_its_remedy_unless_it_is_cached(
+    refusal: type[HfHubHTTPError], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise refusal.__new__(refusal)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    with pytest.raises(UserError) as told:
+        hub.fetch("org/name@v1")
+    assert str(told.value) == REFUSALS[refusal]
+    snapshot = cached(empty_cache, "org/name", WHOLE, revision="v1")
+    assert hub.fetch("org/name@v1") == hub.Checkpoint(snapshot, f"org/name@{COMMIT}")
+
+
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A hub of one repository: `files` are what it has, `asked` what was asked of it."""
@@ -139,7 +163,6 @@ def test_pickles_are_downloaded_only_for_drafts_and_only_without_safetensors(ser
     assert names == {"config.json", "pytorch_model.bin"}
 
 
-WHOLE = {"config.json": "{}", "model.safetensors": ""}
 INDEX = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
 SHARDED = {"config.json": "{}", "model.safetensors.index.json": INDEX, "1.safetensors": ""}
 

@@ -165,8 +165,10 @@ def test_a_target_is_spread_by_accelerate_or_the_user_is_told_to_install_it(
     monkeypatch.undo()
     pytest.importorskip("accelerate")
     models = load(whole, "dflash", spread=True)
-    assert models.target.hf_device_map == {"": "cpu"} or set(models.target.hf_device_map.values()) == {"cpu"}
-    assert models.drafts["dflash"].fc.weight.device == models.target.get_input_embeddings().weight.device
+    embedding, head = models.target.get_input_embeddings(), models.target.get_output_embeddings()
+    assert {p.device.type for p in models.target.parameters()} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    assert models.drafts["dflash"].fc.weight.device == embedding.weight.device
+    assert head(embedding(torch.tensor([[2]], device=embedding.weight.device))).device == embedding.weight.device
 
 
 def test_a_target_that_overflows_its_gpus_is_not_measured_over_the_bus(

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from dflash_bench.errors import UserError
 
@@ -52,9 +53,9 @@ def _snapshot(name: str, revision: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     # What lies in folders are other forms of the same weights.
-    files = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
+    files: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
     # The base of the hub's own errors: whatever the HTTP library, of which there have been several, can raise.
-    http_error = HfHubHTTPError.__bases__[0]
+    http_error = cast("type[Exception]", HfHubHTTPError.__bases__[0])
     try:
         commit = HfApi().model_info(name, revision=revision, timeout=ANSWER_WITHIN_S).sha
         return Path(snapshot_download(name, revision=commit, **files))

@@ -122,7 +122,8 @@ def _spread(folder: Path, model: Any) -> Any:
 
     Drafts stand beside the embedding and use both as if they were on one device.
     """
-    places = {str(place) for place in model.hf_device_map.values()}
+    # Where one device holds it all, there is no map.
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if places & {"cpu", "disk"} and torch.cuda.is_available():
         raise UserError(f"{folder} does not fit on the GPUs here, and from elsewhere no time would mean anything")
     home = model.get_input_embeddings().weight.device
