@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from dflash_bench import __version__
+from dflash_bench import __version__, options
 from dflash_bench.errors import UserError
 
 app = typer.Typer(
@@ -46,72 +46,55 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(cls=options.GroupedHelp)
 def run(
-    suite: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Suite or group; may be repeated. See 'dflash-bench suites'.")
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME[:N]",
-            help="dflash or eagle3, and tokens drafted a round; may be repeated. Plain decoding always runs.",
-        ),
-    ] = None,
-    model: Annotated[
-        str, Option(metavar="NAME", help="nano, a preset, or a folder with target/ and a folder per draft.")
-    ] = "nano",
-    data: Annotated[
-        str | None, Option(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, Option(metavar="FILE", help="Your own prompts, one JSON object a line: prompt, turns or messages.")
-    ] = None,
-    limit: Annotated[
-        int | None, Option(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")
-    ] = None,
-    seed: Annotated[int | None, Option(metavar="S", min=0, help="Seed of sampling at temperature above 0.")] = None,
-    max_new_tokens: Annotated[int | None, Option(metavar="N", min=1, help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float, Option(metavar="T", min=0.0, help="0 is greedy, and checked token for token.")] = 0.0,
-    block_size: Annotated[
-        int | None,
-        Option(metavar="B", min=2, max=64, help="DFlash block, anchor included; the draft's own if absent."),
-    ] = None,
-    repeats: Annotated[int, Option(metavar="R", min=1, help="Generations per prompt and method.")] = 1,
-    threads: Annotated[
-        int | None, Option(metavar="N", min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
-    ] = None,
-    device: Annotated[
-        str | None, Option(metavar="D", help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
-    ] = None,
-    dtype: Annotated[
-        str | None, Option(metavar="T", help="float32, bfloat16 or float16; float32 on the CPU if absent.")
-    ] = None,
-    out: Annotated[
-        Path | None, Option(metavar="DIR", help="Folder for the results; results/runs/TIME-MODEL if absent.")
-    ] = None,
-    resume: Annotated[bool, Option("--resume", help="Continue the run in --out.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
+    suite: options.Suites = None,
+    prompts: options.Prompts = None,
+    data: options.Data = None,
+    limit: options.Limit = None,
+    thinking: options.Thinking = None,
+    method: options.Methods = None,
+    model: options.Model = None,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    block_size: options.BlockSize = None,
+    repeats: options.Repeats = 1,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    dtype: options.Dtype = None,
+    attention: options.Attention = None,
+    threads: options.Threads = None,
+    out: options.Out = None,
+    resume: options.Resume = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run suites under methods, side by side with plain decoding, and save every generation."""
-    from dflash_bench import metrics, report, session
+    from dflash_bench import metrics, presets, report, session
     from dflash_bench.findings import findings
 
     request = session.Request(
-        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, data=data, prompts=prompts, limit=limit,
-        seed=seed, max_new_tokens=max_new_tokens, temperature=temperature, block_size=block_size, repeats=repeats,
-        threads=threads, device=device, dtype=dtype,
+        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
+        data=data, prompts=prompts, limit=limit, seed=seed, max_new_tokens=max_new_tokens, temperature=temperature,
+        block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        attention=attention, thinking=thinking, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
-    folder = out or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{Path(model).resolve().name}"
+    folder = (
+        out
+        or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
+    )
     try:
-        records = session.perform(request, folder, resume)
+        records, identity = session.perform(request, folder, resume)
     except KeyboardInterrupt:
         print(_stopped(folder), file=sys.stderr)
         sys.exit(130)
     cells = metrics.summarise(records)
-    notes = findings(records, cells)
+    notes = findings(records, cells, identity)
     if as_json:
         print(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
     else:
@@ -140,6 +123,18 @@ def suites() -> None:
     from dflash_bench.suites import known_groups, table
 
     print(report.suites_text(table(), known_groups()))
+
+
+@app.command()
+def models(as_json: options.AsJson = False) -> None:
+    """List the models: target, drafts, how they were trained, what is on this disk, what this machine can hold."""
+    from dflash_bench import catalogue
+
+    listed, machine = catalogue.listing(), catalogue.machine()
+    if as_json:
+        print(json.dumps(catalogue.as_json(listed, machine), indent=1, allow_nan=False))
+    else:
+        print(catalogue.text(listed, machine))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ def describe() -> dict[str, Any]:
     }
 
 
+def memory_bytes() -> tuple[int | None, list[int]]:
+    """Of the machine, and of each GPU that says."""
+    return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
+
+
 def one_line(env: dict[str, Any]) -> str:
     """Such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
     cores = env["num_usable_cores"] or env["num_cores"]

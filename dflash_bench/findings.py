@@ -6,9 +6,10 @@ it found or None. It reads the records again, because a cell no longer holds wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from dflash_bench import metrics
 from dflash_bench.metrics import BASELINE, Cell
@@ -57,10 +58,18 @@ class Case:
     cell: Cell
     records: list[Record]
     good: list[Record]
+    identity: Mapping[str, Any]
+    """What the run was made with, as `run.json` has it; empty where that is not known."""
 
     @property
     def is_baseline(self) -> bool:
         return self.cell.method == BASELINE
+
+    @property
+    def draft(self) -> Mapping[str, Any]:
+        """What is known of the method's draft; a draft's name begins that of every method that uses it."""
+        drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
+        return next((known for name, known in drafts.items() if self.cell.method.startswith(name)), {})
 
     def seen(self, kind: str, text: str, remedy: str) -> Seen:
         return Seen(kind, f"{self.cell.suite} {self.cell.method}", text, remedy)
@@ -69,9 +78,11 @@ class Case:
         return Seen(kind, self.cell.suite, text, remedy)
 
 
-def findings(records: Sequence[Record], cells: Sequence[Cell]) -> list[Finding]:
+def findings(
+    records: Sequence[Record], cells: Sequence[Cell], identity: Mapping[str, Any] | None = None
+) -> list[Finding]:
     """What is wrong comes before what is weak. Cells that share a kind and a remedy share one finding."""
-    cases = [_case(records, cell) for cell in cells]
+    cases = [_case(records, cell, identity or {}) for cell in cells]
     alike: dict[tuple[str, str], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
@@ -85,9 +96,9 @@ def _finding(alike: Sequence[Seen]) -> Finding:
     return Finding(first.kind, f"{first.where}: {first.text}{likewise}", first.remedy)
 
 
-def _case(records: Sequence[Record], cell: Cell) -> Case:
+def _case(records: Sequence[Record], cell: Cell, identity: Mapping[str, Any]) -> Case:
     own = [record for record in records if record.cell == (cell.suite, cell.method)]
-    return Case(cell, own, metrics.without_errors(own))
+    return Case(cell, own, metrics.without_errors(own), identity)
 
 
 def _mismatch(case: Case) -> Seen | None:
@@ -127,6 +138,28 @@ def _nothing_drafted(case: Case) -> Seen | None:
     num_rounds = sum(map(len, metrics.accepted_by_round(case.good)))
     remedy = f"{_tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
     return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
+
+
+def _other_mode(case: Case) -> Seen | None:
+    """The first cause of low acceptance: a draft that has only seen answers that think, or only answers that do not."""
+    trained, thinking = case.draft.get("trained_thinking"), case.identity.get("thinking")
+    if trained is None or thinking is None or trained == thinking:
+        return None
+    mode = {True: "with thinking", False: "without thinking"}
+    text = f"this run is {mode[thinking]}, its draft was trained on answers {mode[trained]}"
+    return case.seen("other_mode", text, f"add {'--thinking' if trained else '--no-thinking'}, or use another draft")
+
+
+def _other_target(case: Case) -> Seen | None:
+    verifier, target = case.draft.get("verifier"), case.identity.get("target")
+    if not verifier or not target or _last_part(verifier) == _last_part(target):
+        return None
+    text = f"its draft names {verifier} as its target, this one is {target}"
+    return case.seen("other_target", text, f"expect less than with --target {verifier}")
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def _dead_draft(case: Case) -> Seen | None:
@@ -246,8 +279,8 @@ def _wide_interval(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _near_ties, _nothing_drafted, _dead_draft, _slower_than_plain, _saturated, _first_is_slow,
-    _drift, _truncated, _few_prompts, _wide_interval,
+    _mismatch, _failed, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft, _slower_than_plain,
+    _saturated, _first_is_slow, _drift, _truncated, _few_prompts, _wide_interval,
 )  # fmt: skip
 
 

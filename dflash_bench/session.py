@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_bench import environment, methods, runner, sandbox, scoring, store, suites
+from dflash_bench import environment, methods, presets, runner, sandbox, scoring, store, suites
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.presets import Preset
 from dflash_bench.progress import Progress
 from dflash_bench.records import SCHEMA_VERSION, Record
 
-DTYPES = ("float32", "bfloat16", "float16")
+if TYPE_CHECKING:
+    from dflash_bench.models.loading import Models
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+ATTENTION = ("sdpa", "eager")
+"""What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,10 @@ class Request:
 
     suites: tuple[str, ...]
     methods: tuple[str, ...]
-    model: str = "nano"
+    model: str | None = None
+    target: str | None = None
+    drafts: tuple[str, ...] = ()
+    """METHOD=REFERENCE"""
     data: str | None = None
     prompts: Path | None = None
     limit: int | None = None
@@ -38,19 +47,30 @@ class Request:
     threads: int | None = None
     device: str | None = None
     dtype: str | None = None
+    device_map: str | None = None
+    attention: str | None = None
+    thinking: bool | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return self.model or (self.target or "nano").partition("@")[0]
 
 
-def perform(request: Request, folder: Path, resume: bool) -> list[Record]:
-    """Run or continue, and return all of the run's records. Raises UserError before anything is written."""
+def perform(request: Request, folder: Path, resume: bool) -> tuple[list[Record], dict[str, Any]]:
+    """Run or continue; all of the run's records, and its identity. Raises UserError before anything is written."""
     chosen = _methods(request)
     _refuse_what_has_no_effect(request)
+    _refuse_unknown_values(request)
+    model = _model(request, chosen)
     # Before what is slow: a download, and the models.
     (store.check_resumable if resume else store.check_new)(folder)
-    loaded = _prompts(request)
+    loaded = _prompts(request, model)
     scoring.require({each.suite.scorer for each in loaded})
     for each in loaded:
         scoring.check_references(each.suite.scorer, each.prompts)
-    identity, backend = _open(request, chosen, loaded)
+    identity, backend = _open(request, model, chosen, loaded)
     plan = runner.Plan(
         tuple(loaded), tuple(method.label for method in chosen), request.repeats, request.temperature == 0
     )
@@ -59,11 +79,12 @@ def perform(request: Request, folder: Path, resume: bool) -> list[Record]:
         with Progress(plan.num_generations, len(run.stored)) as progress:
             runner.execute(plan, backend, run, progress.report)
         run.mark_finished({})
-        return list(run.stored.values())
+        return list(run.stored.values()), identity
 
 
 def _methods(request: Request) -> list[methods.Method]:
-    chosen = methods.chosen(list(request.methods) or ["dflash"])
+    given = [text.partition("=")[0] for text in request.drafts]
+    chosen = methods.chosen(list(request.methods) or given or ["dflash"])
     if request.block_size is None:
         return chosen
     if not any(method.label == "dflash" for method in chosen):
@@ -87,13 +108,25 @@ def _refuse_what_has_no_effect(request: Request) -> None:
         )
 
 
-def _prompts(request: Request) -> list[suites.Loaded]:
+def _model(request: Request, chosen: Sequence[methods.Method]) -> Preset:
+    """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
+    drafts = presets.parse_drafts(request.drafts, [name for name in methods.KNOWN if name != "ar"])
+    for method in drafts:
+        if method not in _drafts(chosen):
+            raise UserError(f"--draft {method}= has no effect without --method {method}")
+    model = presets.combine(request.model, request.target, drafts)
+    presets.require_drafts(model, _drafts(chosen))
+    return model
+
+
+def _drafts(chosen: Sequence[methods.Method]) -> list[str]:
+    return list(dict.fromkeys(method.name for method in chosen if method.name != "ar"))
+
+
+def _prompts(request: Request, model: Preset) -> list[suites.Loaded]:
     known = suites.expand(request.suites)
     # `datasets` reads this when it is imported; its bars would tear ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from dflash_bench.models.loading import preset
-
-    model = preset(request.model)
     loaded = [suites.load(suite, request.data or model.data, request.limit) for suite in known]
     if request.prompts is not None:
         loaded.append(suites.load_prompts_file(request.prompts, request.limit))
@@ -101,7 +134,7 @@ def _prompts(request: Request) -> list[suites.Loaded]:
 
 
 def _open(
-    request: Request, chosen: Sequence[methods.Method], loaded: Sequence[suites.Loaded]
+    request: Request, model: Preset, chosen: Sequence[methods.Method], loaded: Sequence[suites.Loaded]
 ) -> tuple[dict[str, Any], runner.Backend]:
     """The backend, and what decides its answers: a run is continued only under the same."""
     # Read when torch is imported: waiting threads that spin take the cores from those that work.
@@ -110,36 +143,64 @@ def _open(
 
     from dflash_bench.engine.local import open_backend
     from dflash_bench.engine.sampling import Sampling
-    from dflash_bench.models import loading
+    from dflash_bench.models.loading import Placement, load
 
-    preset = loading.preset(request.model)
     device, dtype = _device_and_dtype(request, torch.cuda.is_available())
     # Small models are faster on one thread, and two busy threads spin against each other.
     threads = (request.threads or 1) if device == "cpu" else None
     if threads is not None:
         torch.set_num_threads(threads)
     _silence_transformers()
-    drafts = list(dict.fromkeys(method.name for method in chosen if method.name != "ar"))
-    models = loading.load(request.model, drafts, device, getattr(torch, dtype))
-    max_new_tokens, seed = request.max_new_tokens or preset.max_new_tokens, request.seed or 0
-    backend = open_backend(models, preset, chosen, max_new_tokens, Sampling(request.temperature, seed))
+    placement = Placement(
+        spread=request.device_map is not None,
+        attention=request.attention,
+        trust_remote_code=request.trust_remote_code,
+    )
+    models = load(model, _drafts(chosen), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
+    thinking = _thinking(request, model, models.tokenizer)
+    max_new_tokens, seed = request.max_new_tokens or model.max_new_tokens, request.seed or 0
+    sampling = Sampling(request.temperature, seed)
+    backend = open_backend(models, model, chosen, max_new_tokens, sampling, bool(thinking))
     identity = {
         "schema_version": SCHEMA_VERSION,
         "methods": {m.label: {"name": m.name, "num_drafts": backend.drafters[m.label].num_drafts} for m in chosen},
-        "model": request.model,
-        "revisions": models.revisions,
+        **_identity_of_models(request, model, models),
         "suites": {each.suite.name: _identity(each) for each in loaded},
         "max_new_tokens": max_new_tokens,
         "temperature": request.temperature,
         "seed": seed,
         "repeats": request.repeats,
-        "thinking": False,
+        "thinking": thinking,
         "device": device,
-        "dtype": dtype,
+        "device_map": request.device_map,
         "threads": threads,
-        "attention": models.target.config._attn_implementation,
     }
     return identity, backend
+
+
+def _identity_of_models(request: Request, model: Preset, models: Models) -> dict[str, Any]:
+    """Which weights these are, what their publishers say of them, and how they are computed."""
+    trained, named = model.trained_thinking, models.verifiers
+    return {
+        "model": request.name,
+        "target": presets.name(model.target),
+        "drafts": {
+            name: {"trained_thinking": trained.get(name), "verifier": named.get(name)} for name in models.drafts
+        },
+        "revisions": models.revisions,
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "attention": models.target.config._attn_implementation,
+    }
+
+
+def _thinking(request: Request, model: Preset, tokenizer: Any) -> bool | None:
+    """None for a chat template that knows no such switch."""
+    if "enable_thinking" in (tokenizer.chat_template or ""):
+        return model.thinking if request.thinking is None else request.thinking
+    if request.thinking is not None:
+        flag = "--thinking" if request.thinking else "--no-thinking"
+        raise UserError(f"{flag} has no effect: the chat template of {model.target} has no enable_thinking")
+    return None
 
 
 def _identity(loaded: suites.Loaded) -> dict[str, Any]:
@@ -167,7 +228,7 @@ def _silence_transformers() -> None:
 
 
 def _device_and_dtype(request: Request, has_cuda: bool) -> tuple[str, str]:
-    device = request.device or ("cuda" if has_cuda and request.model != "nano" else "cpu")
+    device = request.device or ("cuda" if has_cuda and request.name != "nano" else "cpu")
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
@@ -175,10 +236,27 @@ def _device_and_dtype(request: Request, has_cuda: bool) -> tuple[str, str]:
         raise UserError("no CUDA device here; use --device cpu")
     if kind == "cuda" and request.threads is not None:
         raise UserError("--threads has no effect on a GPU")
+    if request.device_map is not None and kind == "cpu":
+        raise UserError("--device-map has no effect on the CPU: it spreads a target over GPUs")
     dtype = request.dtype or ("float32" if kind == "cpu" else "bfloat16")
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, list(DTYPES))
     return device, dtype
+
+
+def _refuse_unknown_values(request: Request) -> None:
+    """What can be told before anything heavy is loaded."""
+    if request.dtype not in (None, *DTYPES):
+        raise unknown("dtype", request.dtype, list(DTYPES))
+    if request.device_map not in (None, "auto"):
+        raise unknown("device map", request.device_map, ["auto"])
+    if request.device_map is not None and request.device is not None:
+        raise UserError("--device has no effect with --device-map")
+    if (request.attention or "").startswith("flash"):
+        raise UserError(
+            f"--attention {request.attention} takes no mask, and this engine needs one for ragged rows and trees; "
+            f"use {' or '.join(ATTENTION)}"
+        )
+    if request.attention not in (None, *ATTENTION):
+        raise unknown("attention", request.attention, list(ATTENTION))
 
 
 def _info(request: Request, identity: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pytest
 import tiny
 from fake import FakeBackend, install, main, other_tokens
 
-from dflash_bench import scoring, store
+from dflash_bench import presets, scoring, store
 from dflash_bench.records import Generation
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +52,7 @@ def gsm8k(folder: Path, number: int) -> Path:
 # What is loaded, and listed
 
 
-@pytest.mark.parametrize("command", ["--help", "run --help", "suites", "--version"])
+@pytest.mark.parametrize("command", ["--help", "run --help", "suites", "models", "--version"])
 def test_help_and_lists_load_nothing_heavy(command: str) -> None:
     code = (
         "import atexit, sys\nfrom dflash_bench import cli\n"
@@ -192,6 +192,34 @@ def test_real_models_answer_own_prompts_exactly(here: Path, model: Path, monkeyp
     assert captured.err == ""
 
 
+def test_any_target_with_any_draft_in_the_mode_that_was_asked_for(
+    here: Path, model: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    write_lines(here / "p.jsonl", {"prompt": "one"}, {"prompt": "two"})
+    made_for = presets.Preset(
+        str(model / "target"), {"dflash": str(model / "dflash")}, trained_thinking={"dflash": False}
+    )
+    monkeypatch.setitem(presets.table(), "mine", made_for)
+    asked = ["run", "--prompts", "p.jsonl", "--max-new-tokens", 6, "--json"]
+
+    def kinds(*words: object) -> tuple[set[str], dict[str, Any]]:
+        assert main(monkeypatch, *asked, "--device", "cpu", "--dtype", "float32", *words) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert [cell["exact"] for cell in shown["cells"]] == [[1, 1], [2, 2]]
+        return {finding["kind"] for finding in shown["findings"]}, store.load(Path(shown["run"]))[0]["identity"]
+
+    found, identity = kinds("--model", "mine", "--out", "off")
+    assert (identity["thinking"], "other_mode" in found) == (False, False)
+    found, identity = kinds("--model", "mine", "--thinking", "--attention", "eager", "--out", "on")
+    assert (identity["thinking"], identity["attention"], "other_mode" in found) == (True, "eager", True)
+    # Of a draft in the preset's place nothing is known.
+    found, identity = kinds("--model", "mine", "--thinking", "--draft", f"dflash={model / 'dflash'}", "--out", "own")
+    assert (identity["drafts"]["dflash"]["trained_thinking"], "other_mode" in found) == (None, False)
+    _, identity = kinds("--target", model / "target", "--draft", f"eagle3={model / 'eagle3'}", "--out", "free")
+    assert (identity["model"], set(identity["methods"])) == (str(model / "target"), {"ar", "eagle3"})
+    assert set(identity["revisions"]) == {"target", "eagle3"}
+
+
 def test_sampled_answers_are_not_judged(here: Path, model: Path, monkeypatch: Patch, capsys: Captured) -> None:
     words = ["--suite", "gsm8k", "--limit", 2, "--method", "dflash", "--max-new-tokens", 6, "--json"]
     assert main(monkeypatch, "run", "--model", model, "--out", "out", "--temperature", 0.8, "--seed", 3, *words) == 0
@@ -227,6 +255,13 @@ NO_EFFECT = {
     "--suite gsm8k --resume": "--resume needs --out FOLDER",
     "--prompts p.jsonl --data embedded": "--data has no effect without --suite",
     "--method dflash": "nothing to run: give --suite (aime24,",
+    "--suite gsm8k --draft eagle3=a/b --method dflash": "--draft eagle3= has no effect without --method eagle3",
+    "--suite gsm8k --target a/b": "target a/b comes with no draft for dflash (it has none); give --draft dflash=PATH",
+    "--suite gsm8k --draft dflash": "--draft dflash: write METHOD=PATH or METHOD=HUBID, such as dflash=org/name",
+    "--suite gsm8k --draft dflash=a --draft dflash=b": "--draft dflash= is given twice",
+    "--suite gsm8k --attention flash_attention_2": "--attention flash_attention_2 takes no mask, and this engine needs",
+    "--suite gsm8k --device-map auto --device cpu": "--device has no effect with --device-map",
+    "--suite gsm8k --trust-remote-code": "--trust-remote-code has no effect: ",
     "--suite gsm8k --temperature inf": "--temperature must be a number from 0 up, not inf",
 }
 
@@ -241,13 +276,32 @@ UNKNOWN = {
     "--suite gsm8k --method medusa": "unknown method 'medusa'; known: ar, dflash, eagle3",
     "--suite gsm8k --model none": "unknown model 'none'; known: ",
     "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",
-    "--suite gsm8k --dtype int8": "unknown dtype 'int8'; known: bfloat16, float16, float32",
+    "--suite gsm8k --dtype int8": "unknown dtype 'int8'; known: auto, bfloat16, float16, float32",
+    "--suite gsm8k --attention linear": "unknown attention 'linear'; known: eager, sdpa",
+    "--suite gsm8k --device-map balanced": "unknown device map 'balanced'; known: auto",
+    "--suite gsm8k --method dflash --draft medusa=a/b": "unknown draft 'medusa'; known: dflash, eagle3",
 }
 
 
 @pytest.mark.parametrize("words", UNKNOWN)
 def test_an_unknown_name_lists_the_known_ones(words: str, refused: Callable[..., str]) -> None:
     assert refused(*words.split()).startswith(UNKNOWN[words])
+
+
+def test_a_device_map_has_no_effect_without_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    told = refused("--suite", "gsm8k", "--device-map", "auto")
+    assert told == "--device-map has no effect on the CPU: it spreads a target over GPUs"
+
+
+def test_a_hub_id_without_a_network_is_one_line(here: Path, monkeypatch: Patch, refused: Callable[..., str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "no cache"))
+    own = write_lines(here / "p.jsonl", {"prompt": "a"})
+    for words in (("--model", "qwen3-8b"), ("--target", "a/b@v1", "--draft", "dflash=c/d")):
+        told = refused("--prompts", own, *words)
+        assert told.startswith(f"cannot get {'Qwen/Qwen3-8B' if 'qwen3-8b' in words else 'a/b'} from the hub (")
+        assert "give a folder with --target or --draft" in told
 
 
 def test_threads_have_no_effect_on_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:
@@ -338,7 +392,7 @@ def test_a_model_folder_without_a_draft_or_target_says_so(here: Path, model: Pat
     copy = shutil.copytree(model, here / "model")
     shutil.rmtree(copy / "eagle3")
     told = refused("--suite", "gsm8k", "--model", copy, "--method", "eagle3")
-    assert told == f"unknown draft of model {copy}: 'eagle3'; known: dflash"
+    assert told.startswith(f"target {copy}/target comes with no draft for eagle3 (it has one for dflash); give --draft")
     shutil.rmtree(copy / "target")
     assert refused("--suite", "gsm8k", "--model", copy).startswith(f"{copy} is no model: it needs target/config.json")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 
+from dflash_bench import presets
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.dflash import DFlashDrafter
 from dflash_bench.engine.eagle3 import Eagle3Drafter
@@ -306,7 +307,7 @@ def drafts_of(out: Decoded) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def nano() -> loading.Models:
-    missing = [name for name in ("dflash", "eagle3") if not (loading.NANO / name / "model.safetensors").exists()]
+    missing = [name for name in ("dflash", "eagle3") if not (presets.NANO / name / "model.safetensors").exists()]
     if missing:
         pytest.skip(f"the nano drafts {missing} are not trained yet")
     return loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)

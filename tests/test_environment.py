@@ -24,6 +24,7 @@ ENV: dict[str, Any] = {
     "packages": {"torch": "2.13.0"},
     "gpus": [],
 }
+
 H200 = {"name": "NVIDIA H200", "driver": "570.1", "memory_bytes": 1}
 
 
@@ -157,3 +158,10 @@ def test_a_repository_without_commits_has_no_commit(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / "package").mkdir()
     assert environment._git(tmp_path / "package") is None
+
+
+def test_memory_is_the_machines_and_that_of_every_gpu_that_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [{"name": "a", "driver": "1", "memory_bytes": 5}, {"name": "b", "driver": "1", "memory_bytes": None}]
+    monkeypatch.setattr(environment, "_gpus", lambda: gpus)
+    monkeypatch.setattr(environment, "_memory_bytes", lambda: 7)
+    assert environment.memory_bytes() == (7, [5])

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from toy import tiny
 from transformers import PreTrainedTokenizerFast
 
+from dflash_bench import presets
 from dflash_bench.errors import UserError
 from dflash_bench.models import loading
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
@@ -50,12 +51,12 @@ def model(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path | str, *methods: str) -> loading.Models:
-    return loading.load(str(folder), list(methods), "cpu", torch.float32)
+def load(folder: Path | str, *methods: str, **placement: Any) -> loading.Models:
+    return loading.load(str(folder), list(methods), "cpu", torch.float32, loading.Placement(**placement))
 
 
 def test_a_folder_is_a_model_with_the_drafts_beside_its_target(whole: Path) -> None:
-    chosen = loading.preset(str(whole))
+    chosen = presets.preset(str(whole))
     assert set(chosen.drafts) == {"dflash"}
     models = load(whole, "dflash")
     weights = tiny("qwen3").state_dict()
@@ -80,7 +81,7 @@ def test_revisions_say_which_weights_these_were(model: Path) -> None:
 
 
 def test_an_unknown_model_lists_the_known() -> None:
-    with pytest.raises(UserError, match=r"unknown model 'qwen9'; known: a folder with .*, nano, qwen3-4b, qwen3-8b"):
+    with pytest.raises(UserError, match=r"unknown model 'qwen9'; known: a folder with .*, nano, qwen3-4b, qwen3-8b,"):
         load("qwen9")
 
 
@@ -89,43 +90,119 @@ def test_a_folder_that_is_no_model_says_what_it_needs(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_unknown_draft_lists_the_known(whole: Path) -> None:
-    with pytest.raises(UserError, match=r"'eagle3'; known: dflash$"):
+def test_a_method_without_a_draft_says_what_to_give(whole: Path) -> None:
+    with pytest.raises(UserError, match=r"no draft for eagle3 \(it has one for dflash\); give --draft eagle3=PATH"):
         load(whole, "eagle3")
 
 
-def test_a_preset_without_a_draft_for_the_method_lists_what_it_has() -> None:
-    with pytest.raises(UserError, match="unknown draft of model qwen3-4b: 'eagle3'; known: dflash"):
-        load("qwen3-4b", "eagle3")
-
-
 def test_a_package_without_its_weights_says_so(whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gone = loading.Preset(str(whole / "target"), {"dflash": str(tmp_path / "dflash")})
-    monkeypatch.setitem(loading.MODELS, "nano", gone)
+    gone = presets.Preset(str(whole / "target"), {"dflash": str(tmp_path / "dflash")})
+    monkeypatch.setitem(presets.table(), "nano", gone)
     with pytest.raises(UserError, match=r"dflash is missing"):
         load("nano", "dflash")
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_a_hub_preset_without_a_network_says_what_to_do(
-    offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_dtype_auto_is_the_checkpoints_own_for_the_drafts_too(model: Path) -> None:
+    tiny("qwen3").to(torch.bfloat16).save_pretrained(model / "target")
+    models = loading.load(str(model), ["dflash"], "cpu", "auto")
+    assert {models.target.dtype, models.drafts["dflash"].fc.weight.dtype} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("asked", "used"), [("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")])
+def test_attention_is_what_was_asked_for_or_what_transformers_takes(asked: str | None, used: str, whole: Path) -> None:
+    assert load(whole, attention=asked).target.config._attn_implementation == used
+
+
+def test_shards_are_weights_like_any_other(model: Path) -> None:
+    (model / "target/model.safetensors").unlink()
+    tiny("qwen3").save_pretrained(model / "target", max_shard_size="20KB")
+    assert len(list((model / "target").glob("*.safetensors"))) > 1
+    weights = tiny("qwen3").state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load(model).target.state_dict().items())
+
+
+CODE = """
+from pathlib import Path
+from transformers import Qwen3Config, Qwen3ForCausalLM
+(Path(__file__).parent / "it_ran").touch()
+class MineConfig(Qwen3Config):
+    model_type = "mine"
+class Mine(Qwen3ForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.fixture
+def own_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A target that no library knows, with the code for it beside its weights."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(model / "modules"))
+    monkeypatch.syspath_prepend(str(model / "modules"))
+    classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    configured(model_type="mine", architectures=["Mine"], auto_map=classes)(model / "target")
+    (model / "target/mine.py").write_text(CODE)
+    return model
+
+
+def test_code_in_a_checkpoint_never_runs_unless_it_is_trusted(own_code: Path) -> None:
+    with pytest.raises(UserError, match=r"runs only if you trust it: add --trust-remote-code$"):
+        load(own_code)
+    assert not list(own_code.rglob("it_ran"))
+    assert type(load(own_code, trust_remote_code=True).target).__name__ == "Mine"
+    assert list(own_code.rglob("it_ran"))
+
+
+def test_trust_in_code_that_is_not_there_has_no_effect(whole: Path) -> None:
+    with pytest.raises(UserError, match=r"--trust-remote-code has no effect: .*target brings no code"):
+        load(whole, trust_remote_code=True)
+
+
+def test_a_target_is_spread_by_accelerate_or_the_user_is_told_to_install_it(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub
-    from huggingface_hub import constants
+    monkeypatch.setattr(loading, "find_spec", lambda _name: None)
+    with pytest.raises(UserError, match=r"--device-map needs accelerate, .*; run: pip install accelerate"):
+        load(whole, spread=True)
+    monkeypatch.undo()
+    pytest.importorskip("accelerate")
+    models = load(whole, "dflash", spread=True)
+    embedding, head = models.target.get_input_embeddings(), models.target.get_output_embeddings()
+    assert {p.device.type for p in models.target.parameters()} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    assert models.drafts["dflash"].fc.weight.device == embedding.weight.device
+    assert head(embedding(torch.tensor([[2]], device=embedding.weight.device))).device == embedding.weight.device
 
-    original = huggingface_hub.snapshot_download
 
-    def cut_off(reference: str, **options: Any) -> str:
-        # Nothing listens on this port; an empty cache has nothing to fall back to.
-        endpoint = "http://127.0.0.1:9"
-        return str(original(reference, cache_dir=tmp_path, endpoint=endpoint, etag_timeout=1, **options))
+def test_a_target_that_overflows_its_gpus_is_not_measured_over_the_bus(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("qwen3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(model, "hf_device_map", {"model.layers.0": 0, "model.layers.1": "cpu"}, raising=False)
+    with pytest.raises(UserError, match="does not fit on the GPUs here"):
+        loading._spread(whole, model)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", cut_off)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    with pytest.raises(
-        UserError, match=r"cannot get Qwen/Qwen3-4B from the hub .*; without a network use --model nano"
-    ):
-        load("qwen3-4b")
+
+# Draft and target
+
+
+def test_a_draft_with_the_targets_tokenizer_fits(model: Path) -> None:
+    (model / "dflash/tokenizer.json").write_bytes((model / "target/tokenizer.json").read_bytes())
+    assert set(load(model, "dflash").drafts) == {"dflash"}
+
+
+def test_a_draft_with_another_tokenizer_is_refused(model: Path) -> None:
+    content = json.loads((model / "target/tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"a": 3, "b": 2}
+    (model / "dflash/tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="another tokenizer: 2 of 4 ids differ; 2 is 'b' to the draft and 'a' to the"):
+        load(model, "dflash")
+
+
+def test_the_target_that_a_draft_names_is_remembered(model: Path) -> None:
+    assert load(model, "dflash").verifiers == {}
+    config = json.loads((model / "dflash/config.json").read_text())
+    config["speculators_config"] = {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}
+    (model / "dflash/config.json").write_text(json.dumps(config))
+    assert load(model, "dflash").verifiers == {"dflash": "Qwen/Qwen3-8B"}
 
 
 def halve(name: str) -> Callable[[Path], None]:
@@ -197,9 +274,3 @@ def test_a_draft_for_another_target_is_refused(model: Path) -> None:
     (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 96}))
     with pytest.raises(UserError, match="vocabulary of 96, the target's is 97"):
         load(model, "dflash")
-
-
-def test_every_preset_names_folders_that_are_packaged_or_ids_of_the_hub() -> None:
-    for preset in loading.MODELS.values():
-        for reference in (preset.target, *preset.drafts.values()):
-            assert Path(reference).parent == loading.NANO or reference.count("/") == 1

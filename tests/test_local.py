@@ -18,7 +18,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.methods import parse
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.loading import Models, Preset
+from dflash_bench.models.loading import Models
+from dflash_bench.presets import Preset
 from dflash_bench.records import Message
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
@@ -168,7 +169,8 @@ def test_without_a_template_a_chat_is_its_messages_in_lines() -> None:
     assert local.encode(messages) == Letters().encode("ab\nc")
 
 
-def test_a_template_is_rendered_with_thinking_off_and_room_for_the_answer() -> None:
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_template_is_rendered_with_its_mode_and_room_for_the_answer(thinking: bool) -> None:
     seen: dict[str, Any] = {}
 
     class Templated(Letters):
@@ -179,10 +181,11 @@ def test_a_template_is_rendered_with_thinking_off_and_room_for_the_answer() -> N
             return "rendered"
 
     local = backend()
-    local.tokenizer = Templated()
+    assert local.thinking is False
+    local.tokenizer, local.thinking = Templated(), thinking
     assert local.encode([Message("user", "hi")]) == Letters().encode("rendered")
     assert seen["chat"] == [{"role": "user", "content": "hi"}]
-    assert seen["enable_thinking"] is False and seen["add_generation_prompt"] is True and seen["tokenize"] is False
+    assert seen["enable_thinking"] is thinking and seen["add_generation_prompt"] is True and seen["tokenize"] is False
 
 
 @pytest.mark.parametrize(

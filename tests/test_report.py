@@ -52,8 +52,8 @@ def steady(num_prompts: int = 24, **place: Any) -> list[Record]:
     return [replace(row, passed=True) for both in rows for row in both]
 
 
-def found(records: Sequence[Record]) -> list[Finding]:
-    return findings(records, summarise(records))
+def found(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[Finding]:
+    return findings(records, summarise(records), identity)
 
 
 def only(records: Sequence[Record], kind: str) -> Finding:
@@ -68,6 +68,30 @@ def changed(records: Sequence[Record], method: str, number: int, **changes: Any)
 
 
 # Findings
+
+
+def made_with(thinking: bool | None, **draft: Any) -> dict[str, Any]:
+    return {"thinking": thinking, "target": "Qwen/Qwen3-8B", "drafts": {"dflash": draft}}
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_draft_trained_in_the_other_mode_is_named_with_the_flag_that_helps(thinking: bool) -> None:
+    (finding,) = found(steady(), made_with(thinking, trained_thinking=not thinking))
+    assert finding.kind == "other_mode" and "gsm8k dflash: this run is with" in finding.text
+    assert finding.remedy.startswith("add --no-thinking" if thinking else "add --thinking")
+
+
+@pytest.mark.parametrize(("thinking", "trained"), [(True, True), (False, False), (None, True), (True, None)])
+def test_the_same_mode_or_one_that_is_not_known_is_no_finding(thinking: bool | None, trained: bool | None) -> None:
+    assert found(steady(), made_with(thinking, trained_thinking=trained)) == []
+
+
+def test_a_draft_that_names_another_target_is_doubted() -> None:
+    (finding,) = found(steady(), made_with(None, verifier="Qwen/Qwen3-8B-Thinking"))
+    assert finding.kind == "other_target"
+    assert finding.text.endswith("its draft names Qwen/Qwen3-8B-Thinking as its target, this one is Qwen/Qwen3-8B")
+    assert found(steady(), made_with(None, verifier="/models/qwen3-8b/")) == []
+    assert found(steady(), made_with(None, verifier=None)) == []
 
 
 def test_a_steady_run_has_no_findings() -> None:

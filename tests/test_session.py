@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dflash_bench import session
+from dflash_bench import presets, session
 from dflash_bench.errors import UserError
 from dflash_bench.session import Request
 
@@ -37,6 +37,41 @@ def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
     }
 
 
+def test_a_draft_alone_says_which_method_is_measured() -> None:
+    asked = request(target="a/b", drafts=("eagle3=me/mine@v2",))
+    assert [method.label for method in session._methods(asked)] == ["ar", "eagle3"]
+    model = session._model(asked, session._methods(asked))
+    assert (model.target, model.drafts, asked.name) == ("a/b", {"eagle3": "me/mine@v2"}, "a/b")
+
+
+class Template:
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "template", "thinking"),
+    [
+        ("qwen3-8b", None, "{% if enable_thinking %}", False),
+        ("qwen3-8b", True, "{% if enable_thinking %}", True),
+        ("qwen3.5-9b", None, "{% if enable_thinking %}", True),
+        ("qwen3.5-9b", False, "{% if enable_thinking %}", False),
+        ("qwen3.5-9b", None, "{{ messages }}", None),
+        ("qwen3-8b", None, None, None),
+    ],
+)
+def test_thinking_is_as_asked_or_as_the_drafts_were_trained_or_no_question(
+    model: str, asked: bool | None, template: str | None, thinking: bool | None
+) -> None:
+    assert session._thinking(request(thinking=asked), presets.preset(model), Template(template)) is thinking
+
+
+@pytest.mark.parametrize(("asked", "flag"), [(True, "--thinking"), (False, "--no-thinking")])
+def test_thinking_has_no_effect_on_a_template_without_it(asked: bool, flag: str) -> None:
+    with pytest.raises(UserError, match=f"{flag} has no effect: the chat template of Qwen/Qwen3-8B has no enable_th"):
+        session._thinking(request(thinking=asked), presets.preset("qwen3-8b"), Template("{{ messages }}"))
+
+
 @pytest.mark.parametrize(
     ("changes", "has_cuda", "expected"),
     [
@@ -47,6 +82,9 @@ def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
         ({"device": "cuda:1"}, True, ("cuda:1", "bfloat16")),
         ({"device": "cuda", "dtype": "float32"}, True, ("cuda", "float32")),
         ({"dtype": "float16"}, False, ("cpu", "float16")),
+        ({"dtype": "auto"}, True, ("cpu", "auto")),
+        ({"target": "a/b"}, True, ("cuda", "bfloat16")),
+        ({"target": "a/b", "device_map": "auto"}, True, ("cuda", "bfloat16")),
     ],
 )
 def test_device_and_type_where_none_is_given(
@@ -58,17 +96,12 @@ def test_device_and_type_where_none_is_given(
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    loaded = session._prompts(request(suites=("code", "mbpp"), prompts=path, limit=1))
+    loaded = session._prompts(request(suites=("code", "mbpp"), prompts=path, limit=1), presets.preset("nano"))
     assert [(each.suite.name, len(each.prompts)) for each in loaded] == [
         ("humaneval", 1),
         ("mbpp", 1),
         ("prompts", 1),
     ]
-
-
-def test_an_unknown_suite_is_told_before_an_unknown_model() -> None:
-    with pytest.raises(UserError, match="unknown suite"):
-        session._prompts(request(suites=("nope",), model="nope"))
 
 
 def test_a_run_remembers_what_it_was_made_with(
@@ -77,7 +110,7 @@ def test_a_run_remembers_what_it_was_made_with(
     words = ["dflash-bench", "run", "--suite", "mbpp", "--model", "my model"]
     monkeypatch.setattr(sys, "argv", words)
     asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
-    records = session.perform(asked, tmp_path / "run", resume=False)
+    records, identity = session.perform(asked, tmp_path / "run", resume=False)
     assert [record.method for record in records] == ["ar", "dflash"]
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert info["state"] == "complete"
@@ -86,12 +119,15 @@ def test_a_run_remembers_what_it_was_made_with(
     assert info["options"]["max_new_tokens"] == 4
     assert "rlimits" in info["sandbox"]
     assert "torch" in info["environment"]["packages"]
-    identity = info["identity"]
+    assert info["identity"] == identity
     assert identity["methods"] == {
         "ar": {"name": "ar", "num_drafts": 0},
         "dflash": {"name": "dflash", "num_drafts": 3},
     }
     assert {name: len(sha) for name, sha in identity["revisions"].items()} == {"target": 64, "dflash": 64}
+    assert (identity["model"], identity["target"], identity["thinking"]) == (str(model), model.name, False)
+    assert identity["drafts"] == {"dflash": {"trained_thinking": None, "verifier": None}}
+    assert (identity["attention"], identity["device_map"]) == ("sdpa", None)
     assert identity["suites"]["mbpp"]["source"] == "embedded"
     assert (identity["device"], identity["dtype"], identity["threads"]) == ("cpu", "float32", 1)
     # Not a word from a library, and no progress where nobody watches.

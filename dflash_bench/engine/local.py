@@ -16,7 +16,8 @@ from dflash_bench.engine.eagle3 import Eagle3Drafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.methods import Method
-from dflash_bench.models.loading import Models, Preset
+from dflash_bench.models.loading import Models
+from dflash_bench.presets import Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
 
 DEFAULT_CHAIN = 7
@@ -40,7 +41,12 @@ DRAFTERS: dict[str, Callable[[Models, Target, int | None], Drafter]] = {
 
 
 def open_backend(
-    models: Models, preset: Preset, methods: Sequence[Method], max_new_tokens: int, sampling: Sampling
+    models: Models,
+    preset: Preset,
+    methods: Sequence[Method],
+    max_new_tokens: int,
+    sampling: Sampling,
+    thinking: bool = False,
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels."""
     target = Target(models.target)
@@ -50,7 +56,7 @@ def open_backend(
         for method in methods
     }
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    return LocalBackend(target, models.tokenizer, drafters, limits, sampling)
+    return LocalBackend(target, models.tokenizer, drafters, limits, sampling, thinking)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -64,19 +70,25 @@ class LocalBackend:
     """Answers chats with any of its drafters; `drafters` maps method names, `ar` among them, to drafters."""
 
     def __init__(
-        self, target: Target, tokenizer: Any, drafters: Mapping[str, Drafter], limits: Limits, sampling: Sampling
+        self,
+        target: Target,
+        tokenizer: Any,
+        drafters: Mapping[str, Drafter],
+        limits: Limits,
+        sampling: Sampling,
+        thinking: bool = False,
     ) -> None:
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
-        self.limits, self.sampling = limits, sampling
+        self.limits, self.sampling, self.thinking = limits, sampling, thinking
         self.clock = clock_for(target.device)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The chat as the model's own template renders it, thinking off."""
+        """The chat as the model's own template renders it."""
         chat = [{"role": message.role, "content": message.content} for message in messages]
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
         text = self.tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            chat, tokenize=False, add_generation_prompt=True, enable_thinking=self.thinking
         )
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 

@@ -1,44 +1,18 @@
-"""From a model's name to its target and drafts: the embedded nano, a preset from the hub, or a folder."""
+"""From a preset to its target and drafts: loaded, checked against each other, pinned to their revisions."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash_bench.errors import UserError, unknown
+from dflash_bench.errors import UserError
+from dflash_bench.models import hub, pairing
 from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, read_config
-
-NANO = Path(__file__).parent.parent / "nano"
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A target and the draft of each method, as hub ids or folders, and the settings they are meant for."""
-
-    target: str
-    drafts: Mapping[str, str]
-    data: str = "hub"
-    max_new_tokens: int = 2048
-    num_drafts: Mapping[str, int] | None = None
-    """Tokens per round where the draft itself does not say."""
-
-
-MODELS: dict[str, Preset] = {
-    "nano": Preset(
-        str(NANO / "target"),
-        {"dflash": str(NANO / "dflash"), "eagle3": str(NANO / "eagle3")},
-        data="embedded",
-        max_new_tokens=192,
-        num_drafts={"eagle3": 6},
-    ),
-    "qwen3-4b": Preset("Qwen/Qwen3-4B", {"dflash": "z-lab/Qwen3-4B-DFlash-b16"}),
-    "qwen3-8b": Preset("Qwen/Qwen3-8B", {"dflash": "z-lab/Qwen3-8B-DFlash-b16"}),
-}
+from dflash_bench.presets import Preset, preset, require_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,85 +23,109 @@ class Models:
     tokenizer: Any
     drafts: dict[str, DraftModel]
     revisions: dict[str, str]
+    verifiers: dict[str, str] = field(default_factory=dict)
+    """Per draft that names it, the target it was made for; speculators checkpoints do."""
 
 
-def preset(name: str) -> Preset:
-    """A known name, or a folder with target/ and one folder per draft, laid out like the embedded nano."""
-    if name in MODELS:
-        return MODELS[name]
-    folder = Path(name)
-    if not (folder / "target" / "config.json").exists():
-        if folder.is_dir():
-            raise UserError(f"{folder} is no model: it needs target/config.json, and dflash/ or eagle3/ beside it")
-        raise unknown("model", name, [*MODELS, "a folder with target/, dflash/ and eagle3/"])
-    drafts = {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "target"}
-    return Preset(str(folder / "target"), drafts, data="embedded")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How a target is loaded, beyond its device and dtype."""
+
+    spread: bool = False
+    """Its layers over all GPUs, instead of on one device."""
+    attention: str | None = None
+    """The implementation; None is what transformers takes for the architecture."""
+    trust_remote_code: bool = False
 
 
-def load(name: str, methods: list[str], device: str, dtype: torch.dtype) -> Models:
-    """The target and the drafts of these methods. Raises UserError for whatever does not fit."""
-    chosen = preset(name)
-    for method in methods:
-        if method not in chosen.drafts:
-            raise unknown(f"draft of model {name}:", method, list(chosen.drafts))
-    folder, revision = _folder(chosen.target)
-    target, tokenizer = _load_target(folder, device, dtype)
-    config = target.config.get_text_config()
-    rows = target.get_input_embeddings().weight.shape[0]
-    shape = TargetShape(config.hidden_size, rows, config.num_hidden_layers)
-    drafts, revisions = {}, {"target": revision}
-    for method in methods:
-        path, revisions[method] = _folder(chosen.drafts[method])
-        drafts[method] = load_draft(path, shape, dtype, device)
-    return Models(target, tokenizer, drafts, revisions)
+PLAIN = Placement()
 
 
-def _load_target(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load(
+    model: str | Preset,
+    methods: list[str],
+    device: str,
+    dtype: torch.dtype | str,
+    placement: Placement = PLAIN,
+) -> Models:
+    """The target and the drafts of these methods; dtype "auto" is the target checkpoint's own, for the drafts too.
+
+    Raises UserError for whatever is missing, damaged or does not fit.
+    """
+    chosen = preset(model) if isinstance(model, str) else model
+    require_drafts(chosen, methods)
+    checkpoint = hub.fetch(chosen.target, code=placement.trust_remote_code)
+    fetched = {method: hub.fetch(chosen.drafts[method], pickles=True) for method in methods}
+    target, tokenizer = _load_target(checkpoint.folder, device, dtype, placement)
+    config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
+    shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
+    vocabulary = tokenizer.get_vocab() if fetched else {}
+    drafts, verifiers = {}, {}
+    for method, draft in fetched.items():
+        pairing.check_tokenizer(draft.folder, vocabulary)
+        drafts[method] = load_draft(draft.folder, shape, target.dtype, str(embedding.device))
+        if named := pairing.verifier(read_config(draft.folder)):
+            verifiers[method] = named
+    revisions = {"target": checkpoint.revision} | {method: draft.revision for method, draft in fetched.items()}
+    return Models(target, tokenizer, drafts, revisions, verifiers)
+
+
+def _load_target(folder: Path, device: str, dtype: torch.dtype | str, placement: Placement) -> tuple[Any, Any]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    read_config(folder)
+    _check_code(folder, placement.trust_remote_code)
+    options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
+    if placement.spread:
+        _require_accelerate()
+        options["device_map"] = "auto"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=placement.trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, ignore_mismatched_sizes=True
-        )
+            folder, dtype=dtype, attn_implementation=placement.attention, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
     except SafetensorError as error:
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot load a causal language model from {folder}: {reason}") from error
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
+        raise _cannot_load(folder, error) from error
     # Of these transformers would make up weights, with a warning.
     unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     if unfit:
         raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
-    return model.to(device), tokenizer
+    return (_spread(folder, model) if placement.spread else model.to(device)), tokenizer
 
 
-def _folder(reference: str) -> tuple[Path, str]:
-    """A local folder and the hash of its weights, or a hub snapshot and its commit."""
-    folder = Path(reference)
-    if folder.is_dir():
-        return folder, weights_sha256(folder)
-    if folder.is_absolute():
-        raise UserError(f"{folder} is missing; a package without its weights is to be installed again")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        snapshot = Path(snapshot_download(reference, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"cannot get {reference} from the hub ({reason}); without a network use --model nano"
-        ) from error
-    return snapshot, f"{reference}@{snapshot.name}"
+def _cannot_load(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return UserError(f"{folder} needs code of its own, which runs only if you trust it: add --trust-remote-code")
+    return UserError(f"cannot load a causal language model from {folder}: {reason}")
 
 
-def weights_sha256(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+def _check_code(folder: Path, trusted: bool) -> None:
+    """Raise UserError for a config that cannot be read, or for trust in code that is not there."""
+    read_config(folder)
+    configs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*config.json"))
+    if trusted and not any('"auto_map"' in config for config in configs):
+        raise UserError(f"--trust-remote-code has no effect: {folder} brings no code")
+
+
+def _require_accelerate() -> None:
+    if find_spec("accelerate") is None:
+        raise UserError("--device-map needs accelerate, which is not installed; run: pip install accelerate")
+
+
+def _spread(folder: Path, model: Any) -> Any:
+    """Refuse what would be measured over the bus, and make the output head answer where the embedding is.
+
+    Drafts stand beside the embedding and use both as if they were on one device.
+    """
+    # Where one device holds it all, there is no map.
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if places & {"cpu", "disk"} and torch.cuda.is_available():
+        raise UserError(f"{folder} does not fit on the GPUs here, and from elsewhere no time would mean anything")
+    home = model.get_input_embeddings().weight.device
+    model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits.to(home))
+    return model

@@ -1,0 +1,103 @@
+"""The options of `run`, in the order and under the headings of its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Context, Option
+from typer.core import TyperCommand
+
+
+class GroupedHelp(TyperCommand):
+    """Options under the heading that `rich_help_panel` gives; typer itself does that only with rich, which is slow."""
+
+    def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _under(heading: str) -> Callable[..., Any]:
+    return lambda *names, **settings: Option(*names, rich_help_panel=heading, **settings)
+
+
+_asked, _models, _decoding = _under("What is asked"), _under("Models"), _under("Decoding")
+_machine, _results = _under("Machine"), _under("Results")
+
+Suites = Annotated[
+    list[str] | None, _asked(metavar="NAME", help="Suite or group; may be repeated. See 'dflash-bench suites'.")
+]
+Prompts = Annotated[
+    Path | None, _asked(metavar="FILE", help="Your own prompts, one JSON object a line: prompt, turns or messages.")
+]
+Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
+Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
+Thinking = Annotated[
+    bool | None,
+    _asked("--thinking/--no-thinking", help="The chat template's mode; the model's own default if absent, else off."),
+]
+
+Methods = Annotated[
+    list[str] | None,
+    _models(
+        metavar="NAME[:N]",
+        help="dflash or eagle3, and tokens drafted a round; may be repeated. Plain decoding always runs.",
+    ),
+]
+Model = Annotated[
+    str | None,
+    _models(
+        metavar="NAME",
+        help="nano (the default), a preset of 'dflash-bench models', or a folder with target/ and a folder per draft.",
+    ),
+]
+Target = Annotated[
+    str | None, _models(metavar="PATH|ID[@REV]", help="A target of your own, a folder or hub id, for the model's.")
+]
+Drafts = Annotated[
+    list[str] | None,
+    _models(
+        metavar="METHOD=PATH|ID[@REV]", help="A draft of your own for one method, for the model's; may be repeated."
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, _models("--trust-remote-code", help="Run the code that the target's checkpoint brings. Never otherwise.")
+]
+
+MaxNewTokens = Annotated[int | None, _decoding(metavar="N", min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, _decoding(metavar="T", min=0.0, help="0 is greedy, and checked token for token.")]
+Seed = Annotated[int | None, _decoding(metavar="S", min=0, help="Seed of sampling at temperature above 0.")]
+BlockSize = Annotated[
+    int | None, _decoding(metavar="B", min=2, max=64, help="DFlash block, anchor included; the draft's own if absent.")
+]
+Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
+
+Device = Annotated[
+    str | None, _machine(metavar="D", help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
+]
+DeviceMap = Annotated[
+    str | None, _machine(metavar="auto", help="Spread the target over all GPUs, where one cannot hold it.")
+]
+Dtype = Annotated[
+    str | None,
+    _machine(
+        metavar="T",
+        help="float32, bfloat16, float16, or auto, the checkpoint's own. If absent, float32 on the CPU, else bfloat16.",
+    ),
+]
+Attention = Annotated[
+    str | None, _machine(metavar="A", help="sdpa or eager; if absent, what transformers takes for the target.")
+]
+Threads = Annotated[
+    int | None, _machine(metavar="N", min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
+]
+
+Out = Annotated[Path | None, _results(metavar="DIR", help="Folder for the results; results/runs/TIME-MODEL if absent.")]
+Resume = Annotated[bool, _results("--resume", help="Continue the run in --out.")]
+AsJson = Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")]

@@ -1,0 +1,102 @@
+"""The list of models: what of them is here, and what this machine can hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake import main
+
+from dflash_bench import catalogue, environment, presets
+from dflash_bench.catalogue import Machine, fits
+from dflash_bench.presets import Preset
+
+EIGHT = Preset("a/b", {}, billions=8.2)
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def machine_(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "memory_bytes", lambda: (64 * GB, [24 * GB]))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("memory", "gpus", "expected"),
+    [
+        (64, [24], (True, "needs about 16 GB, has 24 GB")),
+        (64, [16], (False, "needs about 16 GB, has 16 GB: too large")),
+        (64, [12, 12], (True, "needs about 16 GB, 2 GPUs have 24 GB: --device-map auto")),
+        (64, [8, 8], (False, "needs about 16 GB, has 8 GB: too large")),
+        (64, [], (True, "needs about 33 GB, has 64 GB")),
+        (32, [], (False, "needs about 33 GB, has 32 GB: too large")),
+        (None, [], (None, "needs about 33 GB")),
+    ],
+)
+def test_weights_are_held_in_bfloat16_on_gpus_and_in_float32_beside_the_cpu(
+    memory: int | None, gpus: list[int], expected: tuple[bool | None, str]
+) -> None:
+    machine = Machine(memory and memory * GB, tuple(gpu * GB for gpu in gpus))
+    assert fits(EIGHT, machine) == expected
+
+
+def test_of_a_target_of_unknown_size_nothing_is_said() -> None:
+    assert fits(Preset("a/b", {}), Machine(GB, ())) == (None, "size not known")
+
+
+def test_the_list_names_every_model_and_draft_in_100_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "models") == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    blocks = out.split("\n\n")
+    assert [block.partition(":")[0] for block in blocks[:-1]] == list(presets.table())
+    assert blocks[0].splitlines()[1:] == [
+        "  * target  in this package",
+        "  * dflash  in this package",
+        "  * eagle3  in this package, 6 tokens a round",
+    ]
+    assert blocks[2].splitlines() == [
+        "qwen3-8b: needs about 16 GB, has 24 GB",
+        "    target  Qwen/Qwen3-8B",
+        "    dflash  z-lab/Qwen3-8B-DFlash-b16, 15 tokens a round, trained with thinking off",
+        "    eagle3  AngelSlim/Qwen3-8B_eagle3, 7 tokens a round",
+    ]
+    assert "    target  Qwen/Qwen3.5-9B, thinking on\n" in out
+    assert "Needed here (1 x GPU, bfloat16)" in blocks[-1]
+
+
+def test_what_is_in_the_cache_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = tmp_path / "models--Qwen--Qwen3-8B"
+    snapshot = stored / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs/main").write_text("abc")
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_text("{}")
+    assert main(monkeypatch, "models") == 0
+    assert "  * target  Qwen/Qwen3-8B\n    dflash  z-lab/" in capsys.readouterr().out
+
+
+def test_the_json_of_the_list_has_the_promised_keys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "models", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["model"] for one in listed] == list(presets.table())
+    promised = (
+        "model target drafts num_drafts thinking trained_thinking max_new_tokens billions source cached fits needs"
+    )
+    assert {tuple(one) for one in listed} == {tuple(promised.split())}
+    assert (listed[0]["cached"], listed[1]["cached"]) == (
+        {"target": True, "dflash": True, "eagle3": True},
+        {"target": False, "dflash": False, "eagle3": False},
+    )
+
+
+def test_the_machine_is_what_the_environment_says() -> None:
+    assert catalogue.machine() == Machine(64 * GB, (24 * GB,))

@@ -1,0 +1,106 @@
+"""The table of models, and what a user puts in its place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dflash_bench import presets
+from dflash_bench.errors import UserError
+from dflash_bench.methods import KNOWN, MAX_DRAFTS
+from dflash_bench.presets import Preset
+
+HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
+
+
+@pytest.mark.parametrize("name", presets.table())
+def test_every_preset_is_well_formed(name: str) -> None:
+    one = presets.table()[name]
+    references = [one.target, *one.drafts.values()]
+    assert all(Path(r).parent == presets.NANO if name == "nano" else HUB_ID.fullmatch(r) for r in references)
+    assert one.drafts and one.drafts.keys() <= KNOWN.keys() - {"ar"}
+    numbers = one.num_drafts or {}
+    assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())
+    assert one.trained_thinking.keys() <= one.drafts.keys()
+    # What a run does by itself is what the drafts were trained for.
+    assert all(trained == one.thinking for trained in one.trained_thinking.values())
+    assert one.source and one.billions is not None and one.billions > 0
+    assert (one.data, one.max_new_tokens) == (("embedded", 192) if name == "nano" else ("hub", 2048))
+
+
+def test_the_two_models_of_the_paper_draft_blocks_of_16_and_chains_of_7_without_thinking() -> None:
+    for name in ("qwen3-4b", "qwen3-8b"):
+        one = presets.preset(name)
+        assert (one.num_drafts, one.thinking, one.trained_thinking) == (
+            {"dflash": 15, "eagle3": 7}, False, {"dflash": False},
+        )  # fmt: skip
+
+
+BAD = {
+    'target = "a/b"\ndrafts = {}\nsource = ""\nblocksize = 8': "unknown key in .*, mine: 'blocksize'; known: billions,",
+    'target = "a/b"\nsource = ""': "mine: drafts is missing",
+    "drafts = {}\nsource = ''": "mine: target is missing",
+    "drafts = {}\ntarget = 'a/b'": "mine: source is missing",
+}
+
+
+@pytest.mark.parametrize("content", BAD)
+def test_a_table_with_an_unknown_or_a_missing_key_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "presets.toml"
+    path.write_text(f"[mine]\n{content}\n")
+    with pytest.raises(UserError, match=BAD[content]):
+        presets.table(path)
+
+
+def test_a_draft_of_ones_own_brings_none_of_the_settings_of_the_one_it_replaces() -> None:
+    one = presets.combine("qwen3-8b", None, {"eagle3": "me/mine@v2"})
+    assert one.target == "Qwen/Qwen3-8B"
+    assert one.drafts == {"dflash": "z-lab/Qwen3-8B-DFlash-b16", "eagle3": "me/mine@v2"}
+    assert one.num_drafts == {"dflash": 15}
+    two = presets.combine("qwen3.5-9b", None, {"dflash": "me/mine"})
+    assert (two.thinking, two.trained_thinking, two.num_drafts) == (True, {}, {})
+
+
+def test_a_target_alone_is_a_model_without_drafts_and_beside_a_model_is_in_the_place_of_its_own() -> None:
+    alone = presets.combine(None, "me/target", {})
+    assert (alone.target, alone.drafts, alone.data, alone.max_new_tokens) == ("me/target", {}, "hub", 2048)
+    beside = presets.combine("nano", "me/target", {})
+    assert (beside.target, beside.drafts, beside.data) == ("me/target", presets.preset("nano").drafts, "embedded")
+    assert beside.billions is None
+    assert presets.combine(None, None, {}) == presets.preset("nano")
+
+
+def test_a_method_without_a_draft_says_what_to_give() -> None:
+    with pytest.raises(UserError, match=r"no draft for eagle3 \(it has one for dflash\); give --draft eagle3=PATH or "):
+        presets.require_drafts(presets.preset("qwen3.5-9b"), ["dflash", "eagle3"])
+    with pytest.raises(UserError, match=r"target a/b comes with no draft for dflash \(it has none\)"):
+        presets.require_drafts(Preset("a/b", {}), ["dflash"])
+
+
+NO_DRAFT = {
+    "dflash": "write METHOD=PATH",
+    "dflash=": "write METHOD=PATH",
+    "medusa=x": "unknown draft 'medusa'; known: dflash, eagle3",
+    "=x": "unknown draft ''",
+}
+
+
+@pytest.mark.parametrize("text", NO_DRAFT)
+def test_a_draft_that_is_not_written_as_one_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=NO_DRAFT[text]):
+        presets.parse_drafts([text], ["dflash", "eagle3"])
+
+
+def test_a_path_may_hold_what_separates() -> None:
+    given = ["dflash=/a=b/c@d", "eagle3=org/name@main"]
+    assert presets.parse_drafts(given, ["dflash", "eagle3"]) == {"dflash": "/a=b/c@d", "eagle3": "org/name@main"}
+    with pytest.raises(UserError, match="twice"):
+        presets.parse_drafts(["dflash=a", "dflash=b"], ["dflash"])
+
+
+def test_the_name_of_a_folder_does_not_say_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine/target").mkdir(parents=True)
+    assert presets.name("Qwen/Qwen3-8B@abc") == "Qwen/Qwen3-8B"
+    assert presets.name(str(tmp_path / "mine")) == presets.name(str(tmp_path / "mine/target")) == "mine"
