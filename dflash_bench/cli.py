@@ -55,7 +55,7 @@ def run(
         list[str] | None,
         Option(
             metavar="NAME[:N]",
-            help="dflash or eagle3, and tokens drafted a round; may be repeated. Plain decoding always runs.",
+            help="dflash, eagle3 or eagle3-tree, and tokens a round; may be repeated. Plain decoding always runs.",
         ),
     ] = None,
     model: Annotated[

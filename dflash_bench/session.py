@@ -117,7 +117,7 @@ def _open(
     if threads is not None:
         torch.set_num_threads(threads)
     _silence_transformers()
-    drafts = list(dict.fromkeys(method.name for method in chosen if method.name != "ar"))
+    drafts = list(dict.fromkeys(method.draft for method in chosen if method.name != "ar"))
     models = loading.load(request.model, drafts, device, getattr(torch, dtype))
     max_new_tokens, seed = request.max_new_tokens or preset.max_new_tokens, request.seed or 0
     backend = open_backend(models, preset, chosen, max_new_tokens, Sampling(request.temperature, seed))
