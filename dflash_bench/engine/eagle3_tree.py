@@ -91,9 +91,10 @@ class Eagle3TreeDrafter(Eagle3Drafter):
     def _children(self, out: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
         """Of nodes [B, M], the best children: cumulative log-probabilities and target ids, both [B, M * k]."""
         logits = self.draft.logits(out).float()
-        best, ids = logits.topk(self.top_k)
+        ids = logits.topk(self.top_k).indices
+        own = logits.log_softmax(dim=-1).gather(-1, ids)
         # A child never outscores its parent, not by rounding and not by a broken weight: `_best` relies on it.
-        own = (best - logits.logsumexp(dim=-1, keepdim=True)).clamp_(max=0).nan_to_num_(nan=-torch.inf)
+        own = own.clamp_(max=0).nan_to_num_(nan=-torch.inf)
         return (score[..., None] + own).flatten(1), self.draft.target_ids(ids).flatten(1)
 
     def _best(self) -> Draft:
