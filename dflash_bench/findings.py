@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from dflash_bench import metrics
+from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
 from dflash_bench.records import Generation, Record
 
@@ -213,6 +214,9 @@ def _parts(cell: Cell) -> dict[str, float]:
 
 
 def _saturated(case: Case) -> Seen | None:
+    # No round keeps all nodes of a tree: they are alternatives.
+    if drafts_trees(case.cell.method):
+        return None
     drafted = [(drafted, kept) for drafted, kept in metrics.drafted_and_accepted(case.good) if drafted]
     num_whole = sum(drafted == kept for drafted, kept in drafted)
     if not drafted or num_whole <= SATURATED * len(drafted):

@@ -1,4 +1,4 @@
-"""What a user types for a method: its name, and after a colon how many tokens it drafts per round."""
+"""What a user types for a method: its name, and after a colon how many tokens it drafts per round (trees: verifies)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ KNOWN = {
     "ar": "plain decoding, one token per forward pass; always runs, as the baseline",
     "dflash": "block diffusion drafting (arXiv 2602.06036)",
     "eagle3": "autoregressive drafting on target features (arXiv 2503.01840), as a chain",
+    "eagle3-tree": "the same draft, as a tree that grows where it is sure (arXiv 2406.16858)",
 }
+TREES = {"eagle3-tree": "eagle3"}
+"""Methods whose drafts are trees, and the draft each of them uses."""
+DRAFTS = tuple(name for name in KNOWN if name not in TREES and name != "ar")
+"""What drafts are made for; `--draft NAME=` takes these."""
 MAX_DRAFTS = 63
 """The widest block is this and the anchor."""
 
@@ -23,9 +28,22 @@ class Method:
     name: str
     num_drafts: int | None = None
 
+    @property
+    def draft(self) -> str:
+        """The draft whose weights it uses."""
+        return TREES.get(self.name, self.name)
+
+
+def drafts_trees(label: str) -> bool:
+    """Are the tokens that it drafts in a round alternatives to each other?"""
+    return label.partition(":")[0] in TREES
+
 
 def parse(text: str) -> Method:
-    """`eagle3` or `eagle3:7`. Raises UserError for an unknown name or a count out of range."""
+    """`eagle3` or `eagle3:7`; a tree is known by all it verifies, so `eagle3-tree:60` drafts 59 tokens.
+
+    Raises UserError for an unknown name or a count out of range.
+    """
     name, colon, count = text.partition(":")
     if name not in KNOWN:
         raise unknown("method", name, list(KNOWN))
@@ -33,9 +51,14 @@ def parse(text: str) -> Method:
         return Method(text, name)
     if name == "ar":
         raise UserError("method ar drafts nothing; write it without ':'")
-    if not count.isdecimal() or not 1 <= int(count) <= MAX_DRAFTS:
-        raise UserError(f"method '{text}': after the colon comes the number of tokens per round, 1 to {MAX_DRAFTS}")
-    return Method(f"{name}:{int(count)}", name, int(count))
+    anchor = int(drafts_trees(name))
+    if not count.isdecimal() or not 1 <= int(count) - anchor <= MAX_DRAFTS:
+        counted = (
+            "number of tokens verified per round, the anchor among them" if anchor else "number of tokens per round"
+        )
+        limits = f"{1 + anchor} to {MAX_DRAFTS + anchor}"
+        raise UserError(f"method '{text}': after the colon comes the {counted}, {limits}")
+    return Method(f"{name}:{int(count)}", name, int(count) - anchor)
 
 
 def chosen(texts: list[str]) -> list[Method]:

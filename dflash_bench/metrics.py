@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from dflash_bench.methods import drafts_trees
 from dflash_bench.records import Generation, Record
 from dflash_bench.stats import Interval, geometric_mean_interval, ratio_interval
 
@@ -18,7 +19,7 @@ FORMULAS = {
     "al.pooled": "sum(a_i + 1) / sum(S), over all rounds of all prompts",
     "al.request_mean": "mean over answers of the mean over rounds of (a_i + 1)",
     "al.emitted": "sum(e_i) / sum(S), after truncation",
-    "accept_rate": "sum(a_i) / sum(d_i)",
+    "accept_rate": "sum(a_i) / sum(d_i), of chains: the nodes of a tree are alternatives, of which most must fail",
     "accept_at[k]": "P(a >= k), and P(a >= k given a >= k-1), over rounds",
     "tps.decode": "sum(T - 1) / sum(decode_s)",
     "tps.e2e": "sum(T) / sum(prefill_s + decode_s)",
@@ -26,7 +27,10 @@ FORMULAS = {
     "speedup.e2e": "plain (prefill_s + decode_s) per token / the method's, over the same answers",
     "break_even_al": "(t_draft + t_verify) / t_ar per round; below this al.pooled speculation loses",
 }
-"""Per answer: T tokens, the first from prefill; S rounds; round i drafts d_i, accepts a_i, emits e_i."""
+"""Per answer: T tokens, the first from prefill; S rounds; round i drafts d_i, accepts a_i, emits e_i.
+
+Of a tree d_i counts all nodes, and a_i the length of the way that was kept.
+"""
 
 Records = Sequence[Record]
 Tally = tuple[int, int]
@@ -125,16 +129,21 @@ def al_emitted(records: Records) -> float | None:
 
 
 def accept_rate(records: Records) -> float | None:
-    pairs = drafted_and_accepted(records)
+    pairs = drafted_and_accepted(_chains(records))
     return _ratio(sum(accepted for _, accepted in pairs), sum(drafted for drafted, _ in pairs))
 
 
 def accept_at(records: Records) -> list[AcceptAt]:
-    """For k from 1 to the longest draft."""
+    """For k from 1 to the longest draft; of trees, whose depth is not recorded, to the longest way that was kept."""
     pairs = drafted_and_accepted(records)
-    longest = max((drafted for drafted, _ in pairs), default=0)
+    lengths = [drafted for drafted, _ in drafted_and_accepted(_chains(records))]
+    longest = max([*lengths, *(accepted for _, accepted in pairs)], default=0)
     reached = [sum(accepted >= k for _, accepted in pairs) for k in range(longest + 1)]
     return [AcceptAt(k, reached[k] / len(pairs), _ratio(reached[k], reached[k - 1])) for k in range(1, longest + 1)]
+
+
+def _chains(records: Records) -> list[Record]:
+    return [record for record in records if not drafts_trees(record.method)]
 
 
 def drafted_and_accepted(records: Records) -> list[tuple[int, int]]:

@@ -47,7 +47,7 @@ Methods = Annotated[
     list[str] | None,
     _models(
         metavar="NAME[:N]",
-        help="dflash or eagle3, and tokens drafted a round; may be repeated. Plain decoding always runs.",
+        help="dflash, eagle3 or eagle3-tree, and tokens a round; may be repeated. Plain decoding always runs.",
     ),
 ]
 Model = Annotated[

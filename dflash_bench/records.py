@@ -42,9 +42,10 @@ class Prompt:
 class Generation:
     """One answer to one turn, as the backend measured it.
 
-    Per round i of S: `drafted[i]` tokens proposed, `accepted[i]` of them kept, `emitted[i]` tokens
-    added to `token_ids` (`accepted + 1`, less where a stop or the limit cut the round). The first
-    token comes from prefill and belongs to no round. `None` means the backend hides rounds.
+    Per round i of S: `drafted[i]` tokens proposed (of a tree all its nodes), `accepted[i]` of them
+    kept, `emitted[i]` tokens added to `token_ids` (`accepted + 1`, less where a stop or the limit cut
+    the round). The first token comes from prefill and belongs to no round. `None` means the backend
+    hides rounds.
     `decode_s` starts when the first token exists and includes `draft_prefill_s`.
     """
 

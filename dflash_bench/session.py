@@ -110,7 +110,7 @@ def _refuse_what_has_no_effect(request: Request) -> None:
 
 def _model(request: Request, chosen: Sequence[methods.Method]) -> Preset:
     """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
-    drafts = presets.parse_drafts(request.drafts, [name for name in methods.KNOWN if name != "ar"])
+    drafts = presets.parse_drafts(request.drafts, methods.DRAFTS)
     for method in drafts:
         if method not in _drafts(chosen):
             raise UserError(f"--draft {method}= has no effect without --method {method}")
@@ -120,7 +120,7 @@ def _model(request: Request, chosen: Sequence[methods.Method]) -> Preset:
 
 
 def _drafts(chosen: Sequence[methods.Method]) -> list[str]:
-    return list(dict.fromkeys(method.name for method in chosen if method.name != "ar"))
+    return list(dict.fromkeys(method.draft for method in chosen if method.name != "ar"))
 
 
 def _prompts(request: Request, model: Preset) -> list[suites.Loaded]:

@@ -273,7 +273,7 @@ def test_a_flag_that_has_no_effect_or_no_sense_is_refused(words: str, refused: C
 
 UNKNOWN = {
     "--suite gsm9k": "unknown suite 'gsm9k'; known: aime24, aime25, chat, code, gsm8k,",
-    "--suite gsm8k --method medusa": "unknown method 'medusa'; known: ar, dflash, eagle3",
+    "--suite gsm8k --method medusa": "unknown method 'medusa'; known: ar, dflash, eagle3, eagle3-tree",
     "--suite gsm8k --model none": "unknown model 'none'; known: ",
     "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",
     "--suite gsm8k --dtype int8": "unknown dtype 'int8'; known: auto, bfloat16, float16, float32",

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import (
     Change,
     Decoded,
+    RandomTree,
     Sampled,
+    SampledTree,
     Scripted,
     TableTarget,
     Tree,
@@ -91,6 +93,18 @@ def test_every_tree_gives_the_plain_tokens(shape: str, num_rows: int) -> None:
     assert max(count for step in out.rounds for count in step.accepted) >= 3
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("num_drafts", [1, 15, 59])
+@pytest.mark.parametrize("top_k", [1, 2, 10])
+def test_trees_of_any_shape_give_the_plain_tokens(top_k: int, num_drafts: int, num_rows: int) -> None:
+    for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
+        prompts = PROMPTS[first : first + num_rows]
+        drafter = RandomTree(texts(prompts), num_drafts, top_k, VOCAB, seed=first)
+        out = run(table(), drafter, prompts, stop_ids=frozenset({STOP}))
+        assert out.tokens == answers(PROMPTS)[first : first + num_rows]
+        assert any(count for step in out.rounds for count in step.accepted) or len(out.rounds) < 3
+
+
 def test_a_tree_keeps_as_much_as_the_chain_inside_it() -> None:
     for shape in ("branching", "late"):
         chain, tree = (
@@ -163,6 +177,18 @@ def test_every_tree_gives_the_plain_tokens_of_a_random_network(shape: str) -> No
     assert max(count for step in out.rounds for count in step.accepted) >= 3
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("num_drafts", [1, 15, 59])
+def test_trees_of_any_shape_give_the_plain_tokens_of_a_random_network(num_drafts: int, num_rows: int) -> None:
+    target, prompts, free = Target(tiny("llama")), PROMPTS[:num_rows], free_answers("llama")[:num_rows]
+    stop_ids = frozenset({free[0][5], free[-1][11]})
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, free, strict=True)]
+    for top_k in (1, 2, 10):
+        out = run(target, RandomTree(known, num_drafts, top_k, 97), prompts, 16, stop_ids=stop_ids)
+        assert out.tokens == [cut(answer[:16], stop_ids) for answer in free]
+        assert any(count for step in out.rounds for count in step.accepted)
+
+
 # Ends: stop tokens, limits, and prompts at the edges.
 
 
@@ -180,6 +206,19 @@ def test_a_stop_token_inside_a_block_ends_the_row_there() -> None:
 def test_a_limit_inside_a_block_ends_the_row_there(max_new_tokens: int) -> None:
     out = run(table(), Scripted(texts(PROMPTS), 5), PROMPTS, max_new_tokens)
     assert out.tokens == [table().answer(prompt, max_new_tokens) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("max_new_tokens", [2, 3, 6, 7])
+def test_a_stop_or_a_limit_inside_a_tree_ends_the_row_there(max_new_tokens: int) -> None:
+    prompt = PROMPTS[0]
+    free = table().answer(prompt, 24)
+    # All nodes lie on the right way or beside it, so that what is kept reaches past the end.
+    limited = run(table(), Tree(texts([prompt]), 8, "late", VOCAB), [prompt], max_new_tokens)
+    assert limited.tokens == [free[:max_new_tokens]]
+    assert limited.rounds[0].accepted == [8] and limited.rounds[0].drafted == [16]
+    at = free.index(free[max_new_tokens - 1])
+    stopped = run(table(), Tree(texts([prompt]), 8, "late", VOCAB), [prompt], stop_ids=frozenset({free[at]}))
+    assert stopped.tokens == [free[: at + 1]]
 
 
 def test_one_token_takes_no_round() -> None:
@@ -312,6 +351,7 @@ def test_sampling_draws_the_same_tokens_with_and_without_drafts() -> None:
         lambda: Scripted(texts(PROMPTS), 3),
         lambda: Tree(known, 4, "branching", VOCAB),
         lambda: Tree(known, 4, "late", VOCAB),
+        lambda: RandomTree(known, 15, 3, VOCAB),
     ]
     for drafter in drafters:
         assert run(table(), drafter(), PROMPTS, sampling=sampling).tokens == alone.tokens
@@ -344,10 +384,22 @@ def test_sampled_drafts_give_the_same_tokens_for_the_same_seed_whatever_else_is_
 
 
 def test_sampled_drafts_are_sometimes_kept_and_follow_the_targets_distribution() -> None:
-    num_rows, prompt = 3000, [1, 2]
-    target = TableTarget(5, 32)
-    out = run(target, Sampled(num_rows, 2, 5), [prompt] * num_rows, 3, sampling=Sampling(1.0, 4))
+    num_rows = 3000
+    out = run(TableTarget(5, 32), Sampled(num_rows, 2, 5), [[1, 2]] * num_rows, 3, sampling=Sampling(1.0, 4))
     assert 0.1 < sum(out.rounds[0].accepted) / (2 * num_rows) < 0.9
+    assert follows_the_table(out)
+
+
+def test_sampled_trees_are_sometimes_kept_and_follow_the_targets_distribution() -> None:
+    num_rows = 3000
+    out = run(TableTarget(5, 32), SampledTree(num_rows, 5), [[1, 2]] * num_rows, 3, sampling=Sampling(1.0, 4))
+    assert min(out.rounds[0].accepted.count(count) for count in (0, 1, 2)) > 100
+    assert follows_the_table(out)
+
+
+def follows_the_table(out: Decoded) -> bool:
+    """Do three tokens after [1, 2] come as often as the table of five says?"""
+    target, prompt = TableTarget(5, 32), [1, 2]
     first = torch.softmax(target.logits_after(prompt), dim=-1)
     second = torch.stack([torch.softmax(target.logits_after([*prompt, a]), dim=-1) for a in range(5)])
     third = torch.stack(
@@ -355,7 +407,7 @@ def test_sampled_drafts_are_sometimes_kept_and_follow_the_targets_distribution()
     )
     joint = first[:, None, None] * second[:, :, None] * third
     drawn = torch.tensor([(a * 5 + b) * 5 + c for a, b, c in out.tokens])
-    assert follows(drawn, joint.flatten())
+    return follows(drawn, joint.flatten())
 
 
 def test_sampled_drafts_at_temperature_zero_are_kept_while_they_are_right() -> None:
@@ -492,10 +544,18 @@ def with_eagle3() -> Parts:
     return target, eagle3_drafter(target)
 
 
+def with_eagle3_tree() -> Parts:
+    from test_drafters import eagle3_tree_drafter
+
+    target = Target(tiny("llama"))
+    return target, eagle3_tree_drafter(target)
+
+
 PARTS: dict[str, Callable[[], Parts]] = {
     "plain": lambda: (Target(tiny("llama")), NoDrafter()),
     "dflash": with_dflash,
     "eagle3": with_eagle3,
+    "eagle3-tree": with_eagle3_tree,
 }
 
 

@@ -1,4 +1,4 @@
-"""The two drafters: what they cache is what they would compute from scratch, and outputs never depend on them."""
+"""The drafters: what they cache is what they would compute from scratch, and outputs never depend on them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 
 from dflash_bench import presets
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.decoding import Committed, NoDrafter
 from dflash_bench.engine.dflash import DFlashDrafter
 from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading
@@ -52,6 +54,12 @@ def dflash_drafter(target: Target, block_size: int | None = None) -> DFlashDraft
 
 def eagle3_drafter(target: Target, num_drafts: int = 5, draft: Eagle3Draft | None = None) -> Eagle3Drafter:
     return Eagle3Drafter(draft or enlarged(Eagle3Draft(EAGLE3)), target.embedding, num_drafts)
+
+
+def eagle3_tree_drafter(
+    target: Target, num_drafts: int = 15, top_k: int = 3, steps: int = 4, draft: Eagle3Draft | None = None
+) -> Eagle3TreeDrafter:
+    return Eagle3TreeDrafter(draft or enlarged(Eagle3Draft(EAGLE3)), target.embedding, num_drafts, top_k, steps)
 
 
 class Recorded(Watching):
@@ -148,7 +156,7 @@ def propose(drafter: Any, hidden: Tensor, tokens: Tensor, counts: list[int]) -> 
     return drafts
 
 
-@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter])
+@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_a_draft_sees_what_is_before_the_anchor_and_nothing_else(make: Any) -> None:
     drafter = make(Target(tiny("llama")))
     generator = torch.Generator().manual_seed(0)
@@ -272,7 +280,7 @@ def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
 # Both.
 
 
-@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter])
+@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_a_draft_with_broken_weights_costs_speed_and_not_exactness(make: Any) -> None:
     target = Target(tiny("qwen3"))
     drafter = make(target)
@@ -282,7 +290,7 @@ def test_a_draft_with_broken_weights_costs_speed_and_not_exactness(make: Any) ->
     assert out.tokens == plain(target, PROMPTS, 12)
 
 
-@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter])
+@pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
 def test_nan_in_one_generation_does_not_stay_in_the_drafts_cache(make: Any) -> None:
     target = Target(tiny("llama"))
     drafter, short = make(target), [[5], [6, 7, 8]]
@@ -336,13 +344,15 @@ def encoded(models: loading.Models) -> list[list[int]]:
 
 
 def trained(models: loading.Models, name: str, target: Target, num_drafts: int) -> Any:
-    draft: Any = models.drafts[name]
+    draft: Any = models.drafts[name.removesuffix("-tree")]
     if name == "dflash":
         return DFlashDrafter(draft, target.embedding, target.head, num_drafts + 1)
+    if name == "eagle3-tree":
+        return Eagle3TreeDrafter(draft, target.embedding, num_drafts)
     return Eagle3Drafter(draft, target.embedding, num_drafts)
 
 
-@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+@pytest.mark.parametrize("name", ["dflash", "eagle3", "eagle3-tree"])
 def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nano: loading.Models) -> None:
     target, prompts = Target(nano.target), encoded(nano)
     stop_ids = frozenset({nano.tokenizer.eos_token_id})
@@ -352,6 +362,27 @@ def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nan
             out = run(target, trained(nano, name, target, num_drafts), rows, 40, stop_ids)
             assert out.tokens == (expected * 3)[: len(rows)]
     assert sum(sum(step.accepted) for step in out.rounds) > len(out.rounds)
+
+
+def test_the_trees_of_the_paper_give_the_plain_tokens_and_one_of_one_child_keeps_what_the_chain_keeps(
+    nano: loading.Models,
+) -> None:
+    target, prompts, draft = Target(nano.target), encoded(nano), nano.drafts["eagle3"]
+    expected = plain(target, prompts, 40)
+    for num_drafts in (15, 59):
+        out = run(target, trained(nano, "eagle3-tree", target, num_drafts), prompts, 40)
+        assert out.tokens == expected
+        assert max(count for step in out.rounds for count in step.accepted) > 3
+    chain = run(target, trained(nano, "eagle3", target, 6), prompts, 40)
+    tree = run(target, Eagle3TreeDrafter(draft, target.embedding, 6, top_k=1, steps=5), prompts, 40)  # type: ignore[arg-type]
+    assert drafts_of(tree) == drafts_of(chain)
+
+
+def test_a_trained_tree_draws_the_tokens_of_plain_decoding(nano: loading.Models) -> None:
+    target, prompts, sampling = Target(nano.target), encoded(nano), Sampling(1.0, seed=7)
+    out = run(target, trained(nano, "eagle3-tree", target, 15), prompts, 24, sampling=sampling)
+    assert out.tokens == run(target, NoDrafter(), prompts, 24, sampling=sampling).tokens
+    assert any(count > 1 for step in out.rounds for count in step.accepted)
 
 
 def test_the_trained_dflash_draft_cached_equals_a_full_recomputation(nano: loading.Models) -> None:

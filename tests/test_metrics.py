@@ -69,6 +69,14 @@ def test_pooled_is_one_plus_the_sum_of_acceptance_by_position(answers: list[list
     assert metrics.al_pooled(rows) == pytest.approx(by_position)
 
 
+def test_acceptance_of_a_tree_goes_by_depth_and_not_by_nodes() -> None:
+    nodes = record("eagle3-tree:60", "a", generation([0, 1, 1, 3], 59))
+    assert metrics.accept_rate([nodes]) is None
+    assert metrics.accept_rate([nodes, *DRAFTED]) == metrics.accept_rate(DRAFTED)
+    assert metrics.accept_at([nodes]) == [AcceptAt(1, 3 / 4, 3 / 4), AcceptAt(2, 1 / 4, 1 / 3), AcceptAt(3, 1 / 4, 1)]
+    assert metrics.al_pooled([nodes]) == 1 + sum(at.unconditional for at in metrics.accept_at([nodes]))
+
+
 def test_hidden_rounds_leave_acceptance_out_and_speed_in() -> None:
     hidden = [record("server", "a", generation(None))]
     for metric in (metrics.al_pooled, metrics.al_request_mean, metrics.al_emitted, metrics.accept_rate):

@@ -177,6 +177,14 @@ def test_a_saturated_block() -> None:
     assert finding.remedy == "draft more tokens a round (--method dflash:N), if the draft was trained for it"
 
 
+def test_a_tree_is_not_saturated_by_a_way_as_long_as_its_number_of_nodes() -> None:
+    """Two nodes, one below the other, both kept: that the tree was small cannot be told from the counts."""
+    rows = [row for number in range(24) for row in pair(f"p{number}", [2, 2, 1], block=2)]
+    trees = [replace(row, method="eagle3-tree:3") if row.method == "dflash" else row for row in rows]
+    assert only(rows, "saturated")
+    assert "saturated" not in [finding.kind for finding in found(trees)]
+
+
 def test_failed_answers_with_the_first_error_on_one_line() -> None:
     rows = [*steady(), failed("dflash", "x", "NaN logits\nin layer 3"), failed("dflash", "y", "later")]
     expected = "gsm8k dflash: 2 of 26 answers failed and are in no number; the first: NaN logits"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 from toy import follows
 
-from dflash_bench.engine.verify import Verdict, verify_chain, verify_sampled, verify_tree
+from dflash_bench.engine.sampling import inverse_cdf
+from dflash_bench.engine.verify import Verdict, verify_chain, verify_children, verify_sampled, verify_tree
 
 NUM_DRAWS = 20_000
 P = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
@@ -165,3 +169,124 @@ def test_each_place_draws_with_its_own_number() -> None:
     verdict = verify_sampled(ids([0], [0]), p, q, torch.tensor([[0.1], [0.9]]), torch.tensor([[0.9, 0.1]] * 2))
     assert verdict.num_accepted.tolist() == [1, 0]
     assert verdict.next_token.tolist() == [0, 2]
+
+
+# Child by child.
+
+NODES, PARENTS = ids([3, 1, 0, 2, 0]), ids([-1, -1, 1, 1, 1])
+"""
+anchor -> 3
+       -> 1 -> 0
+            -> 2
+            -> 0, which its elder twin leaves nothing
+"""
+FIRST, SECOND = (torch.tensor(p, dtype=torch.double) for p in ([0.4, 0.3, 0.2, 0.1], [0.5, 0.25, 0.25, 0.0]))
+TREE_P = torch.stack([FIRST, FIRST, SECOND, SECOND, SECOND, SECOND])[None]
+"""After the anchor, and after each node."""
+
+
+def grid(*parts: int) -> Tensor:
+    """Every combination of the midpoints of so many equal parts of [0, 1) each."""
+    return torch.cartesian_prod(*((torch.arange(n, dtype=torch.double) + 0.5) / n for n in parts))
+
+
+def shares(verdict: Verdict) -> dict[tuple[int, ...], Fraction]:
+    """How often, exactly, which tokens are emitted."""
+    said = emitted(Verdict(verdict.path, verdict.num_accepted, verdict.next_token), along(verdict))
+    counts = Counter(tuple(token for token in row if token >= 0) for row in said.tolist())
+    return {tokens: Fraction(count, len(said)) for tokens, count in counts.items()}
+
+
+def along(verdict: Verdict) -> Tensor:
+    """The nodes' tokens in the order of the path [B, N]."""
+    block = torch.cat([ids([99]), NODES], dim=1).expand_as(verdict.path)
+    return block.gather(1, verdict.path)[:, 1:]
+
+
+def shares_by_hand() -> dict[tuple[int, ...], Fraction]:
+    """The target says x with probability p(x); where a child says so too, the way goes on below it."""
+    first, second = ([Fraction(round(100 * x), 100) for x in p.tolist()] for p in (FIRST, SECOND))
+    said = {(0,): first[0], (2,): first[2], (1, 1): first[1] * second[1]}
+    said |= {(3, x): first[3] * first[x] for x in range(4)}
+    said |= {(1, child, x): first[1] * second[child] * second[x] for child in (0, 2) for x in range(3)}
+    return said
+
+
+def test_children_tried_one_by_one_give_exactly_the_targets_distribution() -> None:
+    """Over a grid of numbers so fine that every share comes out to the last digit."""
+    numbers = grid(10, 4, 60)
+    num_rows = len(numbers)
+    verdict = verify_children(
+        NODES.expand(num_rows, -1), PARENTS.expand(num_rows, -1), TREE_P.expand(num_rows, -1, -1), None,
+        # The anchor and node 1 have children, and need a number.
+        numbers[:, [0, 0, 1, 0, 0, 0]], numbers[:, 2:].expand(-1, 6),
+    )  # fmt: skip
+    assert shares(verdict) == shares_by_hand()
+    assert sum(shares_by_hand().values()) == 1
+
+
+def test_the_match_rule_follows_each_child_as_often_as_trying_them_one_by_one() -> None:
+    numbers = grid(10, 20, 4)[:, [0, 1, 1, 2, 2, 2]]
+    choices = inverse_cdf(TREE_P.expand(len(numbers), -1, -1), numbers)
+    verdict = verify_tree(NODES.expand(len(numbers), -1), PARENTS.expand(len(numbers), -1), choices)
+    assert shares(verdict) == shares_by_hand()
+
+
+def test_a_chain_is_tried_as_sampled_chains_are() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.softmax(2 * torch.randn(500, 3, 6, generator=generator), dim=-1)
+    p = torch.softmax(2 * torch.randn(500, 4, 6, generator=generator), dim=-1)
+    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(500, 3)
+    accept, draw = (torch.rand(500, 4, generator=generator) for _ in range(2))
+    chain = verify_sampled(tokens, p, q, accept[:, :-1], draw)
+    tree = verify_children(tokens, torch.arange(-1, 2).expand(500, -1), p, q, accept, draw)
+    assert set(chain.num_accepted.tolist()) == {0, 1, 2, 3}
+    assert tree.num_accepted.tolist() == chain.num_accepted.tolist()
+    assert tree.next_token.tolist() == chain.next_token.tolist()
+    assert emitted(tree, tokens).tolist() == emitted(chain, tokens).tolist()
+
+
+def siblings(q: Tensor, replaced: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two children of the anchor drawn from q, and what each was drawn from [draws, 2, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.multinomial(q, NUM_DRAWS, replacement=True, generator=generator)[:, None]
+    rest = q.expand(NUM_DRAWS, -1)
+    if not replaced:
+        rest = rest.scatter(1, first, 0.0)
+        rest = rest / rest.sum(dim=-1, keepdim=True)
+    second = torch.multinomial(rest, 1, generator=generator)
+    return torch.cat([first, second], dim=1), torch.stack([q.expand(NUM_DRAWS, -1), rest], dim=1)
+
+
+def tried(tokens: Tensor, q: Tensor, seed: int = 1) -> tuple[Verdict, Tensor]:
+    """Verdicts over pairs of siblings, and the first token each emits."""
+    generator = torch.Generator().manual_seed(seed)
+    accept, draw = (torch.rand(NUM_DRAWS, 3, generator=generator) for _ in range(2))
+    p = torch.stack([P, AFTER, AFTER]).expand(NUM_DRAWS, -1, -1)
+    verdict = verify_children(tokens, ids([-1, -1]).expand(NUM_DRAWS, -1), p, q, accept, draw)
+    kept = tokens.gather(1, verdict.path[:, 1:2] - 1)[:, 0]
+    return verdict, torch.where(verdict.num_accepted == 1, kept, verdict.next_token)
+
+
+def test_drawn_siblings_leave_the_target_its_distribution() -> None:
+    for name in ("right", "uniform", "skewed"):
+        for replaced in (True, False):
+            verdict, first = tried(*siblings(DRAFTS[name], replaced))
+            assert follows(first, P), (name, replaced)
+            # The number that decided on the children does not decide on what comes after them.
+            bonus = verdict.next_token[verdict.num_accepted == 1]
+            assert follows(bonus, AFTER), (name, replaced)
+
+
+def test_a_sibling_that_hides_what_it_was_drawn_from_is_found_out() -> None:
+    tokens, q = siblings(DRAFTS["skewed"], replaced=False)
+    verdict, first = tried(tokens, DRAFTS["skewed"].expand_as(q))
+    assert verdict.num_accepted.max() == 1
+    assert not follows(first, P)
+
+
+def test_a_second_child_is_kept_where_the_first_was_refused() -> None:
+    tokens, q = siblings(DRAFTS["uniform"], replaced=False)
+    verdict, _ = tried(tokens, q)
+    by_child = torch.bincount(verdict.path[verdict.num_accepted == 1, 1], minlength=3)
+    assert by_child[1] > 1000 and by_child[2] > 1000

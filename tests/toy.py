@@ -7,6 +7,7 @@ changes what it says.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -241,6 +242,67 @@ class Tree(Scripted):
                 # What hangs below the second of two equal nodes cannot be reached, and need not be.
                 at += 1
         return tokens, parents
+
+
+class RandomTree(Scripted):
+    """Proposes other trees to each row in each round: N nodes, at most `top_k` below each, the right text among them.
+
+    The right text goes on below its last node with probability 2/3; with top_k 1 the tree is a chain.
+    """
+
+    def __init__(
+        self, texts: Sequence[Sequence[int]], num_drafts: int, top_k: int, vocab_size: int, seed: int = 0
+    ) -> None:
+        super().__init__(texts, num_drafts)
+        self.top_k, self.vocab_size, self.random = top_k, vocab_size, random.Random(seed)
+
+    def propose(self) -> Draft:
+        trees = [self._tree(row) for row in self.right(self.num_drafts)]
+        return Draft(torch.tensor([tokens for tokens, _ in trees]), torch.tensor([parents for _, parents in trees]))
+
+    def _tree(self, right: list[int]) -> tuple[list[int], list[int]]:
+        tokens: list[int] = []
+        parents: list[int] = []
+        depth, tip, room = 0, -1, {-1: self.top_k}
+        for node in range(self.num_drafts):
+            parent = (
+                tip if self.random.random() < 0.4 and room[tip] else self.random.choice([i for i in room if room[i]])
+            )
+            room[parent] -= 1
+            room[node] = self.top_k
+            goes_on = parent == tip and self.random.random() < 2 / 3
+            tokens.append(right[depth] if goes_on else self.random.randrange(self.vocab_size))
+            parents.append(parent)
+            if goes_on:
+                depth, tip = depth + 1, node
+        return tokens, parents
+
+
+class SampledTree(Scripted):
+    """Two children, and two below the first of them; siblings are drawn without replacement, and it says so."""
+
+    num_nodes = 4
+
+    def __init__(self, num_rows: int, vocab_size: int, seed: int = 0) -> None:
+        super().__init__([()] * num_rows, self.num_nodes)
+        self.vocab_size, self.seed = vocab_size, seed
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def propose(self) -> Draft:
+        drawn = [self._pair() for _ in range(2)]
+        tokens = torch.cat([pair for pair, _ in drawn], dim=1)
+        parents = torch.tensor([-1, -1, 0, 0]).expand_as(tokens)
+        return Draft(tokens, parents, torch.cat([q for _, q in drawn], dim=1))
+
+    def _pair(self) -> tuple[Tensor, Tensor]:
+        q = torch.softmax(2 * torch.randn(len(self.texts), self.vocab_size, generator=self.generator), dim=-1)
+        first = torch.multinomial(q, 1, generator=self.generator)
+        rest = q.scatter(1, first, 0.0)
+        rest = rest / rest.sum(dim=-1, keepdim=True)
+        second = torch.multinomial(rest, 1, generator=self.generator)
+        return torch.cat([first, second], dim=1), torch.stack([q, rest], dim=1)
 
 
 class Sampled(Scripted):

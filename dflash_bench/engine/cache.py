@@ -102,8 +102,9 @@ def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = Non
 def ancestors(parents: Tensor) -> Tensor:
     """Parents [B, N] of tree nodes (-1: the anchor) -> [B, N + 1, N + 1], true for ancestors and oneself."""
     num_rows, width = parents.shape
-    rows = torch.arange(num_rows, device=parents.device)
-    seen = torch.eye(width + 1, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
-    for node in range(width):
-        seen[:, node + 1] |= seen[rows, parents[:, node] + 1]
-    return seen
+    seen = torch.eye(width + 1, device=parents.device).repeat(num_rows, 1, 1)
+    seen[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
+    # Whom those see whom one sees, one sees as well: each product doubles how far up.
+    for _ in range(width.bit_length()):
+        seen = torch.bmm(seen, seen).clamp_(max=1)
+    return seen.bool()

@@ -17,7 +17,7 @@ from dflash_bench.engine.cache import ancestors, to_device
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sampling import Sampler, Sampling, probabilities
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
+from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,8 @@ class _State:
         if draft is not None and draft.probs is not None and places is not None:
             p = probabilities(logits, self.sampler.sampling.temperature)
             accept, draw = self.sampler.acceptance.gather(1, places), self.sampler.uniform.gather(1, places)
+            if draft.parents is not None:
+                return verify_children(draft.tokens, draft.parents, p, draft.probs, accept, draw)
             return verify_sampled(draft.tokens, p, draft.probs, accept[:, :-1], draw)
         choices = self.sampler.choose(logits, places)
         if draft is None:
@@ -237,7 +239,9 @@ class _State:
         longest = max(counts)
         if draft is not None and draft.parents is not None:
             path = verdict.path[:, :longest]
-            self.target.cache.keep_path(self.starts, path)
+            # A row that keeps its anchor only, kept it where it stands.
+            if longest > 1:
+                self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
         self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
 

@@ -23,6 +23,8 @@ class Eagle3Drafter:
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
         self.draft, self.config = draft.eval(), draft.config
         self.embedding, self.num_drafts = embedding, num_drafts
+        self.num_scratch = num_drafts
+        """Places in the cache that a proposal writes to behind what is committed."""
         self.taps = self.config.target_layer_ids
         self.device = draft.fc.weight.device
         self.cache = KVCache(0, 0, self.device)
@@ -30,7 +32,7 @@ class Eagle3Drafter:
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.starts = [0] * num_rows
-        capacity += self.num_drafts
+        capacity += self.num_scratch
         if self.cache.num_rows == num_rows and self.cache.capacity >= capacity:
             self.cache.clear()
             return

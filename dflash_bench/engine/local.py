@@ -13,6 +13,7 @@ from dflash_bench.engine.clock import clock_for
 from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, NoDrafter, Round, decode
 from dflash_bench.engine.dflash import DFlashDrafter
 from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.methods import Method
@@ -22,6 +23,8 @@ from dflash_bench.records import Divergence, FinishReason, Generation, Message
 
 DEFAULT_CHAIN = 7
 """Tokens an EAGLE-3 chain drafts per round unless the preset or the user says otherwise; the paper's depth."""
+DEFAULT_TREE = 59
+"""Nodes of an EAGLE-3 tree unless the user says otherwise; with the anchor the larger of the paper's two trees."""
 
 
 def _dflash(models: Models, target: Target, num_drafts: int | None) -> Drafter:
@@ -33,10 +36,15 @@ def _eagle3(models: Models, target: Target, num_drafts: int | None) -> Drafter:
     return Eagle3Drafter(models.drafts["eagle3"], target.embedding, num_drafts or DEFAULT_CHAIN)  # type: ignore[arg-type]
 
 
+def _eagle3_tree(models: Models, target: Target, num_drafts: int | None) -> Drafter:
+    return Eagle3TreeDrafter(models.drafts["eagle3"], target.embedding, num_drafts or DEFAULT_TREE)  # type: ignore[arg-type]
+
+
 DRAFTERS: dict[str, Callable[[Models, Target, int | None], Drafter]] = {
     "ar": lambda _models, _target, _num_drafts: NoDrafter(),
     "dflash": _dflash,
     "eagle3": _eagle3,
+    "eagle3-tree": _eagle3_tree,
 }
 
 

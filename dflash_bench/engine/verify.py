@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
+from dflash_bench.engine.cache import ancestors
 from dflash_bench.engine.sampling import inverse_cdf
 
 
@@ -20,7 +22,8 @@ class Draft:
     """What a drafter proposes for B rows: N tokens as a chain, or as a tree.
 
     `parents` [B, N] holds each node's parent index, -1 for the anchor; parents come before children.
-    `probs` [B, N, V] is what the tokens were drawn from; None means they were chosen, not drawn.
+    `probs` [B, N, V] is what the tokens were drawn from; None means they were chosen, not drawn. A node of a tree may
+    be drawn in the knowledge of its elder siblings (without replacement, say), and its probs are then those.
     """
 
     tokens: Tensor
@@ -50,23 +53,23 @@ def verify_chain(tokens: Tensor, choices: Tensor) -> Verdict:
 
 
 def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor) -> Verdict:
-    """Walk from the anchor to the child that equals the target's choice, until there is none.
+    """Keep the longest way down from the anchor that equals the target's choices; of equal ways the first.
 
-    Node i of the tree is row i + 1 of the block; choices [B, N + 1] holds the target's choice after each row.
+    Node i of the tree is row i + 1 of the block; choices [B, N + 1] holds the target's choice after each row. Where
+    choices are sampled, child c is followed with probability p(c), just as when children are tried one by one and a
+    refused one is struck from p (`verify_children` with q None): the same distribution, from one number per place.
     """
-    num_rows, width = tokens.shape
-    at = torch.zeros(num_rows, dtype=torch.long, device=tokens.device)
-    path = [at]
-    alive = torch.ones(num_rows, dtype=torch.bool, device=tokens.device)
-    num_accepted = torch.zeros_like(at)
-    for _ in range(width):
-        fits = (parents + 1 == at[:, None]) & (tokens == choices.gather(1, at[:, None]))
-        alive = alive & fits.any(dim=1)
-        child = fits.int().argmax(dim=1) + 1
-        at = torch.where(alive, child, at)
-        num_accepted = num_accepted + alive
-        path.append(at)
-    return Verdict(torch.stack(path, dim=1), num_accepted, choices.gather(1, at[:, None])[:, 0])
+    ways = ancestors(parents)
+    wrong = tokens != choices.gather(1, parents + 1)
+    confirmed = ~(ways[..., 1:] & wrong[:, None]).any(dim=-1)
+    last = (ways.sum(dim=-1) * confirmed).argmax(dim=1, keepdim=True)
+    way = ways.take_along_dim(last[..., None], dim=1)[:, 0]
+    return Verdict(_in_order(way), way.sum(dim=1) - 1, choices.gather(1, last)[:, 0])
+
+
+def _in_order(kept: Tensor) -> Tensor:
+    """The path of rows that are kept [B, N + 1]: parents come before children, so their own order is the path's."""
+    return kept.int().argsort(dim=1, descending=True, stable=True)
 
 
 def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: Tensor) -> Verdict:
@@ -83,8 +86,43 @@ def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: T
     q = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p_next, q_next = p.gather(1, row)[:, 0], q.gather(1, row)[:, 0]
-    residual = (p_next - q_next).clamp_(min=0)
-    # Where p equals q up to rounding nothing is left to draw from, and p is right.
-    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 1e-8, residual, p_next)
     path = torch.arange(p.shape[1], device=p.device).expand(p.shape[0], -1)
-    return Verdict(path, num_accepted, inverse_cdf(residual, draw.gather(1, num_accepted[:, None])[:, 0]))
+    next_token = inverse_cdf(_residual(p_next, q_next), draw.gather(1, num_accepted[:, None])[:, 0])
+    return Verdict(path, num_accepted, next_token)
+
+
+def verify_children(
+    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, draw: Tensor
+) -> Verdict:
+    """Walk down a tree; of each node the children are tried one by one, in their order.
+
+    Child x is kept with probability min(1, p / q), and a refused one leaves max(p - q, 0), made to sum to 1, in place
+    of p to its younger siblings and, where all are refused, to the next token. q None takes every child for certain,
+    as EAGLE does: kept with probability p, and struck from p where refused. Shapes as for `verify_sampled`, but for
+    `accept` [B, N + 1]: the number of a node decides on all its children, since what a refusal leaves of it, scaled,
+    is uniform again.
+    """
+    at = torch.zeros_like(tokens[:, 0])
+    kept = torch.zeros_like(draw, dtype=torch.bool)
+    kept[:, 0] = True
+    rest, number = p[:, 0], accept[:, 0]
+    for i in range(tokens.shape[1]):
+        token = tokens[:, i : i + 1]
+        drawn_from = one_hot(token[:, 0], p.shape[-1]).to(p.dtype) if q is None else q[:, i]
+        share = (rest.gather(1, token) / drawn_from.gather(1, token).clamp(min=1e-30))[:, 0].clamp_(max=1)
+        tried = parents[:, i] + 1 == at
+        kept[:, i + 1] = good = tried & (number < share)
+        left = _residual(rest, drawn_from)
+        left = torch.where(tried[:, None], left / left.sum(dim=-1, keepdim=True), rest)
+        rest = torch.where(good[:, None], p[:, i + 1], left)
+        scaled = torch.where(tried, (number - share) / (1 - share).clamp_(min=1e-30), number)
+        number = torch.where(good, accept[:, i + 1], scaled)
+        at = at.masked_fill(good, i + 1)
+    return Verdict(_in_order(kept), kept.sum(dim=1) - 1, inverse_cdf(rest, draw.gather(1, at[:, None])[:, 0]))
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """What p has left where the draft's token is refused [B, V], not normalised."""
+    residual = (p - q).clamp_(min=0)
+    # Where p equals q up to rounding nothing is left to draw from, and p is right.
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 1e-8, residual, p)

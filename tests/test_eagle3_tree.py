@@ -1,0 +1,206 @@
+"""EAGLE-3 trees: the nodes are those of the plain algorithm without a cache, and outputs never depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_decoding import PROMPTS as RAGGED
+from test_drafters import (
+    EAGLE3,
+    PROMPTS,
+    eagle3_drafter,
+    eagle3_tree_drafter,
+    enlarged,
+    reduced,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from toy import Scripted, Watching, plain, run, sometimes_wrong, tiny
+
+from dflash_bench.engine.decoding import Committed, NoDrafter
+from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.eagle3 import Eagle3Draft
+
+Way = tuple[int, ...]
+"""The tokens from below the anchor down to a node."""
+
+
+def ways(draft: Draft, row: int) -> list[Way]:
+    """Of each node; parents come first."""
+    assert draft.parents is not None
+    found: list[Way] = []
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        assert -1 <= parent < len(found)
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+@torch.inference_mode()
+def children(
+    drafter: Eagle3Drafter, features: Tensor, following: Sequence[int], way: Way, top_k: int
+) -> dict[Way, float]:
+    """The likeliest ways that go on from this one, from one causal pass over everything before each of its tokens."""
+    draft, tokens, states = drafter.draft, list(following), drafter.draft.fc(features)
+    rotary = Rotary(8, drafter.config.rope_theta, len(following) + len(way), torch.device("cpu"), torch.float32)
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+    for i in range(len(way) + 1):
+        tables = rotary.at(torch.arange(len(tokens))[None])
+        out = draft(drafter.embedding(torch.tensor([tokens])), states[None], tables, attend)[0, -1:]
+        tokens, states = [*tokens, *way[i : i + 1]], torch.cat([states, out])
+    best = draft.logits(out)[0].log_softmax(dim=-1).topk(top_k)
+    ids = draft.target_ids(best.indices).tolist()
+    return {(*way, token): score for token, score in zip(ids, best.values.tolist(), strict=True)}
+
+
+def best_nodes(drafter: Eagle3TreeDrafter, features: Tensor, following: Sequence[int]) -> set[Way]:
+    """The algorithm as the paper tells it, with every node read from scratch."""
+    frontier: dict[Way, float] = {(): 0.0}
+    found: dict[Way, float] = {}
+    for _ in range(drafter.steps + 1):
+        level = {
+            child: score + own
+            for way, score in frontier.items()
+            for child, own in children(drafter, features, following, way, drafter.top_k).items()
+        }
+        found |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: drafter.top_k])
+    return set(sorted(found, key=lambda way: -found[way])[: drafter.num_drafts])
+
+
+class Recorded(Watching):
+    """Keeps what is proposed, and what it was proposed from, but hands over what a scripted drafter does."""
+
+    def __init__(self, inner: Any, scripted: Scripted) -> None:
+        super().__init__(inner)
+        self.scripted = scripted
+        self.proposed: list[tuple[Draft, list[Tensor], list[list[int]]]] = []
+        self.alive: list[list[int]] = []
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.scripted.begin(num_rows, capacity)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.scripted.observe(committed)
+
+    def propose(self) -> Draft:
+        draft = self.inner.propose()
+        # The chain hands out one buffer again and again.
+        draft = Draft(draft.tokens.clone(), draft.parents)
+        self.proposed.append((draft, [torch.stack(row) for row in self.read], [list(row) for row in self.following]))
+        return self.scripted.propose()
+
+
+def record(drafter: Eagle3TreeDrafter, target: Target, prompts: Sequence[Sequence[int]], length: int = 20) -> Recorded:
+    """A generation of ragged rows in which the target accepts many and few tokens in turn."""
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, length), strict=True)]
+    recorded = Recorded(drafter, Scripted(known, drafter.num_drafts, sometimes_wrong(0.7, 97)))
+    out = run(target, recorded, prompts, length)
+    # What is drafted for a row that has ended is thrown away, and may be anything.
+    recorded.alive = [[row for row, new in enumerate(step.emitted) if new is not None] for step in out.rounds]
+    assert len(recorded.proposed) == len(recorded.alive) > 2
+    return recorded
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+@pytest.mark.parametrize(("num_drafts", "top_k", "steps"), [(15, 3, 3), (8, 10, 2), (6, 2, 5), (30, 2, 3)])
+def test_the_tree_holds_the_best_nodes_of_the_algorithm_without_a_cache(
+    num_drafts: int, top_k: int, steps: int, rows: list[int]
+) -> None:
+    target = Target(tiny("llama"))
+    drafter = eagle3_tree_drafter(target, num_drafts, top_k, steps, reduced())
+    recorded = record(drafter, target, [PROMPTS[row] for row in rows])
+    for (draft, read, following), alive in list(zip(recorded.proposed, recorded.alive, strict=True))[:4]:
+        for row in alive:
+            proposed = ways(draft, row)
+            assert len(proposed) == len(set(proposed)) == drafter.num_drafts
+            assert set(proposed) == best_nodes(drafter, read[row], following[row])
+
+
+def test_a_node_as_likely_as_its_parent_does_not_stand_without_it() -> None:
+    """A draft that is certain gives log-probability 0, and sums of equal numbers are in no order."""
+    target, draft = Target(tiny("llama")), enlarged(Eagle3Draft(EAGLE3))
+    with torch.no_grad():
+        draft.lm_head.weight.mul_(1000)
+    drafter = eagle3_tree_drafter(target, 6, 3, 7, draft)
+    recorded = record(drafter, target, PROMPTS[1:2])
+    for proposed, (features,), (following,) in recorded.proposed[:3]:
+        assert drafter.scores[0, 0] == 0
+        for way in ways(proposed, 0):
+            assert way in children(drafter, features, following, way[:-1], 3)
+
+
+def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
+    target, draft = Target(tiny("llama")), enlarged(Eagle3Draft(EAGLE3))
+    small = enlarged(Eagle3Draft(replace(EAGLE3, draft_vocab_size=4)))
+    for given, made in (
+        ((1, 10, 7, draft), (1, 1, 0)),
+        ((2, 10, 7, draft), (2, 2, 1)),
+        ((59, 10, 7, draft), (59, 10, 7)),
+        ((59, 1, 7, draft), (8, 1, 7)),
+        ((59, 10, 7, small), (59, 4, 7)),
+        ((59, 10, 1, small), (20, 4, 1)),
+    ):
+        drafter = eagle3_tree_drafter(target, *given)
+        assert (drafter.num_drafts, drafter.top_k, drafter.steps) == made
+        out = run(target, drafter, PROMPTS, 8)
+        assert out.tokens == plain(target, PROMPTS, 8)
+        assert out.rounds[0].drafted == [made[0]] * 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("length", [1, 2, 6])
+def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int) -> None:
+    target, prompts = Target(tiny("llama")), RAGGED[:num_rows]
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, 20), strict=True)]
+    proposed = []
+    for drafter in (eagle3_drafter(target, length), eagle3_tree_drafter(target, length, 1, length - 1)):
+        recorded = Recorded(drafter, Scripted(known, length, sometimes_wrong(0.7, 97)))
+        run(target, recorded, prompts, 20)
+        proposed.append([draft.tokens.tolist() for draft, *_ in recorded.proposed])
+        for draft, *_ in recorded.proposed:
+            assert draft.parents is None or draft.parents.tolist() == [list(range(-1, length - 1))] * num_rows
+    assert proposed[0] == proposed[1]
+    assert len({tuple(tokens[0]) for tokens in proposed[1]}) > 1
+
+
+def test_a_level_is_one_pass_of_the_network() -> None:
+    target = Target(tiny("llama"))
+    drafter = eagle3_tree_drafter(target, 59, 10, 7)
+    widths: list[int] = []
+    drafter.draft.midlayer.register_forward_hook(lambda _module, _inputs, out: widths.append(out.shape[1]))
+    out = run(target, drafter, PROMPTS[:1], 6)
+    # And before each tree one over what was committed.
+    assert len(widths) == 8 * len(out.rounds) and widths.count(10) == 7 * len(out.rounds)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("total_tokens", [2, 16, 60])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_trees_give_the_plain_tokens(kind: str, total_tokens: int, num_rows: int) -> None:
+    target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
+    expected = plain(target, prompts, 12)
+    for top_k in (1, 2, 10):
+        out = run(target, eagle3_tree_drafter(target, total_tokens - 1, top_k, 7), prompts, 12)
+        assert out.tokens == expected
+
+
+def test_equal_seeds_draw_equal_tokens_with_and_without_a_tree() -> None:
+    target, sampling = Target(tiny("qwen3")), Sampling(0.8, seed=5)
+    alone = run(target, NoDrafter(), PROMPTS, 12, sampling=sampling)
+    out = run(target, eagle3_tree_drafter(target), PROMPTS, 12, sampling=sampling)
+    assert out.tokens == alone.tokens
+    assert out.tokens != plain(target, PROMPTS, 12)
