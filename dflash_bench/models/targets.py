@@ -44,11 +44,11 @@ def shape_of(folder: Path) -> TargetShape:
 
 
 def vocabulary_of(folder: Path) -> dict[str, Tensor]:
-    """The target's embedding and head, each [V, H]; where they are tied, one tensor under two names."""
+    """The target's embedding and head, each [V, H]; where they are tied, a copy, as files hold no tensor twice."""
     stored = _stored(folder, headers_only=False)
     if EMBEDDING not in stored:
         raise UserError(f"{folder} holds no tensor named {EMBEDDING}; is it a target?")
-    return {EMBEDDING: stored[EMBEDDING], HEAD: stored.get(HEAD, stored[EMBEDDING])}
+    return {EMBEDDING: stored[EMBEDDING], HEAD: stored[HEAD] if HEAD in stored else stored[EMBEDDING].clone()}
 
 
 def _stored(folder: Path, headers_only: bool) -> dict[str, Tensor]:
