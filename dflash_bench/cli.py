@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from dflash_bench import __version__, options
 from dflash_bench.errors import UserError
@@ -135,6 +135,39 @@ def models(as_json: options.AsJson = False) -> None:
         print(json.dumps(catalogue.as_json(listed, machine), indent=1, allow_nan=False))
     else:
         print(catalogue.text(listed, machine))
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="A draft: a folder or a hub id.")],
+    target: Annotated[
+        str | None, Option(metavar="T", help="See whether it fits: nano, a preset, or a folder with a model.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say what a draft is, in which format, and what does not fit (exit status 1). Reads headers, not weights."""
+    from dflash_bench.models import inspection
+
+    seen = inspection.inspect(checkpoint, target)
+    print(json.dumps(inspection.as_json(seen), indent=1) if as_json else inspection.text(seen))
+    if seen.problems:
+        sys.exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, Argument(metavar="SRC", help="A draft: a folder or a hub id.")],
+    destination: Annotated[Path, Argument(metavar="DST", help="A folder that does not exist yet.")],
+    to: Annotated[str, Option(metavar="FORMAT", help="zlab, speculators, deepspec or safeailab.")],
+    target: Annotated[
+        str | None, Option(metavar="T", help="The draft's target, where a format carries its embedding and head.")
+    ] = None,
+) -> None:
+    """Write a draft in another publisher's format, bit for bit; what the format cannot hold is refused by name."""
+    from dflash_bench.models import conversion
+
+    conversion.convert(source, destination, to, target)
+    print(f"saved in {destination}")
 
 
 if __name__ == "__main__":

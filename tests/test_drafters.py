@@ -197,7 +197,7 @@ def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
 @torch.inference_mode()
 def eagle3_from_scratch(drafter: Eagle3Drafter, features: Tensor, tokens: list[int]) -> tuple[Tensor, list[int]]:
     """Logits [k, Vd] of one row's chain; every step reads the whole row again in one causal pass."""
-    draft, states = drafter.draft, drafter.draft.fc(features)
+    draft, states = drafter.draft, drafter.draft.fuse(features)
     rotary = Rotary(8, drafter.config.rope_theta, len(tokens) + drafter.num_drafts, torch.device("cpu"), torch.float32)
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def build(folder: Path, seed: int = 0) -> Path:
     dflash = DFlashDraft(
         DFlashConfig(head_dim=16, num_layers=1, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), **BODY)  # type: ignore[arg-type]
     )
-    eagle3 = Eagle3Draft(Eagle3Config(head_dim=16, draft_vocab_size=64, target_layer_ids=(0, 1, 2), **BODY))  # type: ignore[arg-type]
+    # A list of layers that starts with the lowest would be read in the other convention.
+    eagle3 = Eagle3Draft(Eagle3Config(head_dim=16, draft_vocab_size=64, target_layer_ids=(1, 0, 2), **BODY))  # type: ignore[arg-type]
     for name, draft in (("dflash", dflash), ("eagle3", eagle3)):
         initialise(draft, seed)
         save_draft(draft, folder / name)

@@ -19,16 +19,17 @@ from dflash_bench.models.packed import PackedDFlash
 
 
 class DFlashDrafter:
-    """`embedding` and `head` are the target's own."""
+    """`embedding` and `head` are the target's; a draft that brings its own uses those."""
 
     def __init__(
         self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, block_size: int | None = None
     ) -> None:
         self.draft, self.config = draft.eval(), draft.config
         self.network = PackedDFlash(self.draft)
-        self.embedding, self.head = embedding, head
+        self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
+        self.head = draft.lm_head if self.config.own_head else head
         self.block_size = block_size or self.config.block_size
-        self.num_drafts = self.block_size - 1
+        self.num_drafts = self.config.num_drafts(self.block_size)
         self.taps = self.config.target_layer_ids
         self.device = draft.fc.weight.device
         self.cache = KVCache(0, 0, self.device)
@@ -42,7 +43,10 @@ class DFlashDrafter:
             return
         self.cache = KVCache(num_rows, capacity, self.device)
         weight = self.draft.fc.weight
-        self.rotary = Rotary(self.config.head_dim, self.config.rope_theta, capacity, self.device, weight.dtype)
+        config = self.config
+        self.rotary = Rotary(
+            config.head_dim, config.rope_theta, capacity, self.device, weight.dtype, config.rope_scaling
+        )
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
         self.columns = torch.arange(capacity, device=self.device)
 
@@ -60,7 +64,8 @@ class DFlashDrafter:
         self.cache.place(self.starts, self.block_size)
         self.mask = self._mask()
         hidden = self.network.forward(self.embedding(self.block), self.rotary.at(self.cache.positions), self._attend)
-        return Draft(self.head(hidden[:, 1:]).argmax(dim=-1))
+        best = self.head(hidden[:, -self.num_drafts :]).argmax(dim=-1)
+        return Draft(self.draft.target_ids(best))
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.write(layer, keys, values)

@@ -18,11 +18,12 @@ from dflash_bench.models.eagle3 import Eagle3Draft
 
 
 class Eagle3Drafter:
-    """`embedding` is the target's own; the head is the draft's."""
+    """`embedding` is the target's, unless the draft brings one; the head is the draft's."""
 
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
         self.draft, self.config = draft.eval(), draft.config
-        self.embedding, self.num_drafts = embedding, num_drafts
+        self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
+        self.num_drafts = num_drafts
         self.num_scratch = num_drafts
         """Places in the cache that a proposal writes to behind what is committed."""
         self.taps = self.config.target_layer_ids
@@ -38,14 +39,17 @@ class Eagle3Drafter:
             return
         self.cache = KVCache(num_rows, capacity, self.device)
         weight = self.draft.fc.weight
-        self.rotary = Rotary(self.config.head_dim, self.config.rope_theta, capacity, self.device, weight.dtype)
+        config = self.config
+        self.rotary = Rotary(
+            config.head_dim, config.rope_theta, capacity, self.device, weight.dtype, config.rope_scaling
+        )
         self.rows = torch.arange(num_rows, device=self.device)
         self.hidden = weight.new_zeros(num_rows, 1, self.config.hidden_size)
         self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.device)
 
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
-        read = self._step(committed.tokens, self.draft.fc(committed.hidden), committed.starts)
+        read = self._step(committed.tokens, self.draft.fuse(committed.hidden), committed.starts)
         last = to_device([max(count, 1) - 1 for count in committed.counts], self.device)
         self.hidden = read[self.rows, last][:, None]
         self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]

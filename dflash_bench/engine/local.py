@@ -28,8 +28,9 @@ DEFAULT_TREE = 59
 
 
 def _dflash(models: Models, target: Target, num_drafts: int | None) -> Drafter:
-    block_size = None if num_drafts is None else num_drafts + 1
-    return DFlashDrafter(models.drafts["dflash"], target.embedding, target.head, block_size)  # type: ignore[arg-type]
+    draft: Any = models.drafts["dflash"]
+    block_size = None if num_drafts is None else draft.config.block_for(num_drafts)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size)
 
 
 def _eagle3(models: Models, target: Target, num_drafts: int | None) -> Drafter:

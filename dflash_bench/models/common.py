@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -36,16 +39,37 @@ class FeedForward(nn.Module):
 class Rotary:
     """Half-rotation (NeoX) tables up to `length`; angles are computed in float32 whatever the dtype."""
 
-    def __init__(self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-        angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse
-        self.cos = torch.cat([angles, angles], dim=-1).cos().to(dtype)
+    def __init__(
+        self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        inverse, amplitude = frequencies(head_dim, theta, scaling)
+        angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse.to(device)
+        self.cos = (torch.cat([angles, angles], dim=-1).cos() * amplitude).to(dtype)
         # The first half carries the minus of (left, right) -> (-right, left), so that `rotate` is three operations.
-        self.sin = torch.cat([-angles, angles], dim=-1).sin().to(dtype)
+        self.sin = (torch.cat([-angles, angles], dim=-1).sin() * amplitude).to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables for positions [B, N], shaped [B, 1, N, D] to spread over heads."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
+
+
+def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[Tensor, float]:
+    """Inverse frequencies [D / 2] and what cosines and sines are multiplied by.
+
+    `scaling` is a `rope_parameters` dictionary without its theta; its formulas (YaRN, Llama 3, linear) are those of
+    transformers, which is what drafts are trained under.
+    """
+    if scaling is None:
+        return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    length = int(scaling["factor"] * scaling.get("original_max_position_embeddings", 2048))
+    parameters = {**scaling, "rope_theta": theta}
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=length, rope_parameters=parameters)
+    inverse, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    return inverse, float(amplitude)
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ it passes `attend`, which gets the block's queries, keys and values and returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,21 +34,44 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
+    """None where neither the checkpoint nor a target says."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 4096
+    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = False
+    shifted_labels: bool = False
+    """Slot k predicts the token after it, so that all slots draft; otherwise the token at it, and slot 0 is idle."""
+    own_embedding: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
+    """Rows of a reduced head; None is the target's whole vocabulary."""
+    target_hidden_size: int | None = None
+    """Width of one feature where it is not the draft's own."""
+
+    @property
+    def num_features(self) -> int:
+        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
+
+    def num_drafts(self, block_size: int) -> int:
+        """Tokens that a block of this size proposes."""
+        return block_size if self.shifted_labels else block_size - 1
+
+    def block_for(self, num_drafts: int) -> int:
+        """The block that proposes this many."""
+        return num_drafts if self.shifted_labels else num_drafts + 1
 
 
 class Attention(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        kv, bias = config.num_kv_heads * config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -78,15 +102,28 @@ class Layer(nn.Module):
 
 
 class DFlashDraft(nn.Module):
-    """Parameter names are those of z-lab checkpoints: 11 tensors a layer and three of its own."""
+    """Parameter names are those of z-lab checkpoints: 11 tensors a layer and three of its own.
+
+    Some publishers add an embedding and a head, the latter perhaps reduced: `d2t` and `t2d` as in EAGLE-3.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
         """Features [B, N, K * H] of committed tokens -> keys and values per layer, [B, kv_heads, N, D] each."""
@@ -94,12 +131,16 @@ class DFlashDraft(nn.Module):
         return [layer.self_attn.key_value(context, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def forward(self, embedded: Tensor, tables: Tables, attend: Attend) -> Tensor:
-        """Embeddings [B, N, H] of [anchor, mask, ...] -> normed hidden states [B, N, H] for the target's head."""
+        """Embeddings [B, N, H] of [anchor, mask, ...] -> normed hidden states [B, N, H] for the head."""
         x = embedded
         for index, layer in enumerate(self.layers):
             x = layer(index, x, tables, attend)
         out: Tensor = self.norm(x)
         return out
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the draft's head -> ids of the target."""
+        return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]
 
 
 def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -26,6 +26,12 @@ class PackedDFlash:
         self.qkv = _stack([[a.q_proj, a.k_proj, a.v_proj] for a in attention])
         self.gate_up = _stack([[layer.mlp.gate_proj, layer.mlp.up_proj] for layer in layers])
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        self.qkv_bias: list[Tensor | None] = [None] * len(layers)
+        self.kv_bias: Tensor | None = None
+        if self.config.attention_bias:
+            biases = [torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]) for a in attention]
+            self.qkv_bias = list(biases)
+            self.kv_bias = torch.stack(biases)[:, None, heads * self.config.head_dim :]
         # Norm weights head by head, to scale queries and keys in one go.
         self.qk_norm = [
             torch.stack([a.q_norm.weight] * heads + [a.k_norm.weight] * kv_heads)[:, None] for a in attention
@@ -39,6 +45,8 @@ class PackedDFlash:
         weight = self.qkv[:, config.num_heads * config.head_dim :]
         # [layers, B * N, 2 * kv_heads * D] -> [layers, B, 2 * kv_heads, N, D]
         both = torch.matmul(context.flatten(0, 1), weight.transpose(1, 2))
+        if self.kv_bias is not None:
+            both = both + self.kv_bias
         both = both.view(num_layers, *context.shape[:2], -1, config.head_dim).transpose(2, 3)
         keys, values = both.chunk(2, dim=2)
         keys = rotate(rms_norm(keys, (config.head_dim,), eps=config.rms_norm_eps) * self.k_norm, tables)
@@ -55,7 +63,7 @@ class PackedDFlash:
     def _layer(self, index: int, layer: Any, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
         config = self.config
         split = config.num_heads + config.num_kv_heads
-        packed = linear(layer.input_layernorm(x), self.qkv[index])
+        packed = linear(layer.input_layernorm(x), self.qkv[index], self.qkv_bias[index])
         packed = packed.view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
         turned = rms_norm(packed[:, :split], (config.head_dim,), eps=config.rms_norm_eps) * self.qk_norm[index]
         turned = rotate(turned, tables)

@@ -1,0 +1,60 @@
+"""A draft from one format to another, bit for bit; what the other cannot hold is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.errors import UserError
+from dflash_bench.models import files, formats, targets
+from dflash_bench.models.formats.checkpoint import Checkpoint, Format
+
+SHARED = {"dflash": (targets.EMBEDDING, targets.HEAD), "eagle3": (targets.EMBEDDING,)}
+"""Tensors that a draft may take from its target; EAGLE-3's head is always its own."""
+
+
+def convert(reference: str, destination: Path, to: str, target: str | None) -> None:
+    """Raises UserError for a checkpoint that is not whole, and for what the format cannot hold.
+
+    A format that carries the target's embedding and head gets them from `target`; one that leaves them to the target
+    is rid of them if `target` shows that they are copies.
+    """
+    if destination.exists():
+        raise UserError(f"{destination} is there already; name a folder that is not")
+    folder = targets.find_draft(reference)
+    home = targets.find_target(target) if target is not None else None
+    shape = targets.shape_of(home) if home else None
+    form, checkpoint = formats.read(folder, shape)
+    for problem in formats.problems(form, checkpoint, shape):
+        raise UserError(f"{folder}: {problem}")
+    goal = formats.named(to, form.kind)
+    if goal == form:
+        raise UserError(f"{folder} is in the {to} format already")
+    if checkpoint.derived_taps:
+        raise UserError(f"{folder} does not name the layers it taps; give --target, whose depth decides them")
+    files.write(destination, *goal.write(adapted(checkpoint, goal, targets.vocabulary_of(home) if home else {})))
+
+
+def adapted(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:
+    """With the target's tensors where the format carries them, without those that are copies where it does not."""
+    tensors = dict(checkpoint.tensors)
+    for name in SHARED[goal.kind]:
+        if name not in shared:
+            continue
+        if goal.holds_vocabulary:
+            tensors.setdefault(name, shared[name])
+        elif name in tensors and _same(tensors[name], shared[name]):
+            del tensors[name]
+    own: dict[str, Any] = {"own_embedding": targets.EMBEDDING in tensors}
+    if goal.kind == "dflash":
+        own["own_head"] = targets.HEAD in tensors
+    return replace(checkpoint, config=replace(checkpoint.config, **own), tensors=tensors)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.float(), b.float())

@@ -1,0 +1,131 @@
+"""The files of a checkpoint: config.json, and its tensors in whichever of three ways they are stored.
+
+Tensors are read whole, or as their headers say: shapes and types on torch's "meta" device, with no memory behind
+them. No file runs code: safetensors holds none, and a pickle is opened with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash_bench.errors import UserError
+
+WHOLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+
+
+def everything(_name: str) -> bool:
+    return True
+
+
+def only_maps(name: str) -> bool:
+    """Vocabulary maps are small, and looked into even where only headers are wanted."""
+    return name in ("d2t", "t2d")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"no model in {path.parent}: cannot read {path.name} ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON (line {error.lineno})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return config
+
+
+def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
+    """All tensors by name, a leading `model.` taken off; those that are not wanted as headers only.
+
+    Raises UserError for what is missing or damaged.
+    """
+    if (folder / WHOLE).exists():
+        stored = _safetensors(folder / WHOLE, wanted)
+    elif (folder / INDEX).exists():
+        stored = _shards(folder / INDEX, wanted)
+    elif (folder / PICKLE).exists():
+        stored = _pickled(folder / PICKLE)
+    else:
+        raise UserError(f"no weights: {folder / WHOLE} is missing (nor is there {INDEX} or {PICKLE})")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    if len(tensors) < len(stored):
+        twice = next(name for name in stored if f"model.{name}" in stored)
+        raise UserError(f"{folder}: {twice} is there twice, once as model.{twice}; remove one")
+    return tensors
+
+
+def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WHOLE, metadata={"format": "pt"})
+
+
+def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: _tensor(file, name, wanted) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from error
+
+
+def _tensor(file: Any, name: str, wanted: Callable[[str], bool]) -> Tensor:
+    part = file.get_slice(name)
+    shape = part.get_shape()
+    if not shape or wanted(name.removeprefix("model.")):
+        whole: Tensor = file.get_tensor(name)
+        return whole
+    return torch.empty(shape, dtype=part[:0].dtype, device="meta")
+
+
+def _shards(index: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The index says which file holds which tensor; what it says must be so."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise UserError(f"{index} holds no weight_map from tensors to files")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(listed.values())):
+        path = index.parent / name
+        if Path(name).name != name or not path.exists():
+            raise UserError(f"{index} names the file {name}, which is not beside it; copy the checkpoint again")
+        held = _safetensors(path, wanted)
+        expected = {tensor for tensor, file in listed.items() if file == name}
+        if held.keys() != expected:
+            odd = min(held.keys() ^ expected)
+            raise UserError(f"{path}: tensor {odd} is there or in the index, but not in both; copy them again")
+        tensors.update(held)
+    return tensors
+
+
+def _pickled(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} is refused: a pickle that holds more than tensors can run code when it is opened; "
+            "ask its publisher for safetensors"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise UserError(f"{path} is truncated or not a PyTorch file ({_first_line(error)})") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise UserError(f"{path} does not map names to tensors; it is no checkpoint of a draft")
+    return tensors
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

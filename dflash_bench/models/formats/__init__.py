@@ -1,0 +1,72 @@
+"""Checkpoints of drafts, by whoever published them: read into one description, checked whole, written again.
+
+A format is a file here with a reader and a writer; the networks know nothing of formats. Nothing is loaded partly:
+what is missing, surplus, misshapen or made for another target is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.models import files
+from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.files import read_config
+from dflash_bench.models.formats import checks
+from dflash_bench.models.formats.checkpoint import Checkpoint, DraftModel, Format, TargetShape
+from dflash_bench.models.formats.detect import FORMATS, detect
+
+__all__ = [
+    "FORMATS", "Checkpoint", "DraftModel", "Format", "TargetShape", "load_draft", "named", "problems", "read",
+    "read_config", "save_draft",
+]  # fmt: skip
+
+
+def load_draft(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> DraftModel:
+    """Raises UserError for a folder that holds no draft we know, a damaged file, or a draft for another target."""
+    form, checkpoint = read(folder, target)
+    for problem in problems(form, checkpoint, target):
+        raise UserError(f"{folder}: {problem}")
+    draft = checks.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
+    draft.load_state_dict(dict(checkpoint.tensors))
+    return draft.eval()
+
+
+def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None) -> None:
+    """Raises UserError for what the format (z-lab's or SafeAILab's if none is named) cannot hold."""
+    kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
+    form = named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
+    files.write(folder, *form.write(Checkpoint(draft.config, draft.state_dict())))
+
+
+def read(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
+    """The description of a folder, not yet checked for wholeness or fit (`problems`)."""
+    config, path = read_config(folder), folder / "config.json"
+    tensors = files.read_tensors(folder, files.only_maps if headers_only else files.everything)
+    try:
+        form = detect(folder, config, tensors)
+        checkpoint = form.read(config, tensors, target.num_layers if target else None)
+    except UserError as error:
+        raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
+    except KeyError as error:
+        raise UserError(f"{path} lacks {error}") from error
+    except (AttributeError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise UserError(f"{path} holds a value of the wrong type ({error})") from error
+    checks.check_values(str(path), checkpoint.config)
+    return form, checkpoint
+
+
+def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[str]:
+    """All that keeps it from being run, each in one line with its remedy."""
+    if target is not None:
+        yield from checks.misfits(checkpoint.config, target)
+    yield from checks.unsound_tensors(checkpoint, form.layer)
+
+
+def named(name: str, kind: str) -> Format:
+    if (name, kind) not in FORMATS:
+        raise unknown(f"format for a draft of kind {kind}:", name, [each for each, held in FORMATS if held == kind])
+    return FORMATS[name, kind]

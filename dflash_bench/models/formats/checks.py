@@ -1,0 +1,122 @@
+"""Does a checkpoint describe a network, hold it whole, and fit a target? Everything that is wrong, with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, DraftModel, TargetShape
+
+OPTIONAL = ("num_target_layers", "draft_vocab_size", "target_hidden_size")
+FLAGS = (
+    "attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", "norm_before_residual",
+    "norm_before_fc", "fc_norm", "norm_output",
+)  # fmt: skip
+
+
+def check_values(where: str, config: DraftConfig) -> None:
+    """Does it describe a network at all? Raises UserError for the first value that cannot be."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not _is_sound(field.name, field.type, value):
+            raise UserError(f"{where}: {field.name} cannot be {value!r}")
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UserError(
+            f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
+            "do not add up"
+        )
+    if isinstance(config, DFlashConfig) and config.num_drafts(config.block_size) < 1:
+        raise UserError(f"{where}: a block of {config.block_size} drafts nothing")
+    if isinstance(config, Eagle3Config) and config.norm_before_fc and config.fc_norm:
+        raise UserError(f"{where}: norm_before_fc and fc_norm exclude each other")
+
+
+def _is_sound(name: str, kind: object, value: object) -> bool:
+    if name == "target_layer_ids":
+        return isinstance(value, tuple) and bool(value) and all(type(i) is int for i in value)
+    if name == "rope_scaling":
+        return value is None or isinstance(value, Mapping)
+    if name in FLAGS:
+        return isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, int | float) and value > 0
+    if value is None:
+        return name in OPTIONAL
+    return type(value) is int and value >= (0 if name == "mask_token_id" else 1)
+
+
+def skeleton(config: DraftConfig) -> DraftModel:
+    """The network without memory behind its parameters."""
+    with torch.device("meta"):
+        return DFlashDraft(config) if isinstance(config, DFlashConfig) else Eagle3Draft(config)
+
+
+def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[str]:
+    """Each tensor that is missing, surplus, misshapen or of the wrong kind, under the name it has in the file."""
+    wanted, held = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
+    for name in sorted(wanted.keys() - held.keys()):
+        yield f"missing tensor {_filed(name, layer)}: copy the checkpoint again, or see if config.json belongs to it"
+    for name in sorted(held.keys() - wanted.keys()):
+        yield f"surplus tensor {_filed(name, layer)}: config.json has no place for it; the draft is of another kind"
+    for name in sorted(wanted.keys() & held.keys()):
+        tensor, shape = held[name], list(wanted[name].shape)
+        if list(tensor.shape) != shape:
+            yield f"{_filed(name, layer)} is {list(tensor.shape)}, config.json says {shape}: one of them is not its own"
+        elif tensor.is_floating_point() != wanted[name].is_floating_point():
+            yield f"{_filed(name, layer)} holds {tensor.dtype}: quantised drafts are not supported; use the original"
+    if "d2t" in held and "t2d" in held:
+        yield from _unsound_map(checkpoint.config, held["d2t"], held["t2d"])
+
+
+def _filed(name: str, layer: str) -> str:
+    return layer + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[str]:
+    ids = torch.arange(len(d2t)) + d2t
+    if not ((ids >= 0) & (ids < config.vocab_size)).all():
+        yield f"d2t leaves the target's vocabulary of {config.vocab_size}: it belongs to another target"
+    elif ids.tolist() != t2d.nonzero().flatten().tolist():
+        yield "d2t and t2d name different tokens: copy the checkpoint again"
+
+
+def misfits(config: DraftConfig, target: TargetShape) -> Iterator[str]:
+    """Everything for which a draft cannot serve a target."""
+    width = config.target_hidden_size or config.hidden_size
+    if width != target.hidden_size:
+        yield f"hidden size {width}, the target's is {target.hidden_size}; use its own draft"
+    elif config.hidden_size != width:
+        yield from _missing_vocabulary(config)
+    if config.vocab_size != target.vocab_size:
+        yield f"vocabulary of {config.vocab_size}, the target's is {target.vocab_size}; use its own draft"
+    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
+    if outside:
+        yield (
+            f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} "
+            "(the last cannot be tapped); use its own draft"
+        )
+    if config.num_target_layers not in (None, target.num_layers):
+        yield (
+            f"made for a target of {config.num_target_layers} layers, this one has {target.num_layers}; "
+            "use its own draft"
+        )
+    if isinstance(config, DFlashConfig) and config.mask_token_id >= target.vocab_size:
+        yield (
+            f"mask id {config.mask_token_id} is outside the embedding of {target.vocab_size} rows; "
+            "the target is to be one whose embedding was padded"
+        )
+
+
+def _missing_vocabulary(config: DraftConfig) -> Iterator[str]:
+    """A draft of another width than its target cannot share what the target embeds and scores with."""
+    if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
+        yield (
+            f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "
+            "yet it brings no embedding or head of its own; ask its publisher for them"
+        )

@@ -1,0 +1,108 @@
+"""DFlash and EAGLE-3 as DeepSpec publishes them: flat configs grown from the target's, with its embedding and head.
+
+DFlash has shifted labels, which nothing in the file says. EAGLE-3 taps five layers and norms queries and keys. Layers
+are named by their output; -1 is the output of the embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.dflash import DFlashConfig
+from dflash_bench.models.eagle3 import Eagle3Config
+from dflash_bench.models.formats import dflash, fields
+from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+
+LAYER = "layers.0."
+
+
+def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    fields.refuse(config, dflash.WHAT, "markov_rank", "enable_confidence_head", "is_causal")
+    return dflash.checkpoint(
+        config,
+        tensors,
+        config.get("_name_or_path"),
+        target_layer_ids=_taps(config),
+        num_target_layers=config.get("num_target_layers", depth),
+        shifted_labels=True,
+    )
+
+
+def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    fields.refuse(config, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
+    draft = Eagle3Config(
+        draft_vocab_size=config["vocab_size"],
+        target_layer_ids=_taps(config),
+        num_target_layers=config.get("num_target_layers", depth),
+        attention_bias=config.get("attention_bias", False),
+        qk_norm=True,
+        own_embedding="embed_tokens.weight" in tensors,
+        **fields.body(config, "an EAGLE-3 draft"),
+    )
+    own = fields.with_whole_map(draft, fields.renamed(tensors, LAYER, "midlayer."))
+    return Checkpoint(draft, own, config.get("_name_or_path"))
+
+
+def _taps(config: Json) -> tuple[int, ...]:
+    ids = tuple(config["target_layer_ids"])
+    if -1 in ids:
+        raise UserError("a draft that taps the embedding's output (target layer -1) is not supported")
+    return ids
+
+
+def write_dflash(checkpoint: Checkpoint) -> Stored:
+    config = checkpoint.config
+    assert isinstance(config, DFlashConfig)
+    fields.cannot_hold(
+        "deepspec",
+        infill_labels=not config.shifted_labels,
+        draft_vocab_size=config.draft_vocab_size,
+        target_hidden_size=config.target_hidden_size,
+    )
+    fields.needs_vocabulary("deepspec", checkpoint)
+    own = {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "enable_confidence_head": False,
+        "markov_rank": 0,
+    }
+    return own | _rest(config, checkpoint), dict(checkpoint.tensors)
+
+
+def write_eagle3(checkpoint: Checkpoint) -> Stored:
+    config = checkpoint.config
+    assert isinstance(config, Eagle3Config)
+    reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
+    fields.cannot_hold(
+        "deepspec",
+        draft_vocab_size=reduced,
+        target_hidden_size=config.target_hidden_size,
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        layer_without_query_and_key_norms=not config.qk_norm,
+    )
+    fields.needs_vocabulary("deepspec", checkpoint)
+    own = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}
+    tensors = fields.without_whole_map(config, checkpoint.tensors)
+    return own | _rest(config, checkpoint), fields.renamed(tensors, "midlayer.", LAYER)
+
+
+def _rest(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    known = {"num_target_layers": config.num_target_layers, "_name_or_path": checkpoint.trained_for}
+    return {
+        "model_type": "qwen3",
+        "target_layer_ids": list(config.target_layer_ids),
+        **{key: value for key, value in known.items() if value is not None},
+        "tie_word_embeddings": False,
+        **fields.body_json(config, checkpoint.tensors),
+    }
+
+
+DFLASH = Format("deepspec", "dflash", read_dflash, write_dflash, holds_vocabulary=True)
+EAGLE3 = Format("deepspec", "eagle3", read_eagle3, write_eagle3, holds_vocabulary=True, layer=LAYER)

@@ -1,0 +1,69 @@
+"""What the formats of DFlash share: the description from a flat config, and tensors under our names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.dflash import DFlashConfig, default_target_layers
+from dflash_bench.models.formats import fields
+from dflash_bench.models.formats.checkpoint import Checkpoint, Json, Tensors
+
+WHAT = "a DFlash draft"
+FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
+
+
+def checkpoint(config: Json, tensors: Tensors, trained_for: str | None = None, **differences: Any) -> Checkpoint:
+    """`differences` are the fields that the format names in a way of its own. A missing key is a KeyError."""
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError("a DFlash draft with sliding-window layers is not supported: implementations disagree on it")
+    own = _unfused(config, tensors)
+    known: dict[str, Any] = {
+        "num_layers": config["num_hidden_layers"],
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "attention_bias": config.get("attention_bias", False),
+        "own_embedding": "embed_tokens.weight" in own,
+        # A reduced vocabulary without a head of its own would be a missing tensor.
+        "own_head": "lm_head.weight" in own or differences.get("draft_vocab_size") is not None,
+        **fields.body(config, WHAT),
+        **differences,
+    }
+    formula = None
+    if not known["target_layer_ids"]:
+        depth, count = known["num_target_layers"], _count(known, own)
+        formula = None if depth else FORMULA
+        known["target_layer_ids"] = default_target_layers(depth or 36, count)
+    draft = DFlashConfig(**known)
+    if draft.draft_vocab_size is not None:
+        own.setdefault("d2t", torch.zeros(draft.draft_vocab_size, dtype=torch.int64))
+        own = fields.with_whole_map(draft, own)
+    elif "d2t" in own and not own["d2t"].any():
+        own = fields.without_whole_map(draft, own)
+    return Checkpoint(draft, own, trained_for, derived_taps=formula)
+
+
+def _count(known: dict[str, Any], tensors: Tensors) -> int:
+    """How many layers feed the draft where none is named: what `fc` is wide enough for; else one a layer."""
+    if "fc.weight" in tensors and tensors["fc.weight"].ndim == 2:
+        return int(tensors["fc.weight"].shape[1] // (known["target_hidden_size"] or known["hidden_size"])) or 1
+    return int(known["num_layers"])
+
+
+def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
+    """Some publishers store q, k and v in one tensor, in this order."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rows = [n * config["head_dim"] for n in (heads, kv_heads, kv_heads)]
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".qkv_proj." not in name:
+            own[name] = tensor
+            continue
+        if tensor.shape[0] != sum(rows):
+            raise UserError(f"{name} has {tensor.shape[0]} rows, config.json says {sum(rows)}")
+        parts = zip("qkv", tensor.split(rows), strict=True)
+        own |= {name.replace(".qkv_proj.", f".{letter}_proj."): part for letter, part in parts}
+    return own

@@ -1,0 +1,132 @@
+"""What configs of all formats have in common: the body, the rotary positions, the vocabulary map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Json, Tensors
+
+SCALINGS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Rotary scalings that do not depend on the length of the text, and what each must say."""
+
+
+def refuse(config: Json, what: str, *variants: str) -> None:
+    """Variants of the network that share its tensors would load, and draft badly."""
+    for name in variants:
+        if config.get(name):
+            raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
+
+
+def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields that both kinds of draft share. A missing key is a KeyError."""
+    refuse(config, what, "quantization_config")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; silu is")
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": head_dim or config["head_dim"],
+        "vocab_size": config["vocab_size"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "target_hidden_size": different(config.get("target_hidden_size"), config["hidden_size"]),
+        **_rotary(config),
+    }
+
+
+def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
+    """The inverse of `body`, in the keys of transformers 4, which every reader understands."""
+    scaling = {} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_bias,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        **scaling,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+    }
+
+
+def _rotary(config: Json) -> dict[str, Any]:
+    """Newer files keep rotary settings in `rope_parameters`, some of them per kind of layer; without any, theta is
+    10000."""
+    newer = config.get("rope_parameters") or {}
+    newer = {**newer, **newer.get("full_attention", {})}
+    settings = {**(config.get("rope_scaling") or {}), **newer}
+    theta = float(settings.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    length = config.get("max_position_embeddings", 4096)
+    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
+    if {**config, **settings}.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("a draft with partial_rotary_factor in config.json is not supported")
+    plain = {"rope_theta": theta, "max_positions": length, "rope_scaling": None}
+    if kind == "default":
+        return plain
+    if kind not in SCALINGS:
+        raise UserError(f"a draft with rotary scaling '{kind}' is not supported; {', '.join(SCALINGS)} are")
+    scaling = {"rope_type": kind, **{key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
+    for key in SCALINGS[kind]:
+        float(scaling[key])
+    scaling.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings") or length)
+    return {**plain, "rope_scaling": scaling}
+
+
+def different(value: int | None, usual: int) -> int | None:
+    return None if value == usual else value
+
+
+def shifted(ids: Sequence[int], by: int) -> tuple[int, ...]:
+    return tuple(i + by for i in ids)
+
+
+def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
+    """A draft of the whole vocabulary may leave its map out, and any draft the half that follows from the other."""
+    tensors = dict(tensors)
+    size = config.draft_vocab_size or config.vocab_size
+    if size == config.vocab_size:
+        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.int64))
+    if "d2t" in tensors and "t2d" not in tensors:
+        covered = torch.zeros(config.vocab_size, dtype=torch.bool)
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        tensors["t2d"] = covered.index_fill(0, ids[(ids >= 0) & (ids < config.vocab_size)], True)
+    return tensors
+
+
+def without_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
+    """Where ids are the target's own, no format needs to say so."""
+    whole = config.draft_vocab_size in (None, config.vocab_size)
+    return {name: tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
+
+
+def renamed(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
+    return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+
+def cannot_hold(name: str, **contents: Any) -> None:
+    """Refuse to write what a format has no words for; a value that is neither None nor False is there."""
+    for what, value in contents.items():
+        if value:
+            said = what if value is True else f"{what} = {value}"
+            raise UserError(f"the {name} format cannot hold this draft's {said}")
+
+
+def needs_vocabulary(name: str, checkpoint: Checkpoint) -> None:
+    for tensor in ("embed_tokens.weight", "lm_head.weight"):
+        if tensor not in checkpoint.tensors:
+            raise UserError(f"the {name} format holds {tensor}, which this draft takes from its target; give --target")

@@ -1,0 +1,84 @@
+"""EAGLE-3 as SafeAILab publishes it, and after it SpecForge and AngelSlim: one Llama layer named `midlayer`.
+
+The default layers are named by their input (2, n//2, n-3); lists in the file are written either way, so a leading 1
+is taken for outputs and anything else for inputs. `num_hidden_layers` is not to be trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
+from dflash_bench.models.formats import fields
+from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
+
+FORMULA = "1, n//2 - 1, n - 4"
+WHAT = "an EAGLE-3 draft"
+OLDER_NAME = "norm_output is read as in EAGLE 3.1; SpecForge used the name for something else before September 2026"
+
+
+def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    both = {**config, **(config.get("eagle_config") or {})}
+    if both.get("use_aux_hidden_state") is False:
+        raise UserError(f"{WHAT} with use_aux_hidden_state = False in config.json is not supported")
+    listed = both.get("eagle_aux_hidden_state_layer_ids") or ()
+    own = fields.renamed(tensors, "layers.0.", "midlayer.")
+    draft = Eagle3Config(
+        draft_vocab_size=both["draft_vocab_size"],
+        target_layer_ids=named_taps(listed) if listed else default_target_layers(depth or 36),
+        num_target_layers=depth,
+        # Publishers copy attention_bias from the target whatever their layer is.
+        attention_bias="midlayer.self_attn.q_proj.bias" in own,
+        norm_before_residual=both.get("norm_before_residual") or False,
+        norm_before_fc=both.get("norm_before_fc") or False,
+        fc_norm=both.get("fc_norm") or False,
+        norm_output=both.get("norm_output") or False,
+        own_embedding="embed_tokens.weight" in own,
+        **fields.body(both, WHAT, both.get("head_dim") or both["hidden_size"] // both["num_attention_heads"]),
+    )
+    notes = [f"eagle_aux_hidden_state_layer_ids {list(listed)}: {_convention(listed)}"] if listed else []
+    notes += [OLDER_NAME] if draft.norm_output else []
+    formula = None if listed or depth else FORMULA
+    return Checkpoint(draft, fields.with_whole_map(draft, own), None, tuple(notes), formula)
+
+
+def named_taps(listed: Sequence[int]) -> tuple[int, ...]:
+    """The list of a file -> outputs."""
+    ids = tuple(listed)
+    return ids if ids[0] == 1 else fields.shifted(ids, -1)
+
+
+def _convention(listed: Sequence[int]) -> str:
+    if listed[0] == 1:
+        return "starts with 1, so it is taken for outputs of layers"
+    return f"{'starts with 2' if listed[0] == 2 else 'does not start with 1'}, so it is taken for inputs of layers"
+
+
+def write(checkpoint: Checkpoint) -> Stored:
+    config = checkpoint.config
+    assert isinstance(config, Eagle3Config)
+    inputs = fields.shifted(config.target_layer_ids, 1)
+    fields.cannot_hold(
+        "safeailab",
+        query_and_key_norms=config.qk_norm,
+        norm_before_residual=config.norm_before_residual,
+        taps_that_start_with_layer_0=inputs[0] == 1,
+    )
+    norms = {name: True for name in ("fc_norm", "norm_output") if getattr(config, name)}
+    inner = {"norm_before_fc": True} if config.norm_before_fc else {}
+    width = {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
+    written = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_hidden_layers": 1,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(inputs), **inner},
+        **norms,
+        **width,
+        **fields.body_json(config, checkpoint.tensors),
+    }
+    return written, fields.without_whole_map(config, checkpoint.tensors)
+
+
+EAGLE3 = Format("safeailab", "eagle3", read, write, holds_vocabulary=False)

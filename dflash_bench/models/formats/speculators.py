@@ -1,0 +1,142 @@
+"""DFlash and EAGLE-3 as the speculators library writes them: layers named by their input, the body nested.
+
+The nested config is a difference against the defaults of its transformers class, so a missing key means the default
+of that class and not that the thing is absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.dflash import DFlashConfig
+from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
+from dflash_bench.models.formats import dflash, fields, safeailab
+from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+
+LAYER = "layers.0."
+BODIES = ("qwen3", "llama")
+NO_FLAG = "norm_before_residual is absent: read as False, the library's default; vLLM reads True"
+
+
+def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    body = _body(config)
+    taps = config.get("aux_hidden_state_layer_ids")
+    reduced = fields.different(config.get("draft_vocab_size", 32000), body["vocab_size"])
+    read = dflash.checkpoint(
+        {**body, "block_size": config.get("block_size", 8), "mask_token_id": config["mask_token_id"]},
+        tensors,
+        _verifier(config),
+        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or 36),
+        num_target_layers=depth,
+        shifted_labels=config.get("sample_from_anchor") or False,
+        draft_vocab_size=reduced,
+    )
+    return read if taps or depth else _without_taps(read)
+
+
+def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    body = _body(config)
+    taps = config.get("eagle_aux_hidden_state_layer_ids")
+    own = fields.renamed(tensors, LAYER, "midlayer.")
+    draft = Eagle3Config(
+        draft_vocab_size=config["draft_vocab_size"],
+        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or 36),
+        num_target_layers=depth,
+        attention_bias=body["attention_bias"],
+        qk_norm=body["model_type"] == "qwen3",
+        norm_before_residual=config.get("norm_before_residual") or False,
+        norm_before_fc=config.get("norm_before_fc") or False,
+        fc_norm=bool(config.get("fc_norm")) or "fc_norm.0.weight" in own,
+        norm_output=config.get("norm_output") or False,
+        own_embedding="embed_tokens.weight" in own,
+        **fields.body(body, safeailab.WHAT),
+    )
+    notes = () if "norm_before_residual" in config else (NO_FLAG,)
+    read = Checkpoint(draft, fields.with_whole_map(draft, own), _verifier(config), notes)
+    return read if taps or depth else _without_taps(read)
+
+
+def _without_taps(read: Checkpoint) -> Checkpoint:
+    return Checkpoint(read.config, read.tensors, read.trained_for, read.notes, safeailab.FORMULA)
+
+
+def _body(config: Json) -> dict[str, Any]:
+    """The nested config with the defaults of its class filled in."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    nested = dict(config["transformer_layer_config"])
+    kind = nested.get("model_type")
+    if kind not in BODIES:
+        raise UserError(f"a draft whose transformer_layer_config is {kind!r} is not supported; {', '.join(BODIES)} are")
+    try:
+        whole: dict[str, Any] = CONFIG_MAPPING[kind](**nested).to_dict()
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    return whole | {"target_hidden_size": config.get("target_hidden_size")}
+
+
+def _verifier(config: Json) -> str | None:
+    name = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    return name or None
+
+
+def write_dflash(checkpoint: Checkpoint) -> Stored:
+    config = checkpoint.config
+    assert isinstance(config, DFlashConfig)
+    fields.needs_vocabulary("speculators", checkpoint)
+    own = {
+        "architectures": ["DFlashSpeculator"],
+        "auto_map": {"": "config.DFlashSpeculatorConfig"},
+        "speculators_model_type": "dflash",
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": list(fields.shifted(config.target_layer_ids, 1)),
+        "sample_from_anchor": config.shifted_labels,
+    }
+    layers = {"num_hidden_layers": config.num_layers, "layer_types": ["full_attention"] * config.num_layers}
+    num_drafts = config.num_drafts(config.block_size)
+    return own | _rest(checkpoint, "dflash", num_drafts, {"model_type": "qwen3", **layers}), dict(checkpoint.tensors)
+
+
+def write_eagle3(checkpoint: Checkpoint) -> Stored:
+    config = checkpoint.config
+    assert isinstance(config, Eagle3Config)
+    fields.needs_vocabulary("speculators", checkpoint)
+    own = {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(fields.shifted(config.target_layer_ids, 1)),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+    }
+    layer = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
+    tensors = fields.without_whole_map(config, checkpoint.tensors)
+    return own | _rest(checkpoint, "eagle3", 5, layer), fields.renamed(tensors, "midlayer.", LAYER)
+
+
+def _rest(checkpoint: Checkpoint, algorithm: str, num_drafts: int, layers: Json) -> dict[str, Any]:
+    config: DraftConfig = checkpoint.config
+    body = fields.body_json(config, checkpoint.tensors)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_drafts}
+    return {
+        "target_hidden_size": config.target_hidden_size,
+        "transformer_layer_config": {**layers, **body},
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": checkpoint.trained_for, "architectures": []},
+        },
+        "torch_dtype": body["torch_dtype"],
+    }
+
+
+DFLASH = Format("speculators", "dflash", read_dflash, write_dflash, holds_vocabulary=True)
+EAGLE3 = Format("speculators", "eagle3", read_eagle3, write_eagle3, holds_vocabulary=True, layer=LAYER)

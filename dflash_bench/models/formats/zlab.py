@@ -1,0 +1,57 @@
+"""DFlash as z-lab publishes it: infill labels, layers named by their output, embedding and head left to the target.
+
+Block size, mask and layers are found beside `dflash_config` or inside it, where the inner one wins.
+"""
+
+from __future__ import annotations
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.dflash import DFlashConfig
+from dflash_bench.models.formats import dflash, fields
+from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
+
+
+def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    both = {**config, **(config.get("dflash_config") or {})}
+    variants = ("causal", "is_causal", "use_swa", "projector_type", "attention_sink_bias", "attention_value_scale")
+    fields.refuse(both, dflash.WHAT, *variants, "shift_label", "sample_from_anchor")
+    return dflash.checkpoint(
+        both,
+        tensors,
+        target_layer_ids=tuple(both.get("target_layer_ids") or ()),
+        num_target_layers=both.get("num_target_layers", depth),
+    )
+
+
+def write(checkpoint: Checkpoint) -> Stored:
+    config = checkpoint.config
+    assert isinstance(config, DFlashConfig)
+    fields.cannot_hold(
+        "zlab",
+        shifted_labels=config.shifted_labels,
+        draft_vocab_size=config.draft_vocab_size,
+        target_hidden_size=config.target_hidden_size,
+    )
+    if config.own_embedding or config.own_head:
+        raise UserError(
+            "the zlab format leaves embedding and head to the target, and this draft brings its own; "
+            "where they are copies, --target shows it and they are left out"
+        )
+    depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
+    written = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        **depth,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+        **fields.body_json(config, checkpoint.tensors),
+    }
+    return written, dict(checkpoint.tensors)
+
+
+DFLASH = Format("zlab", "dflash", read, write, holds_vocabulary=False)

@@ -1,0 +1,178 @@
+"""`convert`: another format, the same bits; and nano's drafts draft the same in every format that can hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from toy import plain, run
+
+from dflash_bench import suites
+from dflash_bench.engine.dflash import DFlashDrafter
+from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError
+from dflash_bench.models import loading
+from dflash_bench.models.conversion import convert
+from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.formats import TargetShape, load_draft, save_draft
+from dflash_bench.models.loading import NANO
+
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model"))
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+ROUTES = [
+    ("dflash", "zlab", ["speculators"]),
+    ("eagle3", "safeailab", ["speculators"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "home", "stops"), ROUTES)
+def test_there_and_back_is_the_same_bit_for_bit(kind: str, home: str, stops: list[str], tmp_path: Path) -> None:
+    at = NANO / kind
+    for i, stop in enumerate([*stops, home]):
+        convert(str(at), tmp_path / str(i), stop, "nano")
+        at = tmp_path / str(i)
+    assert bits(at) == bits(NANO / kind)
+    assert json.loads((at / "config.json").read_text()) == json.loads((NANO / kind / "config.json").read_text())
+
+
+def test_what_speculators_and_deepspec_can_both_hold_goes_both_ways(model: Path, tmp_path: Path) -> None:
+    shape = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
+    draft: Any = load_draft(model / "dflash", shape, torch.float32, "cpu")
+    shifted = type(draft)(replace(draft.config, shifted_labels=True, own_embedding=True, own_head=True))
+    save_draft(shifted, tmp_path / "a", "speculators")
+    convert(str(tmp_path / "a"), tmp_path / "b", "deepspec", None)
+    convert(str(tmp_path / "b"), tmp_path / "c", "speculators", str(model))
+    assert bits(tmp_path / "a") == bits(tmp_path / "b") == bits(tmp_path / "c")
+    assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "c" / "config.json").read_text()
+
+
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(model: Path, tmp_path: Path) -> None:
+    dflash, eagle3, out = str(model / "dflash"), str(model / "eagle3"), tmp_path / "out"
+    refusals = [
+        (dflash, "zlab", None, "is in the zlab format already"),
+        (dflash, "safeailab", None, "unknown format for a draft of kind dflash: 'safeailab'; known: deepspec, spec"),
+        (dflash, "speculators", None, r"holds embed_tokens\.weight, .* give --target"),
+        (dflash, "deepspec", str(model), "infill_labels"),
+        (eagle3, "deepspec", str(model), "draft_vocab_size = 64"),
+        (dflash, "speculators", "nano", "hidden size 32, the target's is 128"),
+    ]
+    for source, to, target, message in refusals:
+        with pytest.raises(UserError, match=message):
+            convert(source, out, to, target)
+        assert not out.exists()
+    out.mkdir()
+    with pytest.raises(UserError, match="is there already"):
+        convert(dflash, out, "speculators", str(model))
+
+
+def test_an_embedding_is_left_out_only_where_it_is_the_targets(model: Path, tmp_path: Path) -> None:
+    convert(str(model / "dflash"), tmp_path / "a", "speculators", str(model))
+    with pytest.raises(UserError, match="where they are copies, --target shows it"):
+        convert(str(tmp_path / "a"), tmp_path / "b", "zlab", None)
+    convert(str(tmp_path / "a"), tmp_path / "b", "zlab", str(model))
+    assert bits(tmp_path / "b") == bits(model / "dflash")
+    other = tiny.build(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match="this draft brings its own"):
+        convert(str(tmp_path / "a"), tmp_path / "c", "zlab", str(other))
+
+
+# Through the engine.
+
+
+@pytest.fixture(scope="module")
+def nano() -> loading.Models:
+    return loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(nano: loading.Models) -> list[list[int]]:
+    loaded = suites.load(suites.expand(["gsm8k"])[0], "embedded", 4)
+    chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in loaded.prompts]
+    texts = [nano.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return [nano.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def drafted(nano: loading.Models, prompts: list[list[int]]) -> Callable[[Any], tuple[Any, list[list[int]], float]]:
+    """A draft -> (tokens, accepted per round, mean accepted tokens a round) of four short answers."""
+
+    def answer(draft: Any) -> tuple[Any, list[list[int]], float]:
+        target = Target(nano.target)
+        is_dflash = isinstance(draft, DFlashDraft)
+        drafter: Any = (
+            DFlashDrafter(draft, target.embedding, target.head)
+            if is_dflash
+            else Eagle3Drafter(draft, target.embedding, 6)
+        )
+        out = run(target, drafter, prompts, LENGTH, frozenset({nano.tokenizer.eos_token_id}))
+        accepted = [list(step.accepted) for step in out.rounds]
+        rounds = sum(new is not None for step in out.rounds for new in step.emitted)
+        return out.tokens, accepted, sum(map(sum, accepted)) / rounds
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def right(nano: loading.Models, drafted: Any) -> dict[str, Any]:
+    return {kind: drafted(nano.drafts[kind]) for kind in ("dflash", "eagle3")}
+
+
+def test_nanos_own_drafts_give_the_plain_tokens(nano: loading.Models, prompts: list[list[int]], right: Any) -> None:
+    expected = plain(Target(nano.target), prompts, LENGTH, frozenset({nano.tokenizer.eos_token_id}))
+    assert right["dflash"][0] == right["eagle3"][0] == expected
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_nanos_drafts_give_the_same_tokens_and_acceptance_in_every_format(
+    kind: str, nano: loading.Models, drafted: Any, right: Any, tmp_path: Path
+) -> None:
+    convert(str(NANO / kind), tmp_path / "out", "speculators", "nano")
+    config = nano.target.config
+    shape = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers)
+    draft: Any = load_draft(tmp_path / "out", shape, torch.float32, "cpu")
+    assert draft.config.own_embedding
+    assert drafted(draft) == right[kind]
+
+
+def rebuilt(nano: loading.Models, kind: str, **changes: Any) -> Any:
+    draft: Any = nano.drafts[kind]
+    wrong = type(draft)(replace(draft.config, **changes))
+    wrong.load_state_dict(draft.state_dict())
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_layers_off_by_one_cost_acceptance_and_not_exactness(
+    kind: str, nano: loading.Models, drafted: Any, right: Any
+) -> None:
+    ids = nano.drafts[kind].config.target_layer_ids
+    wrong = drafted(rebuilt(nano, kind, target_layer_ids=tuple(i - 1 for i in ids)))
+    assert wrong[0] == right[kind][0]
+    assert wrong[2] < right[kind][2]
+
+
+def test_the_wrong_label_convention_costs_acceptance_and_not_exactness(
+    nano: loading.Models, drafted: Any, right: Any
+) -> None:
+    wrong = drafted(rebuilt(nano, "dflash", shifted_labels=True))
+    assert wrong[0] == right["dflash"][0]
+    assert wrong[2] < right["dflash"][2] / 4

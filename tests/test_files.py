@@ -1,0 +1,139 @@
+"""Tensors as they are stored: in one file, in shards, in a pickle without code; anything else is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dflash_bench.errors import UserError
+from dflash_bench.models.files import only_maps, read_tensors
+
+TENSORS = {
+    "fc.weight": torch.arange(6.0).view(2, 3).bfloat16(),
+    "norm.weight": torch.ones(2),
+    "d2t": torch.tensor([4, 5]),
+    "t2d": torch.tensor([False, True]),
+}
+
+
+def same(tensors: dict[str, Any]) -> None:
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
+               for name, tensor in TENSORS.items())  # fmt: skip
+
+
+def sharded(folder: Path) -> None:
+    shards = {"a.safetensors": ("fc.weight", "d2t"), "b.safetensors": ("norm.weight", "t2d")}
+    for file, names in shards.items():
+        save_file({name: TENSORS[name] for name in names}, folder / file)
+    index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+STORED: dict[str, Callable[[Path], Any]] = {
+    "one file": lambda folder: save_file(TENSORS, folder / "model.safetensors"),
+    "a prefix": lambda folder: save_file({f"model.{k}": v for k, v in TENSORS.items()}, folder / "model.safetensors"),
+    "shards": sharded,
+    "a pickle": lambda folder: torch.save(TENSORS, folder / "pytorch_model.bin"),
+    "an old pickle": lambda folder: torch.save(
+        TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    ),
+}
+
+
+@pytest.mark.parametrize("how", STORED)
+def test_tensors_are_read_bit_for_bit(how: str, tmp_path: Path) -> None:
+    STORED[how](tmp_path)
+    same(read_tensors(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["one file", "a prefix", "shards"])
+def test_headers_are_shapes_and_types_without_memory_but_maps_are_whole(how: str, tmp_path: Path) -> None:
+    STORED[how](tmp_path)
+    headers = read_tensors(tmp_path, only_maps)
+    assert headers.keys() == TENSORS.keys()
+    assert headers["fc.weight"].is_meta and headers["fc.weight"].shape == (2, 3)
+    assert headers["fc.weight"].dtype == torch.bfloat16 and headers["norm.weight"].is_meta
+    assert torch.equal(headers["d2t"], TENSORS["d2t"]) and torch.equal(headers["t2d"], TENSORS["t2d"])
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(save: Any, tmp_path: Path) -> None:
+    save({"fc.weight": Bomb(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is refused: a pickle .* can run code"):
+        read_tensors(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "truncated or not a PyTorch file"), (b"PK\3\4 cut", "truncated|refused")]
+)
+def test_a_broken_pickle_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_tensors(tmp_path)
+
+
+def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
+    torch.save({"optimizer": {"lr": 1.0}}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="does not map names to tensors"):
+        read_tensors(tmp_path)
+
+
+def test_safetensors_are_preferred_to_a_pickle(tmp_path: Path) -> None:
+    STORED["one file"](tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    same(read_tensors(tmp_path))
+
+
+def indexed(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a shard less": (lambda folder: (folder / "b.safetensors").unlink(), r"names the file b\.safetensors"),
+    "a shard elsewhere": (indexed(lambda m: m.update(d2t="../a.safetensors")), r"names the file \.\./a"),
+    "a tensor too many": (indexed(lambda m: m.pop("d2t")), r"a\.safetensors: tensor d2t is there or in the index"),
+    "a tensor too few": (indexed(lambda m: m.update(x="b.safetensors")), r"b\.safetensors: tensor x is there or"),
+    "a file that is no name": (indexed(lambda m: m.update(x=3)), "holds no weight_map"),
+    "an index without a map": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "holds no weight_map",
+    ),
+    "a shard cut short": (lambda folder: (folder / "a.safetensors").write_bytes(b"\0" * 9), "truncated or not a safe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_shards_that_are_not_as_the_index_says_are_refused(what: str, tmp_path: Path) -> None:
+    damage, message = DAMAGES[what]
+    sharded(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        read_tensors(tmp_path)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    save_file({"fc.weight": torch.ones(1), "model.fc.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"fc\.weight is there twice"):
+        read_tensors(tmp_path)

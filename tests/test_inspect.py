@@ -1,0 +1,119 @@
+"""`inspect`: what a draft is and what does not fit, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_bench.errors import UserError
+from dflash_bench.models import files
+from dflash_bench.models.inspection import as_json, inspect, text
+from dflash_bench.models.loading import NANO
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copied(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    code = "from dflash_bench.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+
+
+def test_nanos_dflash_draft_is_described() -> None:
+    lines = text(inspect(str(NANO / "dflash"), "nano")).splitlines()
+    stored = load_file(NANO / "dflash" / "model.safetensors")
+    count = sum(tensor.numel() for tensor in stored.values())
+    assert lines == [
+        "format         zlab (dflash)",
+        "block size     16, drafts 15 tokens a round",
+        "tapped layers  outputs of 1 4 7 10 13 (inputs of 2 5 8 11 14)",
+        "mask id        1000",
+        "labels         infill: slot k predicts the token at slot k, slot 0 is idle",
+        "vocabulary     1024, drafts from all of it",
+        "embedding      the target's",
+        "head           the target's",
+        "layers         3 of 128/384, 4 heads on 2 of 64",
+        "rotary         theta 10000",
+        f"size           {count:,} parameters, {count * 4 / 2**20:,.1f} MiB, float32",
+        "trained for    a target of 16 layers",
+        "fits           nano",
+    ]
+
+
+def test_nanos_eagle3_draft_is_described_as_json() -> None:
+    seen = as_json(inspect(str(NANO / "eagle3"), "nano"))
+    assert seen["format"] == "safeailab" and seen["method"] == "eagle3" and seen["problems"] == ()
+    assert seen["tapped_outputs"] == (1, 7, 12) and seen["tapped_inputs"] == (2, 8, 13)
+    assert seen["draft_vocab_size"] == 512 and seen["own_head"] and seen["labels"] is None
+    assert seen["notes"] == (
+        "eagle_aux_hidden_state_layer_ids [2, 8, 13]: starts with 2, so it is taken for inputs of layers",
+    )
+    json.dumps(seen, allow_nan=False)
+
+
+def test_layers_that_only_the_target_decides_are_a_formula_until_it_is_given(copied: Path) -> None:
+    config = json.loads((copied / "eagle3" / "config.json").read_text())
+    del config["eagle_config"]
+    (copied / "eagle3" / "config.json").write_text(json.dumps(config))
+    assert "outputs of 1, n//2 - 1, n - 4, n the target's depth" in text(inspect(str(copied / "eagle3")))
+    assert inspect(str(copied / "eagle3")).tapped_outputs is None
+    # tiny has 4 layers: the lowest default tap is the last but two, the highest the first.
+    assert inspect(str(copied / "eagle3"), str(copied / "target")).tapped_outputs == (1, 1, 0)
+
+
+def test_everything_that_does_not_fit_is_a_line_of_its_own(copied: Path) -> None:
+    draft = copied / "dflash"
+    edit(draft, vocab_size=1000, num_target_layers=9, dflash_config={"mask_token_id": 5000, "target_layer_ids": [0, 7]})
+    tensors = load_file(draft / "model.safetensors")
+    tensors["norm.weight"] = torch.ones(31)
+    tensors["extra"] = tensors.pop("fc.weight")
+    save_file(tensors, draft / "model.safetensors")
+    problems = inspect(str(draft), str(copied / "target")).problems
+    expected = ("vocabulary of 1000", "taps layer 7", "made for a target of 9", "mask id 5000", "missing tensor fc.we",
+                "surplus tensor extra", "norm.weight is [31]")  # fmt: skip
+    assert len(problems) == len(expected)
+    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
+    assert all(";" in problem or ":" in problem for problem in problems)
+
+
+def test_weights_are_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = files._tensor
+    monkeypatch.setattr(files, "_tensor", lambda *given: seen.append(original(*given)) or seen[-1])
+    inspect(str(copied / "eagle3"), str(copied / "target"))
+    assert {tensor.ndim for tensor in seen if not tensor.is_meta} == {1} and any(tensor.is_meta for tensor in seen)
+
+
+def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_can_be_said(copied: Path) -> None:
+    assert command("inspect", str(copied / "dflash"), "--target", str(copied)).returncode == 0
+    told = command("inspect", str(copied / "dflash"), "--target", "nano", "--json")
+    assert told.returncode == 1 and "hidden size 32, the target's is 128" in json.loads(told.stdout)["problems"][0]
+    foreign = command("inspect", str(copied / "target"))
+    assert foreign.returncode == 2 and foreign.stdout == "" and len(foreign.stderr.splitlines()) == 1
+    assert "looked for config.json with speculators_model_type" in foreign.stderr
+
+
+def test_a_target_that_is_none_is_refused(copied: Path) -> None:
+    with pytest.raises(UserError, match="unknown model 'nowhere'"):
+        inspect(str(copied / "dflash"), "nowhere")
