@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from classes import ATTENTION, HYBRID, made
 from torch import Tensor
 from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
+from dflash_bench.engine import recurrent
 from dflash_bench.engine.decoding import NoDrafter
-from dflash_bench.engine.recurrent import Kept
+from dflash_bench.engine.recurrent import Kept, advance
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 
@@ -100,24 +100,14 @@ def test_taps_give_the_hidden_states_of_what_was_read(kind: str) -> None:
 
 # Recurrent states.
 
-Rules = dict[str, Any]
+NAMES = vars(sys.modules[type(made("qwen3.5").model.layers[0]).__module__])
+RULES = {name: rule for name, rule in NAMES.items() if name.endswith("gated_delta_rule")}
 
 
-@pytest.fixture
-def rules() -> Iterator[Rules]:
-    """The rule functions of Qwen3.5 as they were before, and how often each ran."""
-    names = vars(sys.modules[type(made("qwen3.5").model.layers[0]).__module__])
-    before = {name: rule for name, rule in names.items() if name.endswith("gated_delta_rule")}
-    calls: list[str] = []
-
-    def counted(name: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: (calls.append(name), rule(*args, **options))[1]
-
-    names.update({name: counted(name, rule) for name, rule in before.items()})
-    watched = {name: names[name] for name in before}
-    yield {"calls": calls, "names": names, "watched": watched}
-    assert {name: names[name] for name in before} == watched
-    names.update(before)
+@pytest.fixture(autouse=True)
+def the_rules_are_left_alone() -> Iterator[None]:
+    yield
+    assert len(RULES) == 2 and all(NAMES[name] is rule for name, rule in RULES.items())
 
 
 def states(target: Target) -> list[tuple[Tensor, Tensor]]:
@@ -142,30 +132,44 @@ def test_what_was_not_kept_leaves_no_trace_in_any_state(kind: str) -> None:
                 assert torch.allclose(a[row], b[0], atol=1e-4, rtol=1e-3)
 
 
-def test_the_rule_is_repeated_only_where_a_draft_was_refused(rules: Rules) -> None:
-    kind = "qwen3.5"
-    num_layers = 3
-    target, calls = Target(made(kind)), rules["calls"]
-    for change, repeats in ((lambda token: token, 0), (lambda token: (token + 1) % VOCAB, 1)):
-        calls.clear()
-        drafter = Scripted(texts(kind)[1:2], 3, change)
-        rounds = run(target, drafter, PROMPTS[1:2], 1 + 4 * 3).rounds[1:]
-        assert len(calls) == num_layers * (1 + len(rounds) * (1 + repeats))
-    calls.clear()
+def test_a_state_is_made_again_only_where_a_draft_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(recurrent, "advance", lambda *args: (calls.append(args[1].shape[1]), advance(*args))[1])
+    kind, num_layers = "qwen3.5", 3
+    target = Target(made(kind))
     run(target, NoDrafter(), PROMPTS[:3], NEW)
-    assert len(calls) == num_layers * NEW
+    run(target, Scripted(texts(kind)[1:2], 3), PROMPTS[1:2], 1 + 4 * 3)
+    assert calls == []
+    run(target, Scripted(texts(kind)[1:2], 3, lambda token: (token + 1) % VOCAB), PROMPTS[1:2], 1 + 5)
+    assert calls == [1] * num_layers * 5
 
 
-def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were(rules: Rules) -> None:
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_state_advances_as_the_published_rule_says_token_by_token(normalised: bool, fresh: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v, g, beta = drawn(2, 7, 2, 8), drawn(2, 7, 2, 8), drawn(2, 7, 4, 6), -drawn(2, 7, 4).exp(), drawn(2, 7, 4)
+    k, beta = k / 3, beta.sigmoid()
+    before = None if fresh else drawn(2, 4, 8, 6)
+    _, expected = RULES["torch_recurrent_gated_delta_rule"](
+        q, k, v, g=g, beta=beta, initial_state=before, output_final_state=True, use_qk_l2norm_in_kernel=normalised
+    )
+    assert torch.allclose(advance(before, k, v, g, beta, normalised), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were() -> None:
     target = Target(made("qwen3.5"))
     target.begin(1, 8)
     target.model = lambda **_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         target.forward(torch.tensor([[1, 2]]), [0])
-    assert all(rules["names"][name] is rule for name, rule in rules["watched"].items())
 
 
-def test_two_recurrent_targets_of_one_class_take_turns(rules: Rules) -> None:
+def test_two_recurrent_targets_of_one_class_take_turns() -> None:
     kind = "qwen3.5"
     first, second = Target(made(kind)), Target(copy.deepcopy(made(kind)))
     for target in (first, second, first):

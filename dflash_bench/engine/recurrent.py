@@ -1,13 +1,13 @@
 """The state of gated delta net layers (Qwen3.5, Qwen3-Next), which forgets nothing by itself, taken back by hand.
 
 Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If less than
-the whole block stays, the layer's own rule runs once more over the tokens that do, from the old state:
+the whole block stays, the state is made again, from the old one and the keys, values and gates of the tokens that do:
 
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T
 
 A row that keeps fewer tokens than another has g = beta = 0 behind its last, which leaves S as it is, so one call does
-for ragged rows. Nothing but the rule is repeated, no projection, attention or feed-forward; a block that is accepted
-whole costs nothing, and so does plain decoding. The convolution needs no replay, because its state is a slice of its
+for ragged rows. No projection, attention or feed-forward is repeated, only this sum, once per layer; a block that is
+accepted whole costs nothing, and so does plain decoding. The convolution needs no replay: its state is a slice of its
 inputs. The same gates keep the padding of prompts out of the state, where the lengths are known beforehand.
 (Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.)
 """
@@ -103,8 +103,10 @@ class Recurrence:
     def _watched(self, rule: Rule) -> Rule:
         def run(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> Any:
             def again(kept: Kept) -> Tensor:
-                q, k, v, decay, rate = (x[:, : kept.longest] for x in (query, key, value, g, beta))
-                return rule(q, k, v, g=kept.close(decay), beta=kept.close(rate), **options)[1]
+                k, v, decay, rate = (x[:, : kept.longest] for x in (key, value, g, beta))
+                before = options.get("initial_state")
+                normalised = options.get("use_qk_l2norm_in_kernel", False)
+                return advance(before, k, v, kept.close(decay), kept.close(rate), normalised)
 
             self.call = again
             if self.known is not None:
@@ -155,3 +157,27 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         assert self.inputs is not None and self.again is not None, "a pass comes first"
         self.conv_states[0] = kept.window(self.inputs, self.conv_states[0].shape[-1])
         self.recurrent_states[0] = self.again(kept)
+
+
+def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool) -> Tensor:
+    """The state [B, heads, Dk, Dv] after all tokens of k, v [B, N, heads, D] and g, beta [B, N, heads], in float32.
+
+    Each token writes u_t = beta_t (v_t - what the state before it answers to k_t). These depend on each other in a
+    triangle, so one solve gives all of them, and the state is a sum over tokens of their decayed products.
+    """
+    repeats = v.shape[2] // k.shape[2]
+    k, v, g, beta = (x.float().transpose(1, 2) for x in (k, v, g, beta))
+    if normalised:
+        k = k * (k.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+    k = k.repeat_interleave(repeats, dim=1)
+    total = g.cumsum(dim=-1)
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp()
+    weighted = k * beta[..., None]
+    wanted = v * beta[..., None]
+    if before is not None:
+        wanted = wanted - (weighted * total.exp()[..., None]) @ before.float()
+    # The solve reads what is below the diagonal only: there is no need to zero the rest.
+    written = torch.linalg.solve_triangular(weighted @ k.mT * decay, wanted, upper=False, unitriangular=True)
+    end = total[..., -1:]
+    after = (k * (end - total).exp()[..., None]).mT @ written
+    return after if before is None else after + before.float() * end.exp()[..., None]
