@@ -7,8 +7,10 @@ the whole block stays, the state is made again, from the old one and the keys, v
 
 A row that keeps fewer tokens than another has g = beta = 0 behind its last, which leaves S as it is, so one call does
 for ragged rows. No projection, attention or feed-forward is repeated, only this sum, once per layer; a block that is
-accepted whole costs nothing, and so does plain decoding. The convolution needs no replay: its state is a slice of its
-inputs. The same gates keep the padding of prompts out of the state, where the lengths are known beforehand.
+accepted whole costs nothing, and so does plain decoding. (Measured on an 8-layer Qwen3.5 of hidden size 256, blocks of
+16, one CPU thread: 7 % of a verify pass with one row, 12 % with 8 ragged ones; and twice the memory of the states.)
+The convolution needs no replay: its state is a slice of its inputs. The same gates keep the padding of prompts out of
+the state, where the lengths are known beforehand.
 (Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.)
 """
 
@@ -179,5 +181,5 @@ def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     # The solve reads what is below the diagonal only: there is no need to zero the rest.
     written = torch.linalg.solve_triangular(weighted @ k.mT * decay, wanted, upper=False, unitriangular=True)
     end = total[..., -1:]
-    after = (k * (end - total).exp()[..., None]).mT @ written
+    after: Tensor = (k * (end - total).exp()[..., None]).mT @ written
     return after if before is None else after + before.float() * end.exp()[..., None]
