@@ -70,6 +70,25 @@ def test_buffers_stay_where_they_are() -> None:
     assert [b.data_ptr() for b in cache.write(0, *[numbered(2, 8, 1)] * 2)] == before
 
 
+def test_places_follow_a_layer_to_its_device() -> None:
+    """Layers may lie on several devices; one without memory stands for the other."""
+    cache, other = KVCache(2, 8, CPU), torch.device("meta")
+    new = torch.zeros(2, 1, 3, 1, device=other)
+    for starts in ([0, 0], [3, 2]):
+        cache.place(starts, 3)
+        rows, positions = cache.places_on(CPU)
+        assert positions is cache.positions
+        moved = cache.places_on(other)
+        assert [x.device for x in moved] == [other, other]
+        assert [x.shape for x in moved] == [rows.shape, positions.shape]
+        assert moved[1] is cache.places_on(other)[1]
+        assert {x.device for x in cache.write(0, new, new)} == {other}
+    before = cache.places_on(other)[1]
+    cache.place([1, 2], 2)
+    assert cache.places_on(other)[1] is not before
+    cache.keep_path([1, 2], torch.tensor([[0, 1], [0, 1]]))
+
+
 def test_clearing_leaves_no_trace_of_nan() -> None:
     cache = KVCache(1, 4, CPU)
     cache.place([0], 4)
@@ -126,12 +145,32 @@ def test_a_tree_mask_shows_each_node_its_ancestors_and_the_past() -> None:
     assert chain == [list(range(4 + i + 1)) for i in range(5)]
 
 
+def test_a_window_hides_what_lies_further_back() -> None:
+    cache = KVCache(2, 8, CPU)
+    cache.place([1, 3], 2)
+    mask = causal_mask(cache, torch.float32, window=2)
+    assert shown(mask) == [[[0, 1], [1, 2]], [[2, 3], [3, 4]]]
+    assert torch.equal(causal_mask(cache, torch.float32, window=5), causal_mask(cache, torch.float32))
+
+
+def test_a_window_over_a_tree_counts_depth_and_not_places() -> None:
+    cache = KVCache(2, 12, CPU)
+    cache.place([2, 4], 5)
+    parents = torch.tensor([[-1, -1, 0, 1], [-1, 0, 1, 2]])
+    branched, chain = shown(causal_mask(cache, torch.float32, parents, window=3))
+    assert branched == [[0, 1, 2], [1, 2, 3], [1, 2, 4], [2, 3, 5], [2, 4, 6]]
+    assert chain == [[2 + i, 3 + i, 4 + i] for i in range(5)]
+
+
 def test_a_chain_as_a_tree_has_the_causal_mask() -> None:
     cache = KVCache(2, 12, CPU)
     for starts in ([3, 3], [0, 6]):
         cache.place(starts, 5)
         chain = torch.arange(-1, 3).expand(2, -1)
-        assert torch.equal(causal_mask(cache, torch.float32, chain), causal_mask(cache, torch.float32))
+        for window in (None, 3):
+            assert torch.equal(
+                causal_mask(cache, torch.float32, chain, window), causal_mask(cache, torch.float32, None, window)
+            )
 
 
 def test_ancestors_are_the_way_to_the_anchor() -> None:

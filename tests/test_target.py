@@ -12,7 +12,7 @@ import transformers
 from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 from dflash_bench.engine.decoding import DecodingError, NoDrafter
-from dflash_bench.engine.target import Target
+from dflash_bench.engine.target import Target, together
 from dflash_bench.errors import UserError
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
@@ -101,6 +101,13 @@ def test_taps_are_the_hidden_states_of_these_layers_in_the_order_asked_for() -> 
         states = model(torch.tensor([PROMPTS[1]]), output_hidden_states=True).hidden_states
     assert hidden is not None
     assert torch.allclose(hidden, torch.cat([states[5], states[1], states[3]], dim=-1), atol=1e-4)
+
+
+def test_taps_from_several_devices_come_together_on_one() -> None:
+    parts = [torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, device="meta")]
+    joined = together(parts, torch.device("meta"))
+    assert joined is not None and joined.shape == (1, 2, 6) and joined.device.type == "meta"
+    assert together([], torch.device("cpu")) is None
 
 
 def hooks(model: Any) -> int:
@@ -192,27 +199,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-def mistral_with_window() -> Any:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=64))
-
-
-def gemma2() -> Any:
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, sliding_window=64))
-
-
-def gemma3() -> Any:
-    layers = ["sliding_attention", "full_attention"]
-    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, layer_types=layers))
-
-
 def lfm2() -> Any:
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
-
-
-def qwen3_next() -> Any:
-    layers = ["linear_attention", "full_attention"]
-    config = transformers.Qwen3NextConfig(**SMALL, layer_types=layers, num_experts=2, num_experts_per_tok=1)
-    return transformers.Qwen3NextForCausalLM(config)
 
 
 def recurrent_gemma() -> Any:
@@ -254,12 +242,24 @@ def falcon_with_alibi() -> Any:
     )
 
 
+def gemma3_both_ways() -> Any:
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True))
+
+
+def llama4_in_chunks() -> Any:
+    shape = {**SMALL, "num_local_experts": 2, "intermediate_size_mlp": 16}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**shape))
+
+
+def llama_with_flex_attention() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attn_implementation="flex_attention"))
+
+
 REFUSED = {
-    mistral_with_window: "a mistral target with sliding_attention layers",
-    gemma2: "a gemma2 target with sliding_attention layers",
-    gemma3: "a gemma3_text target with sliding_attention layers",
+    gemma3_both_ways: "a gemma3_text target with use_bidirectional_attention",
+    llama4_in_chunks: "a llama4_text target with chunked_attention layers",
+    llama_with_flex_attention: "flex_attention attention takes no mask of ours; .*: eager, sdpa",
     lfm2: "a lfm2 target with conv layers",
-    qwen3_next: "a qwen3_next target with linear_attention layers",
     recurrent_gemma: "a recurrent_gemma target",
     mamba: "a mamba target with linear_attention layers",
     rwkv: "a rwkv target keeps a recurrent state",

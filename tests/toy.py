@@ -78,6 +78,9 @@ class TableTarget:
         hidden = torch.stack([tokens, positions.expand_as(tokens)], dim=-1).float() if self.taps else None
         return Output(self.table[state], hidden)
 
+    def commit(self, counts: Sequence[int]) -> None:
+        pass
+
 
 def _weight(place: Any) -> Any:
     return (place * 31 + 7) % 97

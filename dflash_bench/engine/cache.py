@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values [B, heads, capacity, D] per layer; buffers appear at a layer's first write and then stay."""
+    """Keys and values [B, heads, capacity, D] per layer; buffers appear at a layer's first write and then stay.
+
+    They lie where the layer's keys are: the layers of one model may be spread over devices.
+    """
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
         self.num_rows, self.capacity, self.device = num_rows, capacity, device
@@ -23,6 +26,7 @@ class KVCache:
         self._start: int | None = 0
         self._visible = 0
         self.positions = self._steps[None, :0]
+        self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def place(self, starts: Sequence[int], width: int) -> None:
         """The next writes are `width` tokens a row, from each row's start on."""
@@ -35,6 +39,7 @@ class KVCache:
             self.positions = self._steps[None, self._start : self._visible].expand(self.num_rows, -1)
         else:
             self.positions = to_device(starts, self.device)[:, None] + self._steps[:width]
+        self._elsewhere.clear()
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -61,8 +66,17 @@ class KVCache:
             if self._start is not None:
                 buffer[:, :, self._start : self._visible] = new
             else:
-                buffer[self._rows, :, self.positions] = new.transpose(1, 2)
+                rows, positions = self.places_on(buffer.device)
+                buffer[rows, :, positions] = new.transpose(1, 2)
         return stored[0][:, :, : self._visible], stored[1][:, :, : self._visible]
+
+    def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows [B, 1] and positions [B, width] of what was placed last, moved to a device once."""
+        if device == self.device:
+            return self._rows, self.positions
+        if device not in self._elsewhere:
+            self._elsewhere[device] = (self._rows.to(device), self.positions.to(device, non_blocking=True))
+        return self._elsewhere[device]
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
         """Move the tokens of a tree path [B, M], counted from each row's start, to be contiguous from the start."""
@@ -70,8 +84,9 @@ class KVCache:
         source, target = start + path, start + self._steps[: path.shape[1]]
         for buffers in self._layers.values():
             for buffer in buffers:
+                rows, to, where = (x.to(buffer.device, non_blocking=True) for x in (self._rows, target, source))
                 # The right side is gathered before anything is written, so overlap does no harm.
-                buffer[self._rows, :, target] = buffer[self._rows, :, source]
+                buffer[rows, :, to] = buffer[rows, :, where]
 
     def _buffer(self, like: Tensor) -> Tensor:
         # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
@@ -83,18 +98,24 @@ def to_device(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None) -> Tensor:
+def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None, window: int | None = None) -> Tensor:
     """Additive [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
     With `parents` [B, width - 1] these are an anchor and a tree: each sees only its own ancestors among them.
+    With a `window` a token sees no further back than that many tokens, itself among them; depth counts in a tree.
     """
     columns = torch.arange(cache.visible, device=cache.device)
+    read_at, stored_at = cache.positions, columns[None]
     allowed = columns <= cache.positions[..., None]
     if parents is not None:
-        start = cache.positions[:, :1, None]
-        inside = (columns - start[:, 0]).clamp(0, parents.shape[1])
-        among = ancestors(parents).gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
-        allowed &= (columns < start) | among
+        start = cache.positions[:, :1]
+        seen = ancestors(parents)
+        inside = (columns - start).clamp(0, parents.shape[1])
+        allowed &= (columns < start)[:, None] | seen.gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
+        read_at = start + seen.sum(dim=-1) - 1
+        stored_at = torch.where(columns < start, columns, read_at.gather(1, inside))
+    if window is not None:
+        allowed &= stored_at[:, None] > read_at[..., None] - window
     mask = torch.zeros(allowed.shape, dtype=dtype, device=cache.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 

@@ -192,9 +192,11 @@ class _State:
         # The one transfer of the round: accepted counts first, then the tokens.
         values = torch.cat([verdict.num_accepted[:, None], tokens], dim=1)
         host = self._to_host(values, _is_broken(output.logits, verdict))
-        verified = self.clock.mark()
         alive = [row.finish is None for row in self.rows]
         accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
+        # What it costs a target to forget the rest belongs to verifying.
+        self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
+        verified = self.clock.mark()
         emitted = [
             row.emit(new[: count + 1], self.stop_ids) if live else None
             for row, (count, *new), live in zip(self.rows, host, alive, strict=True)

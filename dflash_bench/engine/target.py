@@ -1,13 +1,15 @@
-"""The target: any causal language model with full attention, on our cache, with taps on its layers.
+"""The target: a causal language model on our cache, with taps on its layers.
 
 The model is used as it is published; only its cache, its positions and its mask are ours, which is what lets rows of
-different lengths share one forward pass and rejected tokens be forgotten for free.
+different lengths share one forward pass and rejected tokens be forgotten for free. Layers with a sliding window keep
+full length too, and see the window by their mask; those with a recurrent state take it back (`recurrent.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from dflash_bench.engine.architecture import (
+    attention_windows,
+    context_length,
+    decoder_layers,
+    recurrent_layers,
+    refuse_unsupported,
+)
 from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
+from dflash_bench.engine.recurrent import Recurrence
 from dflash_bench.errors import UserError
 
 
@@ -34,9 +44,12 @@ class Target:
         refuse_unsupported(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
-        self.device: torch.device = model.device
+        # Layers may be spread over devices; tokens go in where the embedding is, and everything comes back there.
+        self.device: torch.device = model.get_input_embeddings().weight.device
         self.context_length = context_length(self.config)
         self._layers = decoder_layers(model)
+        self._recurrent = recurrent_layers(self.config)
+        self._recurrence: Recurrence | None = None
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._tapped: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -73,14 +86,31 @@ class Target:
         """Room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are used again."""
         if self._cache is not None and self._cache.num_rows == num_rows and self._cache.capacity >= capacity:
             self._cache.clear()
+            if self._recurrence is not None:
+                self._recurrence.clear()
             return
         self._cache = KVCache(num_rows, capacity, self.device)
-        self._model_cache = Cache(layers=[_Layer(self._cache, i) for i in range(len(self._layers))])
-        dtype = self.model.dtype
-        # For rows that start together, the mask of any pass is a window into this one.
+        layers: list[Any] = [_Layer(self._cache, i) for i in range(len(self._layers))]
+        if self._recurrent:
+            self._recurrence = Recurrence(self._layers, self._recurrent, self.device)
+            for index, state in self._recurrence.states.items():
+                layers[index] = state
+        self._model_cache = Cache(layers=layers)
+        # A window that reaches to the cache's end is none.
+        windows = attention_windows(self.config)
+        self._windows = {
+            kind: None if window is None or window >= capacity else window for kind, window in windows.items()
+        }
+        self._ready = {window: self._ready_mask(capacity, window) for window in {*self._windows.values()}}
+
+    def _ready_mask(self, capacity: int, window: int | None) -> Tensor:
+        """For rows that start together, the mask of any pass is a part of this one [1, 1, width, capacity + width]."""
         width = min(capacity, 64)
-        beyond = torch.full((width, width), torch.finfo(dtype).min, dtype=dtype, device=self.device).triu(1)
-        self._window = torch.cat([beyond.new_zeros(width, capacity), beyond], dim=1)[None, None]
+        steps = torch.arange(width, device=self.device)[:, None]
+        columns = torch.arange(-capacity, width, device=self.device)
+        hidden = columns > steps if window is None else (columns > steps) | (columns <= steps - window)
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None]
 
     @property
     def cache(self) -> KVCache:
@@ -95,8 +125,12 @@ class Target:
         last = [len(prompt) - 1 for prompt in prompts]
         # The head is run where some row ends, and not over whole prompts, if the model can be told so.
         kept = sorted(set(last)) if self._keeps_some_logits else list(range(width))
+        # The index stays on the host: it is used wherever the head is.
         output = self.forward(
-            torch.tensor(rows, device=self.device), [0] * len(rows), keep_logits=torch.tensor(kept, device=self.device)
+            torch.tensor(rows, device=self.device),
+            [0] * len(rows),
+            keep_logits=torch.tensor(kept),
+            counts=[len(prompt) for prompt in prompts],
         )
         place = torch.tensor([kept.index(i) for i in last], device=self.device)
         return Output(output.logits[torch.arange(len(rows), device=self.device), place][:, None], output.hidden)
@@ -108,8 +142,15 @@ class Target:
         starts: Sequence[int],
         parents: Tensor | None = None,
         keep_logits: int | Tensor = 0,
+        counts: Sequence[int] | None = None,
     ) -> Output:
-        """Read tokens [B, N] from each row's start on; with `parents` they are an anchor and a tree below it."""
+        """Read tokens [B, N] from each row's start on; with `parents` they are an anchor and a tree below it.
+
+        Of row b the first counts[b] stay; where that is not known yet, `commit` says it before the next pass, which
+        else takes all of them as read.
+        """
+        if parents is not None and self._recurrent:
+            raise UserError(f"a {self.config.model_type} target reads no trees: its recurrent layers have no branches")
         cache, width = self.cache, tokens.shape[1]
         cache.place(starts, width)
         positions = cache.positions
@@ -119,23 +160,44 @@ class Target:
         # Tokens past the context are cut off later and seen by no other, but a position table still looks them up.
         positions = positions.clamp(max=self.context_length - 1)
         options: dict[str, Any] = {"logits_to_keep": keep_logits} if self._keeps_some_logits else {}
-        out = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=self._mask(starts, width, parents),
-            past_key_values=self._model_cache,
-            use_cache=True,
-            **options,
-        )
-        hidden = torch.cat([self._tapped[i] for i in self.taps], dim=-1) if self.taps else None
-        return Output(out.logits, hidden)
+        with self._recurrence.reading(width, counts) if self._recurrence else nullcontext():
+            out = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=self._masks(starts, width, parents),
+                past_key_values=self._model_cache,
+                use_cache=True,
+                **options,
+            )
+        return Output(out.logits.to(self.device), together([self._tapped[i] for i in self.taps], self.device))
 
-    def _mask(self, starts: Sequence[int], width: int, parents: Tensor | None) -> Tensor:
-        cache = self.cache
-        if parents is None and not cache.is_ragged and width <= self._window.shape[2]:
+    @torch.inference_mode()
+    def commit(self, counts: Sequence[int]) -> None:
+        """Of the last pass, row b keeps the first counts[b] tokens (0: it has ended, and is never read again).
+
+        Keys and values need nothing: what lies behind a row's end is overwritten. Recurrent states are taken back.
+        """
+        if self._recurrence is not None:
+            self._recurrence.commit(counts)
+
+    def _masks(self, starts: Sequence[int], width: int, parents: Tensor | None) -> Tensor | dict[str, Tensor]:
+        """One mask, or one for each kind of layer, where some have a window and others do not."""
+        masks = {window: self._mask(starts, width, parents, window) for window in self._ready}
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {kind: masks[window] for kind, window in self._windows.items()}
+
+    def _mask(self, starts: Sequence[int], width: int, parents: Tensor | None, window: int | None) -> Tensor:
+        cache, ready = self.cache, self._ready[window]
+        if parents is None and not cache.is_ragged and width <= ready.shape[2]:
             left = cache.capacity - starts[0]
-            return self._window[:, :, :width, left : cache.capacity + width].expand(cache.num_rows, -1, -1, -1)
-        return causal_mask(cache, self.model.dtype, parents)
+            return ready[:, :, :width, left : cache.capacity + width].expand(cache.num_rows, -1, -1, -1)
+        return causal_mask(cache, self.model.dtype, parents, window)
+
+
+def together(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Layer outputs [B, N, H] side by side on one device, wherever each layer is; None if there are none."""
+    return torch.cat([hidden.to(device) for hidden in tapped], dim=-1) if tapped else None
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -162,49 +224,3 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     # The same under its name in older releases of transformers 5.
     get_max_cache_shape = get_max_length
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of decoder layers, wherever the architecture keeps it."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth and name.split(".")[-1] in ("layers", "h"):
-            return module
-    raise UserError(
-        f"cannot find the {depth} decoder layers of {type(model).__name__}; it is not supported as a target"
-    )
-
-
-def context_length(config: Any) -> int:
-    length = getattr(config, "max_position_embeddings", None)
-    if length is None:
-        raise UserError(f"a {config.model_type} target does not say how long its context is; it is not supported")
-    return int(length)
-
-
-def refuse_unsupported(model: Any) -> None:
-    """Name what this engine cannot roll back or place, rather than answer wrongly."""
-    config = model.config.get_text_config()
-    name = config.model_type
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UserError(f"{name} is an encoder-decoder model; the target must be a causal language model")
-    kinds = other_attention(config)
-    if kinds:
-        raise UserError(f"a {name} target with {', '.join(kinds)} layers is not supported: full attention only")
-    if getattr(model, "_is_stateful", False):
-        raise UserError(f"a {name} target keeps a recurrent state, which cannot be rolled back: full attention only")
-    needs = ("position_ids", "attention_mask", "past_key_values")
-    missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
-    if missing or getattr(config, "alibi", False):
-        lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
-        raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
-
-
-def other_attention(config: Any) -> list[str]:
-    """The kinds of layers that do not see the whole past."""
-    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
-    kinds -= {"full_attention", "attention", "global"}
-    window = getattr(config, "sliding_window", None)
-    if not kinds and window and getattr(config, "use_sliding_window", True) and context_length(config) > window:
-        kinds = {"sliding_attention"}
-    return sorted(kinds)

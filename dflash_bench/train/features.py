@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.target import decoder_layers
+from dflash_bench.engine.architecture import decoder_layers
 from dflash_bench.train.data import Batch, Sample, pack
 from dflash_bench.train.responses import Conversation
 

@@ -1,0 +1,185 @@
+"""The state of gated delta net layers (Qwen3.5, Qwen3-Next), which forgets nothing by itself, taken back by hand.
+
+Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If less than
+the whole block stays, the state is made again, from the old one and the keys, values and gates of the tokens that do:
+
+    S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T
+
+A row that keeps fewer tokens than another has g = beta = 0 behind its last, which leaves S as it is, so one call does
+for ragged rows. No projection, attention or feed-forward is repeated, only this sum, once per layer; a block that is
+accepted whole costs nothing, and so does plain decoding. (Measured on an 8-layer Qwen3.5 of hidden size 256, blocks of
+16, one CPU thread: 7 % of a verify pass with one row, 12 % with 8 ragged ones; and twice the memory of the states.)
+The convolution needs no replay: its state is a slice of its inputs. The same gates keep the padding of prompts out of
+the state, where the lengths are known beforehand.
+(Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from dflash_bench.engine.cache import to_device
+from dflash_bench.errors import UserError
+
+Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How many of a block's tokens each row keeps: [B] as numbers, or one number if all rows keep the same."""
+
+    counts: Tensor | int
+    longest: int
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> Kept:
+        same = min(counts) == max(counts)
+        return cls(counts[0] if same else to_device(counts, device), max(counts))
+
+    def close(self, gate: Tensor) -> Tensor:
+        """Gates [B, N, heads], zero behind each row's last token."""
+        if isinstance(self.counts, int):
+            return gate
+        behind = torch.arange(gate.shape[1], device=gate.device) >= self.counts.to(gate.device)[:, None]
+        return gate.masked_fill(behind[:, :, None], 0)
+
+    def window(self, inputs: Tensor, size: int) -> Tensor:
+        """Of inputs [B, C, size + N] the `size` that end with each row's last token."""
+        if isinstance(self.counts, int):
+            return inputs[:, :, self.counts : self.counts + size].contiguous()
+        places = self.counts.to(inputs.device)[:, None, None] + torch.arange(size, device=inputs.device)
+        return inputs.gather(2, places.expand(-1, inputs.shape[1], -1))
+
+
+class Recurrence:
+    """The states of a model's recurrent layers, and how to watch and repeat the last block they read."""
+
+    def __init__(self, layers: nn.ModuleList, indices: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.states = {index: State(self) for index in indices}
+        # The published classes offer no hook between projection and rule, but call the rule by its name in their
+        # own file, be it a fused kernel or the fallback: for the time of a pass, a watching one stands there.
+        self._names = vars(sys.modules[type(layers[indices[0]]).__module__])
+        self._rules: dict[str, Rule] = {k: v for k, v in self._names.items() if k.endswith("gated_delta_rule")}
+        self._watching = {name: self._watched(rule) for name, rule in self._rules.items()}
+        self.call: Callable[[Kept], Tensor] | None = None
+        self.known: Kept | None = None
+        self._width = 0
+
+    def clear(self) -> None:
+        for state in self.states.values():
+            state.clear()
+
+    @contextmanager
+    def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+        """Around a pass over `width` tokens a row, of which the first `counts` stay, if that is already known."""
+        self.known = None if counts is None else Kept.of(counts, self.device)
+        self._width = width
+        self._names.update(self._watching)
+        try:
+            yield
+        finally:
+            self._names.update(self._rules)
+
+    @property
+    def is_final(self) -> bool:
+        """Nothing of this pass can be taken back: it is known what stays, or there is one token only."""
+        return self.known is not None or self._width == 1
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Of the last pass, row b keeps the first counts[b] tokens; 0 is a row that has ended, whose state is free."""
+        if self.is_final or all(count in (0, self._width) for count in counts):
+            return
+        kept = Kept.of(counts, self.device)
+        for state in self.states.values():
+            state.go_back(kept)
+
+    def _watched(self, rule: Rule) -> Rule:
+        def run(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> Any:
+            def again(kept: Kept) -> Tensor:
+                k, v, decay, rate = (x[:, : kept.longest] for x in (key, value, g, beta))
+                before = options.get("initial_state")
+                normalised = options.get("use_qk_l2norm_in_kernel", False)
+                return advance(before, k, v, kept.close(decay), kept.close(rate), normalised)
+
+            self.call = again
+            if self.known is not None:
+                g, beta = self.known.close(g), self.known.close(beta)
+            return rule(query, key, value, g=g, beta=beta, **options)
+
+        return run
+
+
+class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """What transformers sees of one layer's state; the old one stays until the next pass."""
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        super().__init__()
+        self.recurrence = recurrence
+        self.clear()
+
+    def clear(self) -> None:
+        self.conv_states[0] = self.recurrent_states[0] = None
+        self.has_previous_state[0] = False
+        self.again: Callable[[Kept], Tensor] | None = None
+        self.inputs: Tensor | None = None
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
+        """New inputs [B, C, N] of the convolution; returns them behind the old ones."""
+        before = self.conv_states[0]
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
+        inputs = torch.cat([before, conv_states], dim=-1)
+        kept = self.recurrence.known or Kept(conv_states.shape[-1], conv_states.shape[-1])
+        self.conv_states[0] = kept.window(inputs, conv_kernel_size)
+        self.has_previous_state[0] = True
+        self.inputs = None if self.recurrence.is_final else inputs
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        if self.recurrence.call is None:
+            raise UserError("the target's linear attention runs as a kernel that hides its rule; load it without")
+        self.again = None if self.recurrence.is_final else self.recurrence.call
+        self.recurrence.call = None
+        self.recurrent_states[0] = recurrent_states
+        return recurrent_states
+
+    def go_back(self, kept: Kept) -> None:
+        assert self.inputs is not None and self.again is not None, "a pass comes first"
+        self.conv_states[0] = kept.window(self.inputs, self.conv_states[0].shape[-1])
+        self.recurrent_states[0] = self.again(kept)
+
+
+def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool) -> Tensor:
+    """The state [B, heads, Dk, Dv] after all tokens of k, v [B, N, heads, D] and g, beta [B, N, heads], in float32.
+
+    Each token writes u_t = beta_t (v_t - what the state before it answers to k_t). These depend on each other in a
+    triangle, so one solve gives all of them, and the state is a sum over tokens of their decayed products.
+    """
+    repeats = v.shape[2] // k.shape[2]
+    k, v, g, beta = (x.float().transpose(1, 2) for x in (k, v, g, beta))
+    if normalised:
+        k = k * (k.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+    k = k.repeat_interleave(repeats, dim=1)
+    total = g.cumsum(dim=-1)
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp()
+    weighted = k * beta[..., None]
+    wanted = v * beta[..., None]
+    if before is not None:
+        wanted = wanted - (weighted * total.exp()[..., None]) @ before.float()
+    # The solve reads what is below the diagonal only: there is no need to zero the rest.
+    written = torch.linalg.solve_triangular(weighted @ k.mT * decay, wanted, upper=False, unitriangular=True)
+    end = total[..., -1:]
+    after: Tensor = (k * (end - total).exp()[..., None]).mT @ written
+    return after if before is None else after + before.float() * end.exp()[..., None]

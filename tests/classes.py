@@ -1,0 +1,73 @@
+"""Tiny random targets of every class beyond plain attention; a window of 8 tokens, so that everything crosses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 16}
+ALTERNATING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+
+ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixture of experts": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
+    "experts, sinks, every other layer a window": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING},
+    ),
+    "a window in all layers": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 8}),
+    "a window, soft caps": ("Gemma2ForCausalLM", "Gemma2Config", {"query_pre_attn_scalar": 8, **ALTERNATING}),
+    "a window, two rotary tables": ("Gemma3ForCausalLM", "Gemma3TextConfig", ALTERNATING),
+    "a window in the upper layers": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+}
+HYBRID: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", LINEAR),
+    "qwen3.5, experts": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**SHARED, **LINEAR}),
+    "qwen3-next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**SHARED, **LINEAR}),
+    "olmo hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**LINEAR, "linear_num_key_heads": 4}),
+}
+
+
+@cache
+def made(kind: str) -> Any:
+    """A model of that kind; whoever changes its weights copies it first."""
+    model_class, config_class, changes = {**ATTENTION, **HYBRID}[kind]
+    torch.manual_seed(0)
+    new: Callable[[Any], Any] = getattr(transformers, model_class)
+    model = new(getattr(transformers, config_class)(**{**SHAPE, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # With fresh weights a model repeats its last token; layers that outweigh the embedding say something.
+            outside = any(part in name for part in ("embed", "lm_head", "conv1d"))
+            parameter.mul_(1 if outside or parameter.ndim < 2 else 10)
+    return model

@@ -1,0 +1,201 @@
+"""Targets beyond plain attention: experts, windows and recurrent states are exact under drafts of every kind."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from classes import ATTENTION, HYBRID, made
+from torch import Tensor
+from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
+
+from dflash_bench.engine import recurrent
+from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.recurrent import Kept, advance
+from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError
+
+KINDS = [*ATTENTION, *HYBRID]
+VOCAB, NEW = 97, 14
+PROMPTS = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(2, 24)), [90, 1, 90], [8] * 7, [17, 3], [1, 2, 3, 4], [40, 7]]
+"""Some longer than the window, some that reach it while they answer, some that hardly do."""
+
+
+@cache
+def answers(kind: str) -> list[list[int]]:
+    """What transformers answers with its own cache, each prompt alone."""
+    return [generated(made(kind), prompt, NEW) for prompt in PROMPTS]
+
+
+def texts(kind: str) -> list[list[int]]:
+    return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers(kind), strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) -> None:
+    expected = answers(kind)
+    assert len({token for answer in expected for token in answer}) > 10
+    target = Target(made(kind))
+    assert run(target, NoDrafter(), PROMPTS[2:3], NEW).tokens == expected[2:3]
+    for num_rows in (3, 8):
+        assert run(target, NoDrafter(), PROMPTS[:num_rows], NEW).tokens == expected[:num_rows]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_right_and_wrong_give_the_plain_tokens(kind: str, num_drafts: int, num_rows: int) -> None:
+    target, expected = Target(made(kind)), answers(kind)[-num_rows:]
+    drafter = Scripted(texts(kind)[-num_rows:], num_drafts, sometimes_wrong(0.75, VOCAB, seed=num_drafts))
+    assert run(target, drafter, PROMPTS[-num_rows:], NEW).tokens == expected
+
+
+@pytest.mark.parametrize("change", changes(VOCAB, 1))
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_drafted_the_tokens_are_the_plain_ones(kind: str, change: str) -> None:
+    stop = answers(kind)[1][6]
+    expected = [cut(answer, stop) for answer in answers(kind)[:3]]
+    drafter = Scripted(texts(kind)[:3], 5, changes(VOCAB, stop)[change]())
+    out = run(Target(made(kind)), drafter, PROMPTS[:3], NEW, stop_ids=frozenset({stop}))
+    assert out.tokens == expected
+    if change == "right":
+        assert max(count for step in out.rounds for count in step.accepted) == 5
+
+
+def cut(answer: list[int], stop: int) -> list[int]:
+    return answer[: answer.index(stop) + 1] if stop in answer else answer
+
+
+@pytest.mark.parametrize("shape", ["chain", "branching"])
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: str) -> None:
+    for num_rows in (1, 3):
+        out = run(Target(made(kind)), Tree(texts(kind)[:num_rows], 10, shape, VOCAB), PROMPTS[:num_rows], NEW)
+        assert out.tokens == answers(kind)[:num_rows]
+        assert max(count for step in out.rounds for count in step.accepted) == 10
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(UserError, match="target reads no trees: its recurrent layers have no branches"):
+        run(Target(made(kind)), Tree(texts(kind)[:1], 4, "chain", VOCAB), PROMPTS[:1], NEW)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taps_give_the_hidden_states_of_what_was_read(kind: str) -> None:
+    watching = Watching(Scripted(texts(kind)[:2], 3, sometimes_wrong(0.6, VOCAB)))
+    watching.taps = (2, 0)
+    run(Target(made(kind)), watching, PROMPTS[:2], NEW)
+    for row, (prompt, following) in enumerate(zip(PROMPTS, watching.following, strict=False)):
+        read = [*prompt[:1], *following][: len(watching.read[row])]
+        with torch.inference_mode():
+            states = made(kind)(torch.tensor([read]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[3], states[1]], dim=-1)[0]
+        assert torch.allclose(torch.stack(watching.read[row]), expected, atol=1e-3, rtol=1e-3)
+
+
+# Recurrent states.
+
+NAMES = vars(sys.modules[type(made("qwen3.5").model.layers[0]).__module__])
+RULES = {name: rule for name, rule in NAMES.items() if name.endswith("gated_delta_rule")}
+
+
+@pytest.fixture(autouse=True)
+def the_rules_are_left_alone() -> Iterator[None]:
+    yield
+    assert len(RULES) == 2 and all(NAMES[name] is rule for name, rule in RULES.items())
+
+
+def states(target: Target) -> list[tuple[Tensor, Tensor]]:
+    assert target._recurrence is not None
+    return [(state.conv_states[0], state.recurrent_states[0]) for state in target._recurrence.states.values()]
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_what_was_not_kept_leaves_no_trace_in_any_state(kind: str) -> None:
+    prompts, blocks, counts = PROMPTS[:3], torch.arange(60, 75).view(3, 5), [2, 5, 1]
+    target = Target(made(kind))
+    target.begin(3, 40)
+    target.prefill(prompts)
+    target.forward(blocks, [len(prompt) for prompt in prompts])
+    target.commit(counts)
+    for row, prompt in enumerate(prompts):
+        alone = Target(made(kind))
+        alone.begin(1, 40)
+        alone.prefill([[*prompt, *blocks[row, : counts[row]].tolist()]])
+        for ours, expected in zip(states(target), states(alone), strict=True):
+            for a, b in zip(ours, expected, strict=True):
+                assert torch.allclose(a[row], b[0], atol=1e-4, rtol=1e-3)
+
+
+def test_a_state_is_made_again_only_where_a_draft_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(recurrent, "advance", lambda *args: (calls.append(args[1].shape[1]), advance(*args))[1])
+    kind, num_layers = "qwen3.5", 3
+    target = Target(made(kind))
+    run(target, NoDrafter(), PROMPTS[:3], NEW)
+    run(target, Scripted(texts(kind)[1:2], 3), PROMPTS[1:2], 1 + 4 * 3)
+    assert calls == []
+    run(target, Scripted(texts(kind)[1:2], 3, lambda token: (token + 1) % VOCAB), PROMPTS[1:2], 1 + 5)
+    assert calls == [1] * num_layers * 5
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_state_advances_as_the_published_rule_says_token_by_token(normalised: bool, fresh: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v, g, beta = drawn(2, 7, 2, 8), drawn(2, 7, 2, 8), drawn(2, 7, 4, 6), -drawn(2, 7, 4).exp(), drawn(2, 7, 4)
+    k, beta = k / 3, beta.sigmoid()
+    before = None if fresh else drawn(2, 4, 8, 6)
+    _, expected = RULES["torch_recurrent_gated_delta_rule"](
+        q, k, v, g=g, beta=beta, initial_state=before, output_final_state=True, use_qk_l2norm_in_kernel=normalised
+    )
+    assert torch.allclose(advance(before, k, v, g, beta, normalised), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were() -> None:
+    target = Target(made("qwen3.5"))
+    target.begin(1, 8)
+    target.model = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        target.forward(torch.tensor([[1, 2]]), [0])
+
+
+def test_two_recurrent_targets_of_one_class_take_turns() -> None:
+    kind = "qwen3.5"
+    first, second = Target(made(kind)), Target(copy.deepcopy(made(kind)))
+    for target in (first, second, first):
+        drafter = Scripted(texts(kind)[:2], 4, sometimes_wrong(0.5, VOCAB))
+        assert run(target, drafter, PROMPTS[:2], NEW).tokens == answers(kind)[:2]
+
+
+def test_nan_in_a_state_does_not_outlive_its_generation() -> None:
+    kind = "qwen3.5"
+    target = Target(made(kind))
+    expected = run(target, NoDrafter(), PROMPTS[:2], NEW).tokens
+    with torch.inference_mode():
+        for state in (state for pair in states(target) for state in pair):
+            state.fill_(torch.nan)
+    assert run(target, NoDrafter(), PROMPTS[:2], NEW).tokens == expected
+
+
+def test_gates_are_closed_behind_each_rows_last_token() -> None:
+    gate = torch.ones(3, 4, 2)
+    kept = Kept.of([4, 0, 2], torch.device("cpu"))
+    assert kept.longest == 4
+    assert kept.close(gate)[:, :, 0].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
+    assert Kept.of([3, 3, 3], torch.device("cpu")).close(gate) is gate
+
+
+def test_the_last_inputs_of_each_row_are_its_window() -> None:
+    inputs = torch.arange(6).repeat(2, 1, 1)
+    assert Kept.of([1, 3], torch.device("cpu")).window(inputs, 2).tolist() == [[[1, 2]], [[3, 4]]]
+    assert Kept.of([4, 4], torch.device("cpu")).window(inputs, 2).tolist() == [[[4, 5]]] * 2
