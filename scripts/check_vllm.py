@@ -1,0 +1,292 @@
+"""Our engine against a real vLLM server: the same nano weights, prompts and settings, one request at a time.
+
+Tokens are to equal those of our plain decoding. Acceptance is to agree within sampling error, position by position
+(two-proportion intervals, 95 % over all positions together) and as a whole (al.pooled of one over that of the other,
+resampled over prompts, which is much sharper because both answered the same ones).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from vllm_server import Server, ServerError
+
+from dflash_bench import methods, stats, suites
+from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.environment import describe, one_line
+from dflash_bench.models import loading
+from dflash_bench.records import Generation, Message
+
+NUM_PROMPTS, MAX_NEW_TOKENS, MODEL = 64, 128, "nano"
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of one answer: tokens, rounds, and at each position of the draft how many rounds accepted it."""
+
+    tokens: tuple[int, ...]
+    num_rounds: int
+    accepted_at: tuple[int, ...]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One prompt under one method; `verdict` is None where vLLM's tokens are those of our plain decoding."""
+
+    ours: Counts
+    theirs: Counts
+    verdict: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    method: str
+    num_drafts: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def equal(self) -> list[Answer]:
+        """Acceptance is compared where the text is the same."""
+        return [answer for answer in self.answers if answer.verdict is None]
+
+    @property
+    def num_identical(self) -> int:
+        return sum(answer.ours == answer.theirs for answer in self.equal)
+
+    def positions(self) -> list[tuple[int, float, float, float]]:
+        """(position, our share of rounds, theirs, how far they may be apart), positions counted from 1."""
+        mine, other = ([getattr(answer, side) for answer in self.equal] for side in ("ours", "theirs"))
+        n, m = (sum(counts.num_rounds for counts in side) for side in (mine, other))
+        z = NormalDist().inv_cdf(1 - (1 - LEVEL) / (2 * self.num_drafts))
+        rows = []
+        for k in range(self.num_drafts):
+            x, y = (sum(counts.accepted_at[k] for counts in side) for side in (mine, other))
+            both = (x + y) / (n + m)
+            rows.append((k + 1, x / n, y / m, z * (both * (1 - both) * (1 / n + 1 / m)) ** 0.5))
+        return rows
+
+    def ratio(self) -> stats.Interval:
+        """Their al.pooled over ours."""
+
+        def sums(side: str) -> tuple[list[float], list[float]]:
+            counts = [getattr(answer, side) for answer in self.equal]
+            return [float(c.num_rounds + c.num_accepted) for c in counts], [float(c.num_rounds) for c in counts]
+
+        return stats.ratio_interval(*sums("theirs"), over=sums("ours"))
+
+    def problems(self) -> list[str]:
+        found = [
+            f"prompt {i}: {answer.verdict}"
+            for i, answer in enumerate(self.answers)
+            if answer.verdict is not None and "mismatch" in answer.verdict
+        ]
+        if not any(answer.theirs.num_accepted for answer in self.equal):
+            return [*found, "vLLM accepted no draft at all"]
+        found += [
+            f"position {k}: {ours:.3f} here, {theirs:.3f} in vLLM, more than {bound:.3f} apart"
+            for k, ours, theirs, bound in self.positions()
+            if abs(ours - theirs) > bound
+        ]
+        ratio = self.ratio()
+        if ratio.low is None or ratio.high is None or not ratio.low <= 1 <= ratio.high:
+            found.append(f"al.pooled of vLLM is {ratio.value:.4f} of ours, interval [{ratio.low}, {ratio.high}]")
+        return found
+
+
+def main() -> int:
+    options = parse_options()
+    # So that a server is torn down when this script is told to stop.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    torch.set_num_threads(1)
+    chosen = methods.chosen(options.method)
+    names = [method.name for method in chosen if method.name != "ar"]
+    models = loading.load(MODEL, names, "cpu", torch.float32)
+    preset = loading.preset(MODEL)
+    backend = open_backend(models, preset, chosen, MAX_NEW_TOKENS, Sampling())
+    messages = prompts(options.limit)
+    plain = answers(backend, "ar", messages)
+    compared = []
+    try:
+        for name in names:
+            drafted = answers(backend, name, messages)
+            settings = {
+                "method": name,
+                "model": preset.drafts[name],
+                "num_speculative_tokens": backend.drafters[name].num_drafts,
+            }
+            with Server(options.server_python, preset.target, settings) as server:
+                compared.append(compare(server, backend, name, messages, plain, drafted))
+                versions = server.versions()
+    except ServerError as error:
+        print(f"check_vllm: {error}", file=sys.stderr)
+        return 1
+    if all(any(answer.theirs.num_rounds for answer in each.equal) for each in compared):
+        write(options.output, markdown(compared, versions))
+    problems = [f"{each.method}: {problem}" for each in compared for problem in each.problems()]
+    print("\n".join(problems) or "vLLM and this engine agree")
+    return 1 if problems else 0
+
+
+def parse_options() -> argparse.Namespace:
+    """What a user types comes after --server-python, which the script beside this one gives."""
+    root = Path(__file__).parent.parent
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server-python", type=Path, required=True, help="the Python that has vLLM")
+    parser.add_argument("--limit", type=int, default=NUM_PROMPTS, help="prompts to run")
+    parser.add_argument("--method", action="append", choices=["dflash", "eagle3"], help="default: both")
+    parser.add_argument("--output", type=Path, default=root / "results" / "vllm-nano-cpu.md")
+    options = parser.parse_args()
+    options.method = options.method or ["dflash", "eagle3"]
+    if options.limit < 2:
+        parser.error("--limit must be 2 or more, for an interval over prompts")
+    return options
+
+
+def prompts(limit: int) -> list[list[Message]]:
+    """First turns, drawn evenly from every suite's embedded rows."""
+    known = suites.expand(["paper"])
+    per_suite = -(-limit // len(known))
+    loaded = [suites.load(suite, "embedded", per_suite).prompts for suite in known]
+    mixed = [each[i] for i in range(per_suite) for each in loaded if i < len(each)]
+    return [[*prompt.opening, Message("user", prompt.turns[0])] for prompt in mixed[:limit]]
+
+
+def answers(backend: LocalBackend, method: str, messages: Sequence[list[Message]]) -> list[Generation]:
+    out = []
+    for i, message in enumerate(messages):
+        out.append(backend.generate(method, message))
+        show(f"ours {method}", i + 1, len(messages))
+        if out[-1].error:
+            raise SystemExit(f"check_vllm: our {method} failed: {out[-1].error}")
+    return out
+
+
+def compare(
+    server: Server,
+    backend: LocalBackend,
+    method: str,
+    messages: Sequence[list[Message]],
+    plain: Sequence[Generation],
+    drafted: Sequence[Generation],
+) -> Comparison:
+    num_drafts = backend.drafters[method].num_drafts
+    compared = []
+    for i, message in enumerate(messages):
+        if drafted[i].token_ids != plain[i].token_ids:
+            raise SystemExit(f"check_vllm: our own {method} differs from our plain decoding in prompt {i}")
+        theirs = Counts(*server.complete(backend.encode(message), MAX_NEW_TOKENS, num_drafts))
+        compared.append(Answer(counts(drafted[i], num_drafts), theirs, verdict(backend, message, plain[i], theirs)))
+        show(f"vLLM {method}", i + 1, len(messages))
+    return Comparison(method, num_drafts, tuple(compared))
+
+
+def counts(generation: Generation, num_drafts: int) -> Counts:
+    accepted = generation.accepted or ()
+    at = tuple(sum(count > k for count in accepted) for k in range(num_drafts))
+    return Counts(generation.token_ids, len(accepted), at)
+
+
+def verdict(backend: LocalBackend, message: list[Message], plain: Generation, theirs: Counts) -> str | None:
+    if theirs.tokens == plain.token_ids:
+        return None
+    found = backend.divergence(message, plain.token_ids, theirs.tokens)
+    return f"{found.verdict} at token {found.index}, margin {found.margin:.2g}, drift {found.drift:.2g}"
+
+
+def show(what: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{what} {done}/{total} ", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif done % 16 == 0 or done == total:
+        print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+
+
+def markdown(compared: Sequence[Comparison], versions: dict[str, Any]) -> str:
+    env = describe()
+    theirs = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        "# This engine and vLLM, nano, on the CPU",
+        "",
+        "```",
+        shlex.join(["scripts/check_vllm", *sys.argv[3:]]),
+        "```",
+        "",
+        f"{one_line(env)}, transformers {env['packages']['transformers']}. The server: {theirs}.",
+        f"float32, temperature 0, {MAX_NEW_TOKENS} new tokens at most, one request at a time.",
+        "",
+        "| method | drafts | engine | prompts | tokens equal to ar | rounds | al.pooled | al.emitted |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        *(row for each in compared for row in summary_rows(each)),
+        "",
+        *agreement(compared),
+        "",
+        "- `al.pooled`: sum(a_i + 1) / sum(S); drafts accepted past a stop or the limit count, in both engines",
+        "- `al.emitted`: sum(T - 1) / sum(S); only tokens of the answer count",
+    ]
+    for each in compared:
+        lines += ["", f"## {each.method}: share of rounds that accept the draft at a position", ""]
+        lines += ["| position | here | vLLM | difference | allowed |", "| ---: | ---: | ---: | ---: | ---: |"]
+        lines += [
+            f"| {k} | {ours:.4f} | {theirs:.4f} | {theirs - ours:+.4f} | {bound:.4f} |"
+            for k, ours, theirs, bound in each.positions()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def summary_rows(each: Comparison) -> list[str]:
+    rows = []
+    for engine, side in (("here", "ours"), ("vLLM", "theirs")):
+        all_counts = [getattr(answer, side) for answer in each.equal]
+        num_rounds = sum(c.num_rounds for c in all_counts)
+        pooled = 1 + sum(c.num_accepted for c in all_counts) / num_rounds
+        emitted = sum(len(c.tokens) - 1 for c in all_counts) / num_rounds
+        equal = f"{len(each.equal)}/{len(each.answers)}"
+        rows.append(
+            f"| {each.method} | {each.num_drafts} | {engine} | {len(each.answers)} | {equal} "
+            f"| {num_rounds} | {pooled:.4f} | {emitted:.4f} |"
+        )
+    return rows
+
+
+def agreement(compared: Sequence[Comparison]) -> list[str]:
+    lines = []
+    for each in compared:
+        ratio = each.ratio()
+        problems = each.problems()
+        lines.append(
+            f"- {each.method}: al.pooled of vLLM over ours {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}] "
+            f"(95 %, over prompts); every count the same in {each.num_identical} of {len(each.equal)} answers; "
+            f"{'they agree' if not problems else 'THEY DISAGREE: ' + '; '.join(problems)}."
+        )
+        lines += [f"- {each.method}, prompt {i}: {a.verdict}" for i, a in enumerate(each.answers) if a.verdict]
+    return lines
+
+
+def write(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, path)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

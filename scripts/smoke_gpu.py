@@ -1,0 +1,300 @@
+"""Is decoding exact on this GPU, and what does a round cost at the size of Qwen3-8B?
+
+Nano answers embedded prompts, alone and together, in float32 and bfloat16. A target of the shape of Qwen3-8B with a
+five-layer DFlash draft and an EAGLE-3 head is then timed on random weights, which accept next to nothing: its
+milliseconds are those of a real model, its acceptance is not.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from dflash_bench import methods, suites
+from dflash_bench.engine.decoding import Drafter, Limits, NoDrafter
+from dflash_bench.engine.dflash import DFlashDrafter
+from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.local import DEFAULT_CHAIN, LocalBackend, open_backend
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.environment import describe, one_line
+from dflash_bench.models import dflash, eagle3, loading
+from dflash_bench.records import Generation, Message
+
+METHODS = ("ar", "dflash", "eagle3")
+NUM_WARM_UP = 4
+"""Rounds left out at the start of a timed generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is run; `body` is the shape that the timed target and its drafts share."""
+
+    title: str
+    num_prompts: int
+    max_new_tokens: int
+    prompt_length: int
+    draft_layers: int
+    draft_vocabulary: int
+    body: dict[str, Any]
+
+
+def body(hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], vocabulary: int) -> dict[str, Any]:
+    """`heads` are query heads, key-value heads, and their size."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_target_layers": layers,
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": heads[2],
+        "vocab_size": vocabulary,
+        "rope_theta": 1e6,
+    }
+
+
+FULL = Size("of the shape of Qwen3-8B", 8, 96, 512, 5, 32000, body(4096, 12288, 36, (32, 8, 128), 151936))
+TOY = Size("of toy size: these milliseconds mean nothing", 2, 24, 24, 2, 128, body(64, 128, 8, (4, 2, 16), 512))
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """One cell; `verdicts` has an entry per answer: exact, near_tie, mismatch or failed, and for all but the first
+    of these a line in `notes`."""
+
+    cell: str
+    verdicts: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def num_wrong(self) -> int:
+        return self.verdicts.count("mismatch") + self.verdicts.count("failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    method: str
+    batch: int
+    draft_ms: float
+    verify_ms: float
+    round_ms: float
+    peak_bytes: int | None
+    syncs: float | None
+    """Waits of the host for the GPU, per round; None where there is no GPU."""
+
+
+def main() -> int:
+    options = parse_options()
+    begun = time.monotonic()
+    device = torch.device("cpu" if options.toy else "cuda")
+    size = TOY if options.toy else FULL
+    if options.toy:
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+    exactness = [row for dtype in (torch.float32, torch.bfloat16) for row in nano(device, dtype, size)]
+    timings = list(timed(device, size))
+    seconds = time.monotonic() - begun
+    text = markdown(device, size, exactness, timings, seconds)
+    name = "cpu-toy" if options.toy else torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    path = options.output or Path(__file__).parent.parent / "results" / f"smoke-{name}.md"
+    path.write_text(text, encoding="utf-8")
+    print(text)
+    say(f"wrote {path} after {seconds:.0f} s")
+    return 1 if any(row.num_wrong for row in exactness) else 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="the same at toy size, on the CPU")
+    parser.add_argument("--output", type=Path, help="default: results/smoke-DEVICE.md")
+    options = parser.parse_args()
+    if not options.toy and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --toy runs the same, small, on the CPU")
+    return options
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# Exactness.
+
+
+def nano(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[Exactness]:
+    """Every method alone, and every method on all prompts together, against plain decoding of each prompt alone."""
+    preset, chosen = loading.preset("nano"), methods.chosen(list(METHODS[1:]))
+    models = loading.load("nano", list(METHODS[1:]), str(device), dtype)
+    backend = open_backend(models, preset, chosen, size.max_new_tokens, Sampling())
+    loaded = suites.load(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
+    messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
+    prompts = [backend.encode(message) for message in messages]
+    plain = [backend.generate_ids("ar", [prompt])[0] for prompt in prompts]
+    for method in METHODS:
+        alone = [backend.generate_ids(method, [prompt])[0] for prompt in prompts]
+        for rows, given in (("alone", alone), ("together", backend.generate_ids(method, prompts))):
+            cell = f"{str(dtype).removeprefix('torch.')} | {method} | {rows}"
+            say(f"nano {cell}")
+            judged = [verdict(backend, *each) for each in zip(messages, plain, given, strict=True)]
+            where = cell.replace(" | ", ", ")
+            notes = tuple(f"{where}, prompt {i}: {note}" for i, (_, note) in enumerate(judged) if note)
+            yield Exactness(cell, tuple(word for word, _ in judged), notes)
+
+
+def verdict(backend: LocalBackend, message: list[Message], plain: Generation, other: Generation) -> tuple[str, str]:
+    """A word, and what there is to say about it."""
+    if other.error or plain.error:
+        return "failed", str(other.error or plain.error)
+    if other.token_ids == plain.token_ids:
+        return "exact", ""
+    found = backend.divergence(message, plain.token_ids, other.token_ids)
+    numbers = f"token {found.index}, margin {found.margin:.3g}, drift {found.drift:.3g}"
+    return found.verdict, f"{numbers}: {found.verdict}"
+
+
+# Time.
+
+
+def timed(device: torch.device, size: Size) -> Iterator[Timing]:
+    say("random weights " + size.title)
+    with device:
+        target = Target(random_target(size))
+        drafters = random_drafters(target, size)
+    for batch in (1, 8):
+        # Rows of different lengths, as they are after a few rounds of any real batch.
+        lengths = [size.prompt_length - i for i in range(batch)]
+        prompts = [torch.randint(size.body["vocab_size"] - 1, (length,)).tolist() for length in lengths]
+        for method, drafter in drafters.items():
+            say(f"{method} at batch {batch}")
+            yield timing(target, method, drafter, prompts, size)
+
+
+def timing(target: Target, method: str, drafter: Drafter, prompts: list[list[int]], size: Size) -> Timing:
+    backend = LocalBackend(target, NO_TEXT, {method: drafter}, Limits(size.max_new_tokens), Sampling())
+    backend.generate_ids(method, prompts)
+    given = backend.generate_ids(method, prompts)[0]
+    if given.error:
+        raise SystemExit(f"smoke_gpu: {method} at batch {len(prompts)} failed: {given.error}")
+    assert given.draft_s is not None and given.verify_s is not None and given.round_s is not None
+    draft, verify, whole = (
+        statistics.median(seconds[NUM_WARM_UP:]) * 1000 for seconds in (given.draft_s, given.verify_s, given.round_s)
+    )
+    syncs = host_syncs(backend, method, prompts) if target.device.type == "cuda" else None
+    return Timing(method, len(prompts), draft, verify, whole, given.peak_memory_bytes, syncs)
+
+
+NO_TEXT: Any = SimpleNamespace(decode=lambda *_args, **_options: "")
+"""Random tokens are no text."""
+
+
+def host_syncs(backend: LocalBackend, method: str, prompts: list[list[int]]) -> float:
+    """Per round, as torch reports them: what a longer answer adds, so that prefill and reading the clock fall out."""
+    limit, counts = backend.limits.max_new_tokens, []
+    for length in (limit // 2, limit):
+        backend.limits = Limits(length)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                given = backend.generate_ids(method, prompts)[0]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append((sum("synchroniz" in str(w.message) for w in caught), len(given.round_s or ())))
+    (few, few_rounds), (many, many_rounds) = counts
+    return (many - few) / (many_rounds - few_rounds)
+
+
+def random_target(size: Size) -> Any:
+    shape = size.body
+    config = Qwen3Config(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_hidden_layers=shape["num_target_layers"],
+        num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"],
+        head_dim=shape["head_dim"],
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
+        tie_word_embeddings=False,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+
+
+def random_drafters(target: Target, size: Size) -> dict[str, Drafter]:
+    """Published shapes: as many DFlash layers as taps, in blocks of 16; a chain of EAGLE-3."""
+    depth = size.body["num_target_layers"]
+    taps = dflash.default_target_layers(depth, size.draft_layers)
+    mask = size.body["vocab_size"] - 1
+    block = dflash.DFlashConfig(
+        num_layers=size.draft_layers, block_size=16, mask_token_id=mask, target_layer_ids=taps, **size.body
+    )
+    chain = eagle3.Eagle3Config(
+        draft_vocab_size=size.draft_vocabulary, target_layer_ids=eagle3.default_target_layers(depth), **size.body
+    )
+    first, second = (network.to(torch.bfloat16) for network in (dflash.DFlashDraft(block), eagle3.Eagle3Draft(chain)))
+    return {
+        "ar": NoDrafter(),
+        "dflash": DFlashDrafter(first, target.embedding, target.head),
+        "eagle3": Eagle3Drafter(second, target.embedding, DEFAULT_CHAIN),
+    }
+
+
+# Text.
+
+
+def markdown(
+    device: torch.device, size: Size, exactness: Sequence[Exactness], timings: Sequence[Timing], seconds: float
+) -> str:
+    env = describe()
+    command = "scripts/smoke_gpu" if device.type == "cuda" else "scripts/smoke_gpu --toy"
+    plain = {row.batch: row.round_ms for row in timings if row.method == "ar"}
+    lines = [
+        f"# Smoke test on {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'the CPU, toy size'}",
+        "",
+        f"```\n{command}\n```",
+        "",
+        f"{one_line(env)}, transformers {env['packages']['transformers']}; {seconds:.0f} s in all.",
+        "",
+        "## Nano, against plain decoding of each prompt alone",
+        "",
+        "| dtype | method | rows | exact | near ties | wrong |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for row in exactness:
+        count = row.verdicts.count
+        lines.append(f"| {row.cell} | {count('exact')}/{len(row.verdicts)} | {count('near_tie')} | {row.num_wrong} |")
+    notes = [f"- {note}" for row in exactness for note in row.notes]
+    lines += ["", *(notes or ["No output differs."]), "", f"## A round, random bfloat16 weights {size.title}", ""]
+    lines += [
+        f"Prompts of {size.prompt_length} tokens and a few less; medians over the rounds of one generation.",
+        "",
+        "| method | batch | draft ms | verify ms | round ms | in plain steps | peak GiB | host syncs a round |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for each in timings:
+        memory = "n/a" if each.peak_bytes is None else f"{each.peak_bytes / 2**30:.1f}"
+        syncs = "n/a" if each.syncs is None else f"{each.syncs:.2f}"
+        lines.append(
+            f"| {each.method} | {each.batch} | {each.draft_ms:.2f} | {each.verify_ms:.2f} | {each.round_ms:.2f} "
+            f"| {each.round_ms / plain[each.batch]:.2f} | {memory} | {syncs} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
