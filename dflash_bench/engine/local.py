@@ -16,7 +16,8 @@ from dflash_bench.engine.eagle3 import Eagle3Drafter
 from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import Method
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method, drafts_trees
 from dflash_bench.models.loading import Models
 from dflash_bench.presets import Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
@@ -57,8 +58,12 @@ def open_backend(
     sampling: Sampling,
     thinking: bool = False,
 ) -> LocalBackend:
-    """The reference backend for these methods, filed under their labels."""
+    """The reference backend for these methods, filed under their labels; UserError for what cannot go together."""
     target = Target(models.target)
+    trees = [method.label for method in methods if drafts_trees(method.name)]
+    if trees and not target.reads_trees:
+        kind = target.config.model_type
+        raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use eagle3")
     defaults = preset.num_drafts or {}
     drafters = {
         method.label: DRAFTERS[method.name](models, target, method.num_drafts or defaults.get(method.name))

@@ -26,7 +26,6 @@ from dflash_bench.engine.architecture import (
 )
 from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
 from dflash_bench.engine.recurrent import Recurrence
-from dflash_bench.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,11 @@ class Target:
             self._tapped[index] = output[0] if isinstance(output, tuple) else output
 
         return record
+
+    @property
+    def reads_trees(self) -> bool:
+        """A recurrent state has one past, and no branches."""
+        return not self._recurrent
 
     @property
     def embedding(self) -> nn.Module:
@@ -149,8 +153,7 @@ class Target:
         Of row b the first counts[b] stay; where that is not known yet, `commit` says it before the next pass, which
         else takes all of them as read.
         """
-        if parents is not None and self._recurrent:
-            raise UserError(f"a {self.config.model_type} target reads no trees: its recurrent layers have no branches")
+        assert parents is None or self.reads_trees, "open_backend refuses these"
         cache, width = self.cache, tokens.shape[1]
         cache.place(starts, width)
         positions = cache.positions
