@@ -221,8 +221,14 @@ def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says
     assert opened("eagle3").drafters["eagle3"].num_drafts == DEFAULT_CHAIN
 
 
+def test_the_trees_of_the_paper_verify_16_and_60_tokens() -> None:
+    drafters: dict[str, Any] = dict(opened("eagle3-tree", "eagle3-tree:16").drafters)
+    assert [drafter.num_drafts + 1 for drafter in drafters.values()] == [60, 16]
+    assert [(drafter.top_k, drafter.steps) for drafter in drafters.values()] == [(10, 7)] * 2
+
+
 def test_every_method_of_a_backend_gives_the_plain_tokens() -> None:
-    local = opened("ar", "dflash", "dflash:15", "eagle3:5")
+    local = opened("ar", "dflash", "dflash:15", "eagle3:5", "eagle3-tree:12")
     expected = [g.token_ids for g in local.generate_ids("ar", PROMPTS)]
     for label in local.drafters:
         assert [g.token_ids for g in local.generate_ids(label, PROMPTS)] == expected
