@@ -15,9 +15,14 @@ from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wro
 
 from dflash_bench.engine import recurrent
 from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.recurrent import Kept, advance
+from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
+from dflash_bench.methods import parse
+from dflash_bench.models.loading import Models
+from dflash_bench.presets import Preset
 
 KINDS = [*ATTENTION, *HYBRID]
 VOCAB, NEW = 97, 14
@@ -81,8 +86,11 @@ def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: st
 
 @pytest.mark.parametrize("kind", HYBRID)
 def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(UserError, match="target reads no trees: its recurrent layers have no branches"):
-        run(Target(made(kind)), Tree(texts(kind)[:1], 4, "chain", VOCAB), PROMPTS[:1], NEW)
+    models = Models(made(kind), None, {}, {})
+    with pytest.raises(
+        UserError, match=r"--method eagle3-tree:4: recurrent layers, as a \w+ target has, read no trees"
+    ):
+        open_backend(models, Preset("", {}), [parse("eagle3-tree:4")], NEW, Sampling())
 
 
 @pytest.mark.parametrize("kind", KINDS)

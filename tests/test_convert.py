@@ -23,7 +23,7 @@ from dflash_bench.models import loading
 from dflash_bench.models.conversion import convert
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
-from dflash_bench.models.loading import NANO
+from dflash_bench.presets import NANO
 
 LENGTH = 48
 
