@@ -33,6 +33,8 @@ ABOUT = {
     ),
 }
 
+REBUILD = "- rebuild: `scripts/train_nano` (in bfloat16, so that another CPU gives similar weights, not the same)"
+
 
 def write(
     output: Path, recipe: dict[str, Any], histories: dict[str, History], sweep: dict[str, Any], num_rows: int,
@@ -56,7 +58,7 @@ def write(
                 f"- data: {num_rows:,} rows of {recipe['row_length']} tokens, {num_answer_tokens:,} answer tokens",
                 f"- learning rate: {_tuning(name, sweep)}",
             ]
-        lines += ["- rebuild: `scripts/train_nano`", "", *_table(history), ""]
+        lines += [REBUILD, "", *_table(history), ""]
         (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 

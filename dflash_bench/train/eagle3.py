@@ -46,7 +46,7 @@ def step_logits(
             mixed = mixed + weights[..., num_rows + i, None] * v
         return mixed
 
-    hidden, logits = draft.fc(features), []
+    hidden, logits = draft.fuse(features), []
     for step in range(steps):
         tokens = shift(batch_ids, step + 1)
         hidden = draft(embedding[tokens], hidden, tables.at(position + step), attend)
