@@ -88,7 +88,7 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     if not len(old_sums):
         return None
     # Within a run all seconds are compared as speed-ups; over plain decoding that is the speed-up itself.
-    ids = GAINS if cell else ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e")
+    ids: tuple[str, ...] = GAINS if cell else ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e")
     if BASELINE in (old.method, new.method):
         # Of plain decoding there is only time: its acceptance and speed-up are 1.
         ids = ("tps.decode", "tps.e2e")
