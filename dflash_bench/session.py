@@ -16,7 +16,7 @@ from dflash_bench import environment, methods, presets, runner, sandbox, scoring
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.presets import Preset
 from dflash_bench.progress import Progress
-from dflash_bench.records import SCHEMA_VERSION, Record
+from dflash_bench.records import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from dflash_bench.models.loading import Models
@@ -58,8 +58,8 @@ class Request:
         return self.model or (self.target or "nano").partition("@")[0]
 
 
-def perform(request: Request, folder: Path, resume: bool) -> tuple[list[Record], dict[str, Any]]:
-    """Run or continue; all of the run's records, and its identity. Raises UserError before anything is written."""
+def perform(request: Request, folder: Path, resume: bool) -> None:
+    """Run or continue, into `folder`. Raises UserError before anything is written."""
     chosen = _methods(request)
     _refuse_what_has_no_effect(request)
     _refuse_unknown_values(request)
@@ -79,7 +79,6 @@ def perform(request: Request, folder: Path, resume: bool) -> tuple[list[Record],
         with Progress(plan.num_generations, len(run.stored)) as progress:
             runner.execute(plan, backend, run, progress.report)
         run.mark_finished({})
-        return list(run.stored.values()), identity
 
 
 def _methods(request: Request) -> list[methods.Method]:

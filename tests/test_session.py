@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dflash_bench import presets, session
+from dflash_bench import presets, session, store
 from dflash_bench.errors import UserError
 from dflash_bench.session import Request
 
@@ -110,16 +110,16 @@ def test_a_run_remembers_what_it_was_made_with(
     words = ["dflash-bench", "run", "--suite", "mbpp", "--model", "my model"]
     monkeypatch.setattr(sys, "argv", words)
     asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
-    records, identity = session.perform(asked, tmp_path / "run", resume=False)
+    session.perform(asked, tmp_path / "run", resume=False)
+    info, records = store.load(tmp_path / "run")
     assert [record.method for record in records] == ["ar", "dflash"]
-    info = json.loads((tmp_path / "run/run.json").read_text())
+    identity = info["identity"]
     assert info["state"] == "complete"
     assert info["command"] == "dflash-bench run --suite mbpp --model 'my model'"
     assert info["options"]["suites"] == ["mbpp"]
     assert info["options"]["max_new_tokens"] == 4
     assert "rlimits" in info["sandbox"]
     assert "torch" in info["environment"]["packages"]
-    assert info["identity"] == identity
     assert identity["methods"] == {
         "ar": {"name": "ar", "num_drafts": 0},
         "dflash": {"name": "dflash", "num_drafts": 3},
