@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import torch
 from vllm_server import Server, ServerError
 
@@ -87,12 +88,11 @@ class Comparison:
 
     def ratio(self) -> stats.Interval:
         """Their al.pooled over ours."""
-
-        def sums(side: str) -> tuple[list[float], list[float]]:
-            counts = [getattr(answer, side) for answer in self.equal]
-            return [float(c.num_rounds + c.num_accepted) for c in counts], [float(c.num_rounds) for c in counts]
-
-        return stats.ratio_interval(*sums("theirs"), over=sums("ours"))
+        both = [(answer.theirs, answer.ours) for answer in self.equal]
+        columns = [[float(n) for c in sides for n in (c.num_rounds + c.num_accepted, c.num_rounds)] for sides in both]
+        (interval,) = stats.intervals(np.array(columns), [stats.ratio([0, 3], [1, 2])])
+        assert interval is not None, "every answer has rounds"
+        return interval
 
     def problems(self) -> list[str]:
         found = [
