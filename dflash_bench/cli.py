@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from dflash_bench import __version__
 from dflash_bench.errors import UserError
@@ -94,7 +95,7 @@ def run(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Run suites under methods, side by side with plain decoding, and save every generation."""
-    from dflash_bench import metrics, report, session
+    from dflash_bench import frame, metrics, report, session
     from dflash_bench.findings import findings
 
     request = session.Request(
@@ -106,18 +107,19 @@ def run(
         raise UserError("--resume needs --out FOLDER, the run to continue")
     folder = out or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{Path(model).resolve().name}"
     try:
-        records = session.perform(request, folder, resume)
+        session.perform(request, folder, resume)
     except KeyboardInterrupt:
         print(_stopped(folder), file=sys.stderr)
         sys.exit(130)
-    cells = metrics.summarise(records)
-    notes = findings(records, cells)
+    rows = frame.read(folder).rows
+    cells = metrics.summarise(rows)
+    notes = findings(rows, cells)
     if as_json:
         print(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
     else:
         print(report.text(cells, notes))
         print(f"saved in {folder}")
-    if any(record.exactness == "mismatch" for record in records):
+    if (rows["exactness"] == "mismatch").any():
         sys.exit(1)
 
 
@@ -140,6 +142,104 @@ def suites() -> None:
     from dflash_bench.suites import known_groups, table
 
     print(report.suites_text(table(), known_groups()))
+
+
+Allow = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME",
+        help="Go on in spite of a difference, and print it; may be repeated. The refusal says which NAME.",
+    ),
+]
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN...", help="Folders of runs; or result JSON of vllm bench serve.")
+    ],
+    by: Annotated[
+        str, Option(metavar="WHAT", help="suite, category, turn, prompt-length or output-position.")
+    ] = "suite",
+    against: Annotated[
+        str | None, Option(metavar="paper[:TARGET]", help="Set published figures beside the run, formula by formula.")
+    ] = None,
+    compat: Annotated[
+        str | None, Option(metavar="zlab", help="What the official harness would have printed for the same rows.")
+    ] = None,
+    allow: Allow = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Compare methods within a run, or the same cells before and after, on the same prompts."""
+    from dflash_bench.comparison import compared
+
+    found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
+    print(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
+
+
+Limits = Annotated[
+    Path | None, Option(metavar="FILE", help="TOML: a table per figure, with fall (a share) and at_least.")
+]
+
+
+@app.command()
+def baseline(
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write, and to commit.")],
+    limits: Limits = None,
+    time_free: Annotated[
+        bool, Option("--time-free", help="Leave timings out: then any machine, however busy, can check.")
+    ] = False,
+) -> None:
+    """Write what a run reached as the expectation for later ones."""
+    from dflash_bench import baselines, frame
+
+    found = baselines.read_limits(limits) if limits else {}
+    baselines.write(frame.read(run), output, with_timings=not time_free, limits=found)
+    print(f"wrote {output}")
+
+
+@app.command()
+def check(
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")],
+    baseline: Annotated[
+        Path | None, Option(metavar="FILE", help="What to hold it against; without one, only what any run must reach.")
+    ] = None,
+    limits: Limits = None,
+    allow: Allow = None,
+    junit: Annotated[Path | None, Option(metavar="FILE", help="Write JUnit XML as well.")] = None,
+    summary: Annotated[
+        Path | None, Option(metavar="FILE", help="Append Markdown to FILE as well, such as $GITHUB_STEP_SUMMARY.")
+    ] = None,
+    benchmark: Annotated[
+        Path | None, Option(metavar="FILE", help="Write customBiggerIsBetter JSON for github-action-benchmark as well.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Exit 1 if a run falls short of its baseline, or is dead, wrong or slower than plain decoding."""
+    from dflash_bench import gate_formats
+    from dflash_bench.gate import checked
+
+    found = checked(run, baseline, limits, tuple(allow or ()))
+    _save(junit, "w", lambda: gate_formats.junit(found.outcome, "dflash-bench"))
+    _save(summary, "a", lambda: gate_formats.summary(found.outcome))
+    _save(benchmark, "w", lambda: gate_formats.benchmark(found.cells))
+    if as_json:
+        print(json.dumps(gate_formats.as_json(found.outcome), indent=1, allow_nan=False))
+    else:
+        print(gate_formats.text(found.outcome))
+    if found.outcome.failures:
+        sys.exit(1)
+
+
+def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
+    if path is None:
+        return
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(made())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """Where a number is weak or a run went wrong: what was seen, in numbers, and what to do about it.
 
 A closed list. A check looks at one cell, or at one suite where all methods share the fault, and returns what
-it found or None. It reads the records again, because a cell no longer holds what made its numbers weak.
+it found or None. It looks at the rows again, because a cell no longer holds what made its numbers weak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from typing import Any
 
-from dflash_bench import metrics
+import numpy as np
+
+from dflash_bench import metrics, stats
 from dflash_bench.metrics import BASELINE, Cell
-from dflash_bench.records import Generation, Record
 
 MIN_PROMPTS = 20
 WIDE = 0.10
@@ -52,11 +53,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A cell, its records (failed ones too), and the records that did not fail."""
+    """A cell, its rows of the frame (failed ones too), and the rows that did not fail."""
 
     cell: Cell
-    records: list[Record]
-    good: list[Record]
+    rows: Any
+    good: Any
 
     @property
     def is_baseline(self) -> bool:
@@ -69,9 +70,9 @@ class Case:
         return Seen(kind, self.cell.suite, text, remedy)
 
 
-def findings(records: Sequence[Record], cells: Sequence[Cell]) -> list[Finding]:
-    """What is wrong comes before what is weak. Cells that share a kind and a remedy share one finding."""
-    cases = [_case(records, cell) for cell in cells]
+def findings(rows: Any, cells: Sequence[Cell]) -> list[Finding]:
+    """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
+    cases = [_case(rows, cell) for cell in cells]
     alike: dict[tuple[str, str], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
@@ -85,18 +86,20 @@ def _finding(alike: Sequence[Seen]) -> Finding:
     return Finding(first.kind, f"{first.where}: {first.text}{likewise}", first.remedy)
 
 
-def _case(records: Sequence[Record], cell: Cell) -> Case:
-    own = [record for record in records if record.cell == (cell.suite, cell.method)]
+def _case(rows: Any, cell: Cell) -> Case:
+    own = metrics.select(rows, suite=cell.suite, slice=cell.slice, method=cell.method)
     return Case(cell, own, metrics.without_errors(own))
 
 
 def _mismatch(case: Case) -> Seen | None:
-    wrong = [record for record in case.good if record.exactness == "mismatch"]
-    if not wrong:
+    wrong = case.good[case.good["exactness"] == "mismatch"]
+    if not len(wrong):
         return None
-    where = wrong[0].divergence
-    seen = f", margin {where.margin:.3g} against drift {where.drift:.3g}" if where else ""
-    at = f"prompt {wrong[0].prompt_id} turn {wrong[0].turn}" + (f" token {where.index}" if where else "")
+    first = wrong.iloc[0]
+    known = first["first_divergence"] == first["first_divergence"]  # not NaN
+    seen = f", margin {first['divergence_margin']:.3g} against drift {first['divergence_drift']:.3g}" if known else ""
+    token = f" token {first['first_divergence']:.0f}" if known else ""
+    at = f"prompt {first['prompt_id']} turn {first['turn']}{token}"
     tally = f"{len(wrong)} of {_answers(case.good)}"
     if case.is_baseline:
         text = f"plain decoding disagrees with itself in {tally}; first at {at}{seen}"
@@ -106,11 +109,11 @@ def _mismatch(case: Case) -> Seen | None:
 
 
 def _failed(case: Case) -> Seen | None:
-    errors = [record.generation.error for record in case.records if record.generation.error is not None]
-    if not errors:
+    errors = case.rows["error"].dropna()
+    if not len(errors):
         return None
-    first = (errors[0].splitlines() or ["no message"])[0]
-    text = f"{len(errors)} of {_answers(case.records)} failed and are in no number; the first: {first[:160]}"
+    first = (errors.iloc[0].splitlines() or ["no message"])[0]
+    text = f"{len(errors)} of {_answers(case.rows)} failed and are in no number; the first: {first[:160]}"
     return case.seen("failed", text, "remove the cause and run again with another --out")
 
 
@@ -124,13 +127,13 @@ def _near_ties(case: Case) -> Seen | None:
 def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not _never_drafts(case):
         return None
-    num_rounds = sum(map(len, metrics.accepted_by_round(case.good)))
+    num_rounds = int(case.good["num_rounds"].sum())
     remedy = f"{_tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
     return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
 
 
 def _dead_draft(case: Case) -> Seen | None:
-    al = case.cell.al_pooled
+    al = case.cell.value("al.pooled")
     if case.is_baseline or al is None or al >= DEAD_AL or _never_drafts(case):
         return None
     text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
@@ -139,7 +142,7 @@ def _dead_draft(case: Case) -> Seen | None:
 
 
 def _slower_than_plain(case: Case) -> Seen | None:
-    speedup = case.cell.speedup_decode
+    speedup = case.cell.figures.get("speedup.decode")
     if case.is_baseline or speedup is None or speedup.value >= 1:
         return None
     text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(case.cell)}"
@@ -147,24 +150,21 @@ def _slower_than_plain(case: Case) -> Seen | None:
 
 
 def _why_slow(cell: Cell) -> str:
-    parts = _parts(cell)
-    if cell.al_pooled is None or cell.break_even_al is None or not parts:
+    parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
+    if al is None or needed is None or not parts:
         return "the backend shows no rounds, so the reason is not available"
-    below = cell.al_pooled < cell.break_even_al
-    al, needed = f"al.pooled {cell.al_pooled:.2f}", f"break_even_al {cell.break_even_al:.2f}"
-    compared = "below" if below else "not below"
-    besides = "" if below else ", which leaves out other ms and draft prefill"
+    compared = "below" if al < needed else "not below"
+    besides = "" if al < needed else ", which leaves out other ms and draft prefill"
     round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
-    largest = max(parts, key=lambda name: parts[name])
-    return f"{al} is {compared} {needed}{besides}; {largest} is the largest part of a round ({round_ms} ms)"
+    largest = f"{max(parts, key=lambda name: parts[name])} is the largest part of a round ({round_ms} ms)"
+    return f"al.pooled {al:.2f} is {compared} break_even_al {needed:.2f}{besides}; {largest}"
 
 
 def _how_faster(cell: Cell) -> str:
-    parts = _parts(cell)
-    if not parts or cell.al_pooled is None or cell.break_even_al is None:
+    parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
+    if not parts or al is None or needed is None:
         return f"{_tokens_a_round(cell, 'fewer')}, and see with a local model where a round spends its time"
-    below = cell.al_pooled < cell.break_even_al
-    remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if below else "other"]
+    remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if al < needed else "other"]
     return remedy.format(fewer=_tokens_a_round(cell, "fewer"))
 
 
@@ -174,46 +174,62 @@ def _tokens_a_round(cell: Cell, how_many: str) -> str:
 
 def _parts(cell: Cell) -> dict[str, float]:
     """Milliseconds of a round; empty where not all are known."""
-    parts = {"draft": cell.draft_ms, "verify": cell.verify_ms, "other": cell.other_ms}
+    parts = {name: cell.value(f"{name}_ms") for name in ("draft", "verify", "other")}
     known = {name: value for name, value in parts.items() if value is not None}
     return known if len(known) == len(parts) else {}
 
 
 def _saturated(case: Case) -> Seen | None:
-    drafted = [(drafted, kept) for drafted, kept in metrics.drafted_and_accepted(case.good) if drafted]
-    num_whole = sum(drafted == kept for drafted, kept in drafted)
-    if not drafted or num_whole <= SATURATED * len(drafted):
+    num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
+    if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
-    text = f"{num_whole} of {len(drafted)} rounds ({num_whole / len(drafted):.0%}) keep the whole draft"
+    text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) keep the whole draft"
     remedy = f"{_tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
     return case.seen("saturated", text, remedy)
 
 
 def _first_is_slow(case: Case) -> Seen | None:
-    steps = [_seconds_per_step(record.generation) for record in sorted(case.good, key=lambda row: row.order)]
-    known = [step for step in steps if step is not None]
-    if len(known) < MIN_ANSWERS_OVER_TIME or steps[0] is None or steps[0] <= SLOW_FIRST * median(known):
+    steps = _seconds_per_step(case.good.sort_values("order", kind="stable"))
+    known = steps[~np.isnan(steps)]
+    if len(known) < MIN_ANSWERS_OVER_TIME or not steps[0] > SLOW_FIRST * np.median(known):
         return None
-    times = steps[0] / median(known)
+    times = steps[0] / np.median(known)
     text = f"the first answer took {1000 * steps[0]:.3g} ms a step, {times:.1f} times the median"
     return case.seen("slow_first", text, "warm-up was too short: a higher --repeats makes it weigh less")
 
 
-def _seconds_per_step(generation: Generation) -> float | None:
+def _outliers(case: Case) -> Seen | None:
+    over_time = case.good.sort_values("order", kind="stable")
+    steps = _seconds_per_step(over_time)[1:]  # the first has a finding of its own
+    known = ~np.isnan(steps)
+    if known.sum() < MIN_ANSWERS_OVER_TIME:
+        return None
+    slow = known & stats.outliers(np.where(known, steps, np.median(steps[known])))
+    if not slow.any():
+        return None
+    worst = int(np.argmax(np.where(slow, steps, 0)))
+    times = steps[worst] / np.median(steps[known])
+    where = f"prompt {over_time['prompt_id'].iloc[worst + 1]} turn {over_time['turn'].iloc[worst + 1]}"
+    text = f"{slow.sum()} of {_answers(case.good)} took far longer a step; worst {where}, {times:.1f} times the median"
+    return case.seen("outliers", text, "they are in the numbers; keep the machine free of other work and run again")
+
+
+def _seconds_per_step(good: Any) -> Any:
     """Of a round where rounds are shown, because how many tokens a round makes differs between prompts."""
-    if generation.round_s:
-        return sum(generation.round_s) / len(generation.round_s)
-    seconds, tokens = metrics.decode_cost(generation)
-    return seconds / tokens if tokens else None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_round = (good["round_s"] / good["num_rounds"]).to_numpy(dtype=np.float64)
+        by_token = (good["decode_s"] / good["decode_tokens"]).to_numpy(dtype=np.float64)
+    found = np.where(by_round > 0, by_round, by_token)
+    return np.where(np.isfinite(found), found, np.nan)
 
 
 def _drift(case: Case) -> Seen | None:
     if not case.is_baseline or len(case.good) < MIN_ANSWERS_OVER_TIME:
         return None
-    over_time = sorted(case.good, key=lambda row: row.order)
+    over_time = case.good.sort_values("order", kind="stable")
     quarter = len(over_time) // 4
-    first = metrics.seconds_per_token(over_time[:quarter])
-    last = metrics.seconds_per_token(over_time[-quarter:])
+    first = metrics.seconds_per_token(over_time.iloc[:quarter])
+    last = metrics.seconds_per_token(over_time.iloc[-quarter:])
     if not first or not last or abs(last / first - 1) <= DRIFT:
         return None
     change = f"from {1000 * first:.3g} to {1000 * last:.3g} ms per token ({last / first - 1:+.0%})"
@@ -222,7 +238,7 @@ def _drift(case: Case) -> Seen | None:
 
 
 def _truncated(case: Case) -> Seen | None:
-    num_cut = sum(record.generation.finish_reason == "length" for record in case.good)
+    num_cut = int((case.good["finish_reason"] == "length").sum())
     if not case.is_baseline or num_cut <= TRUNCATED * len(case.good):
         return None
     text = f"{num_cut} of {_answers(case.good)} were cut at the token limit"
@@ -237,7 +253,7 @@ def _few_prompts(case: Case) -> Seen | None:
 
 
 def _wide_interval(case: Case) -> Seen | None:
-    speedup = case.cell.speedup_decode
+    speedup = case.cell.figures.get("speedup.decode")
     half = speedup.half_width if speedup else None
     if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value:
         return None
@@ -247,14 +263,13 @@ def _wide_interval(case: Case) -> Seen | None:
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     _mismatch, _failed, _near_ties, _nothing_drafted, _dead_draft, _slower_than_plain, _saturated, _first_is_slow,
-    _drift, _truncated, _few_prompts, _wide_interval,
+    _outliers, _drift, _truncated, _few_prompts, _wide_interval,
 )  # fmt: skip
 
 
 def _never_drafts(case: Case) -> bool:
-    drafted = [drafted for drafted, _ in metrics.drafted_and_accepted(case.good)]
-    return bool(drafted) and not any(drafted)
+    return bool(case.good["num_rounds"].sum()) and not case.good["num_drafting"].sum()
 
 
-def _answers(records: Sequence[Record]) -> str:
-    return f"{len(records)} answer{'' if len(records) == 1 else 's'}"
+def _answers(rows: Any) -> str:
+    return f"{len(rows)} answer{'' if len(rows) == 1 else 's'}"

@@ -1,16 +1,20 @@
-"""From records to numbers. Every number has an id, a formula under that id, and a function here.
+"""From the frame to numbers. Every number has an id, and its formula under that id in `FORMULAS`.
 
-A generation that failed enters no number. What a backend does not show (rounds, times) leaves the number out
-(None), never 0. Functions take the records of one cell, or of several that are to be pooled.
+A figure is a product of sums over a product of sums. The sums (`TERMS`) are added up per prompt once, for all
+cells in one go; values, intervals, comparisons and gates are all made from them. An answer that failed enters
+no sum. What a backend does not show leaves the figure out (None), never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from dflash_bench.records import Generation, Record
-from dflash_bench.stats import Interval, geometric_mean_interval, ratio_interval
+import numpy as np
+
+from dflash_bench import stats
+from dflash_bench.stats import Interval
 
 BASELINE = "ar"
 
@@ -20,225 +24,258 @@ FORMULAS = {
     "al.emitted": "sum(e_i) / sum(S), after truncation",
     "accept_rate": "sum(a_i) / sum(d_i)",
     "accept_at[k]": "P(a >= k), and P(a >= k given a >= k-1), over rounds",
+    "forwards_per_token": "sum(S) / sum(T - 1): target forwards for each token after the first",
+    "exact": "answers that are the plain output, token for token / answers that were compared",
+    "passed": "answers that are right / answers that were scored",
     "tps.decode": "sum(T - 1) / sum(decode_s)",
     "tps.e2e": "sum(T) / sum(prefill_s + decode_s)",
     "speedup.decode": "plain decode_s per token / the method's, over the same answers",
+    "speedup.decode.geometric": "geometric mean of the prompts' own speedup.decode",
     "speedup.e2e": "plain (prefill_s + decode_s) per token / the method's, over the same answers",
     "break_even_al": "(t_draft + t_verify) / t_ar per round; below this al.pooled speculation loses",
 }
 """Per answer: T tokens, the first from prefill; S rounds; round i drafts d_i, accepts a_i, emits e_i."""
 
-Records = Sequence[Record]
+TERMS = (
+    "answers", "tokens", "decode_tokens", "decode_s", "e2e_tokens", "e2e_s", "rounds", "verified", "accepted",
+    "drafted", "emitted", "rounds_of_shown", "shown", "al_sum", "draft_s", "draft_rounds", "verify_s", "verify_rounds",
+    "other_s", "model_s", "timed_rounds", "exact", "compared", "passed", "scored", "lost", "gained",
+    "plain_s", "plain_tokens", "own_s", "own_tokens", "plain_e2e_s", "plain_e2e_tokens", "own_e2e_s", "own_e2e_tokens",
+    "log_ratio", "log_ratios",
+)  # fmt: skip
+"""Per prompt: sums over its turns and repeats. `plain_` and `own_` are of answers that both sides have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`scale` times the sums of `top` over those of `bottom`; `unit` is 1 for what is a count of tokens."""
+
+    top: tuple[str, ...]
+    bottom: tuple[str, ...]
+    higher_is_better: bool = True
+    is_timing: bool = False
+    scale: float = 1.0
+
+    @property
+    def statistic(self) -> stats.Statistic:
+        if self.top == ("log_ratio",):
+            return stats.exp_mean(TERMS.index("log_ratio"), TERMS.index("log_ratios"))
+        return stats.ratio(*self.places, self.scale)
+
+    @property
+    def places(self) -> tuple[list[int], list[int]]:
+        return [TERMS.index(name) for name in self.top], [TERMS.index(name) for name in self.bottom]
+
+
+FIGURES = {
+    "al.pooled": Figure(("verified",), ("rounds",)),
+    "al.request_mean": Figure(("al_sum",), ("shown",)),
+    "al.emitted": Figure(("emitted",), ("rounds",)),
+    "accept_rate": Figure(("accepted",), ("drafted",)),
+    "forwards_per_token": Figure(("rounds",), ("rounds_of_shown",), higher_is_better=False),
+    "exact": Figure(("exact",), ("compared",)),
+    "passed": Figure(("passed",), ("scored",)),
+    "tps.decode": Figure(("decode_tokens",), ("decode_s",), is_timing=True),
+    "tps.e2e": Figure(("e2e_tokens",), ("e2e_s",), is_timing=True),
+    "speedup.decode": Figure(("plain_s", "own_tokens"), ("plain_tokens", "own_s"), is_timing=True),
+    "speedup.decode.geometric": Figure(("log_ratio",), ("log_ratios",), is_timing=True),
+    "speedup.e2e": Figure(
+        ("plain_e2e_s", "own_e2e_tokens"), ("plain_e2e_tokens", "own_e2e_s"), is_timing=True
+    ),
+    "draft_ms": Figure(("draft_s",), ("draft_rounds",), higher_is_better=False, is_timing=True, scale=1000),
+    "verify_ms": Figure(("verify_s",), ("verify_rounds",), higher_is_better=False, is_timing=True, scale=1000),
+    "other_ms": Figure(("other_s",), ("timed_rounds",), higher_is_better=False, is_timing=True, scale=1000),
+    "break_even_al": Figure(
+        ("model_s", "plain_tokens"), ("timed_rounds", "plain_s"), higher_is_better=False, is_timing=True
+    ),
+}  # fmt: skip
+"""Time-free figures do not suffer from noisy machines; `is_timing` keeps the others apart."""
+
 Tally = tuple[int, int]
 """How many, of how many."""
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptAt:
-    """Of all rounds, the share that accepts at least `k`; and of those that accept at least `k - 1`."""
-
-    k: int
-    unconditional: float
-    conditional: float | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The numbers of one suite and method; None is a number that cannot be had."""
+    """One suite and method, or a slice of it; a figure that cannot be had is absent from `figures`."""
 
     suite: str
     method: str
+    slice: str = ""
     num_prompts: int
     num_tokens: int
     num_errors: int
     num_near_ties: int
-    al_pooled: float | None
-    al_request_mean: float | None
-    tps_decode: float | None
-    speedup_decode: Interval | None
-    speedup_decode_geometric: Interval | None
-    speedup_e2e: Interval | None
     exact: Tally | None
     passed: Tally | None
-    draft_ms: float | None
-    verify_ms: float | None
-    other_ms: float | None
-    break_even_al: float | None
+    figures: Mapping[str, Interval]
+    prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
+    sums: Any = field(compare=False, repr=False, default=None)
+    """`TERMS` per prompt, [prompts, terms]."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        return self.suite, self.slice, self.method
+
+    def value(self, figure_id: str) -> float | None:
+        found = self.figures.get(figure_id)
+        return found.value if found else None
 
 
-def summarise(records: Records) -> list[Cell]:
-    """One cell per suite and method as they first appear, the baseline first in each suite."""
-    groups: dict[str, dict[str, list[Record]]] = {}
-    for record in records:
-        methods = groups.setdefault(record.suite, {BASELINE: []})
-        methods.setdefault(record.method, []).append(record)
-    return [_cell(rows, methods[BASELINE]) for methods in groups.values() for rows in methods.values() if rows]
+PLACE = ["suite", "slice", "method"]
+ANSWER = ["suite", "slice", "prompt_id", "turn", "repeat"]
 
 
-def _cell(records: Records, baseline: Records) -> Cell:
-    good = without_errors(records)
-    suite, method = records[0].cell
+def summarise(rows: Any) -> list[Cell]:
+    """One cell per suite, slice and method as they first appear, the baseline first in each."""
+    counts = _counts(rows)
+    sums = _prompt_sums(rows[rows["error"].isna()])
+    by_cell = dict(iter(sums.groupby(level=[0, 1, 2], observed=True)))
+    return [_cell(place, counts.loc[place], by_cell.get(place)) for place in _places(rows)]
+
+
+def _places(rows: Any) -> list[tuple[str, str, str]]:
+    found = list(rows[PLACE].drop_duplicates().itertuples(index=False, name=None))
+    suites = list(dict.fromkeys(suite for suite, _, _ in found))
+    slices = list(rows["slice"].cat.categories)
+    # Sorting keeps the methods of a slice in the order in which they appear.
+    return sorted(found, key=lambda p: (suites.index(p[0]), slices.index(p[1]), p[2] != BASELINE))
+
+
+def _counts(rows: Any) -> Any:
+    failed = rows["error"].notna()
+    good = rows[PLACE].assign(
+        num_errors=failed,
+        num_tokens=rows["num_tokens"].where(~failed, 0),
+        num_near_ties=(rows["exactness"] == "near_tie") & ~failed,
+    )
+    return good.groupby(PLACE, observed=True).sum()
+
+
+def _cell(place: tuple[str, str, str], counts: Any, prompts: Any) -> Cell:
+    suite, slice_, method = place
+    sums = np.zeros((0, len(TERMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
     return Cell(
         suite=suite,
+        slice=slice_,
         method=method,
-        num_prompts=len({record.prompt_id for record in good}),
-        num_tokens=sum(len(record.generation.token_ids) for record in good),
-        num_errors=len(records) - len(good),
-        num_near_ties=sum(record.exactness == "near_tie" for record in good),
-        al_pooled=al_pooled(good),
-        al_request_mean=al_request_mean(good),
-        tps_decode=tps_decode(good),
-        speedup_decode=speedup_decode(baseline, good),
-        speedup_decode_geometric=speedup_decode_geometric(baseline, good),
-        speedup_e2e=speedup_e2e(baseline, good),
-        exact=_tally(record.exactness == "exact" for record in good if record.exactness is not None),
-        passed=_tally(record.passed for record in good if record.passed is not None),
-        draft_ms=draft_ms(good),
-        verify_ms=verify_ms(good),
-        other_ms=other_ms(good),
-        break_even_al=None if method == BASELINE else break_even_al(baseline, good),
+        num_prompts=len(sums),
+        num_tokens=int(counts["num_tokens"]),
+        num_errors=int(counts["num_errors"]),
+        num_near_ties=int(counts["num_near_ties"]),
+        exact=_tally(sums, "exact", "compared"),
+        passed=_tally(sums, "passed", "scored"),
+        figures=_figures(sums, method),
+        prompts=() if prompts is None else tuple(prompts.index.get_level_values("prompt_id")),
+        sums=sums,
     )
 
 
-def without_errors(records: Records) -> list[Record]:
-    return [record for record in records if record.generation.error is None]
+def _figures(sums: Any, method: str) -> dict[str, Interval]:
+    if not len(sums):
+        return {}
+    names = [name for name in FIGURES if method != BASELINE or name not in ("break_even_al", "accept_rate")]
+    found = stats.intervals(sums, [FIGURES[name].statistic for name in names])
+    return {name: interval for name, interval in zip(names, found, strict=True) if interval is not None}
 
 
-def accepted_by_round(records: Records) -> list[tuple[int, ...]]:
-    """Of each answer whose rounds are shown and not none."""
-    return [record.generation.accepted for record in without_errors(records) if record.generation.accepted]
+def _tally(sums: Any, right: str, judged: str) -> Tally | None:
+    both = sums[:, [TERMS.index(right), TERMS.index(judged)]].sum(axis=0)
+    return (int(both[0]), int(both[1])) if both[1] else None
 
 
-def al_pooled(records: Records) -> float | None:
-    rounds = accepted_by_round(records)
-    return _ratio(sum(sum(accepted) + len(accepted) for accepted in rounds), sum(map(len, rounds)))
+def _prompt_sums(good: Any) -> Any:
+    """`TERMS` by suite, slice, method and prompt."""
+    pandas = type(good)
+    terms = pandas(_own_terms(good) | _paired_terms(good), index=good.index)
+    keys = [good[name] for name in (*PLACE, "prompt_id")]
+    sums = terms.groupby(keys, observed=True).sum()
+    costs = sums[["plain_s", "plain_tokens", "own_s", "own_tokens"]].to_numpy(dtype=np.float64)
+    known = (costs > 0).all(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(costs[:, 0] / costs[:, 1] * costs[:, 3] / costs[:, 2])
+    return sums.assign(log_ratio=np.where(known, logs, 0.0), log_ratios=known.astype(float))[list(TERMS)]
 
 
-def al_request_mean(records: Records) -> float | None:
-    rounds = accepted_by_round(records)
-    return _ratio(sum(sum(accepted) / len(accepted) + 1 for accepted in rounds), len(rounds))
+def _own_terms(good: Any) -> dict[str, Any]:
+    column = {name: good[name].to_numpy(dtype=np.float64) for name in _MEASURED}
+    rounds, accepted = column["num_rounds"], column["num_accepted"]
+    shown = rounds > 0
+    known = {name: ~np.isnan(column[name]) for name in ("draft_s", "verify_s", "round_s", "prefill_s")}
+    timed = known["draft_s"] & known["verify_s"]
+    other = column["round_s"] - column["draft_s"] - column["verify_s"]
+    passed = good["passed"].to_numpy(dtype=np.float64)
+    terms = {
+        "answers": np.ones(len(good)),
+        "tokens": column["num_tokens"],
+        "decode_tokens": column["decode_tokens"],
+        "decode_s": column["decode_s"],
+        "e2e_tokens": np.where(known["prefill_s"], column["num_tokens"], 0),
+        "e2e_s": column["prefill_s"] + column["decode_s"],
+        "rounds": rounds,
+        "verified": accepted + rounds,
+        "accepted": accepted,
+        "drafted": column["num_drafted"],
+        "emitted": column["num_emitted"],
+        "rounds_of_shown": np.where(np.isnan(rounds), 0, column["decode_tokens"]),
+        "shown": shown,
+        "al_sum": np.divide(accepted + rounds, rounds, out=np.zeros(len(good)), where=shown),
+        "draft_s": column["draft_s"],
+        "draft_rounds": np.where(known["draft_s"], rounds, 0),
+        "verify_s": column["verify_s"],
+        "verify_rounds": np.where(known["verify_s"], rounds, 0),
+        "other_s": other,
+        "model_s": column["draft_s"] + column["verify_s"],
+        "timed_rounds": np.where(timed & known["round_s"], rounds, 0),
+        "exact": (good["exactness"] == "exact").to_numpy(),
+        "compared": good["exactness"].notna().to_numpy(),
+        "passed": passed,
+        "scored": ~np.isnan(passed),
+    }
+    return {name: np.nan_to_num(np.asarray(values, dtype=np.float64)) for name, values in terms.items()}
 
 
-def al_emitted(records: Records) -> float | None:
-    rounds = [record.generation.emitted for record in without_errors(records) if record.generation.emitted]
-    return _ratio(sum(map(sum, rounds)), sum(map(len, rounds)))
+_MEASURED = (
+    "num_tokens", "decode_tokens", "decode_s", "prefill_s", "num_rounds", "num_accepted", "num_drafted",
+    "num_emitted", "draft_s", "verify_s", "round_s",
+)  # fmt: skip
 
 
-def accept_rate(records: Records) -> float | None:
-    pairs = drafted_and_accepted(records)
-    return _ratio(sum(accepted for _, accepted in pairs), sum(drafted for drafted, _ in pairs))
+def _paired_terms(good: Any) -> dict[str, Any]:
+    """Of each answer whose plain counterpart did not fail either, both sides' seconds, tokens and scores."""
+    answer = good.groupby(ANSWER, observed=True, sort=False).ngroup().to_numpy()
+    is_plain = (good["method"] == BASELINE).to_numpy()
+    own = {
+        "s": good["decode_s"].to_numpy(dtype=np.float64),
+        "tokens": good["decode_tokens"].to_numpy(dtype=np.float64),
+        "e2e_s": (good["prefill_s"] + good["decode_s"]).to_numpy(dtype=np.float64),
+        "e2e_tokens": good["num_tokens"].to_numpy(dtype=np.float64),
+        "passed": good["passed"].to_numpy(dtype=np.float64),
+    }
+    plain = {name: np.full(answer.max(initial=-1) + 1, np.nan) for name in own}
+    for name, values in own.items():
+        plain[name][answer[is_plain]] = values[is_plain]
+    plain = {name: values[answer] for name, values in plain.items()}
+    costs = ("s", "tokens"), ("e2e_s", "e2e_tokens")
+    terms = {"lost": plain["passed"] > own["passed"], "gained": plain["passed"] < own["passed"]}
+    for pair in costs:
+        both = ~np.isnan(sum(side[name] for side in (plain, own) for name in pair))
+        terms |= {f"plain_{name}": np.where(both, plain[name], 0) for name in pair}
+        terms |= {f"own_{name}": np.where(both, own[name], 0) for name in pair}
+    return {name: np.asarray(values, dtype=np.float64) for name, values in terms.items()}
 
 
-def accept_at(records: Records) -> list[AcceptAt]:
-    """For k from 1 to the longest draft."""
-    pairs = drafted_and_accepted(records)
-    longest = max((drafted for drafted, _ in pairs), default=0)
-    reached = [sum(accepted >= k for _, accepted in pairs) for k in range(longest + 1)]
-    return [AcceptAt(k, reached[k] / len(pairs), _ratio(reached[k], reached[k - 1])) for k in range(1, longest + 1)]
+def without_errors(rows: Any) -> Any:
+    return rows[rows["error"].isna()]
 
 
-def drafted_and_accepted(records: Records) -> list[tuple[int, int]]:
-    """Of every round that is shown."""
-    shown = [(row.generation.drafted, row.generation.accepted) for row in without_errors(records)]
-    return [pair for drafted, accepted in shown for pair in zip(drafted or (), accepted or (), strict=True)]
+def seconds_per_token(good: Any) -> float | None:
+    tokens = float(good["decode_tokens"].sum())
+    return float(good["decode_s"].sum()) / tokens if tokens else None
 
 
-Cost = Callable[[Generation], tuple[float, int]]
-"""Seconds, and the tokens they bought."""
-
-
-def decode_cost(generation: Generation) -> tuple[float, int]:
-    # An answer can be empty: its first token was a stop.
-    return generation.decode_s, max(len(generation.token_ids) - 1, 0)
-
-
-def e2e_cost(generation: Generation) -> tuple[float, int]:
-    return generation.prefill_s + generation.decode_s, len(generation.token_ids)
-
-
-def seconds_per_token(records: Records, cost: Cost = decode_cost) -> float | None:
-    costs = [cost(record.generation) for record in without_errors(records)]
-    return _ratio(sum(seconds for seconds, _ in costs), sum(tokens for _, tokens in costs))
-
-
-def tps_decode(records: Records) -> float | None:
-    return _ratio(1, seconds_per_token(records) or 0)
-
-
-def tps_e2e(records: Records) -> float | None:
-    return _ratio(1, seconds_per_token(records, e2e_cost) or 0)
-
-
-def speedup_decode(baseline: Records, records: Records) -> Interval | None:
-    return _pooled_speedup(_paired_costs(baseline, records, decode_cost))
-
-
-def speedup_e2e(baseline: Records, records: Records) -> Interval | None:
-    return _pooled_speedup(_paired_costs(baseline, records, e2e_cost))
-
-
-def speedup_decode_geometric(baseline: Records, records: Records) -> Interval | None:
-    """The geometric mean of the prompts' own speed-ups: each prompt counts once, however long its answer."""
-    costs = [cost for cost in _paired_costs(baseline, records, decode_cost) if all(cost)]
-    ratios = [(plain_s / plain_n) / (own_s / own_n) for plain_s, plain_n, own_s, own_n in costs]
-    return geometric_mean_interval(ratios) if ratios else None
-
-
-def _pooled_speedup(costs: list[list[float]]) -> Interval | None:
-    plain_s, plain_n, own_s, own_n = ([cost[column] for cost in costs] for column in range(4))
-    if not all(map(sum, (plain_s, plain_n, own_s, own_n))):
-        return None
-    return ratio_interval(plain_s, plain_n, over=(own_s, own_n))
-
-
-def _paired_costs(baseline: Records, records: Records, cost: Cost) -> list[list[float]]:
-    """Per prompt: plain seconds and tokens, own seconds and tokens, over the answers that both sides have."""
-    plain = {_place(record): cost(record.generation) for record in without_errors(baseline)}
-    own = {_place(record): cost(record.generation) for record in without_errors(records)}
-    by_prompt: dict[tuple[str, str], list[float]] = {}
-    for place in own.keys() & plain.keys():
-        sums = by_prompt.setdefault(place[:2], [0.0] * 4)
-        by_prompt[place[:2]] = [a + b for a, b in zip(sums, plain[place] + own[place], strict=True)]
-    # A set has no order of its own, and the bootstrap draws by position.
-    return [by_prompt[prompt] for prompt in sorted(by_prompt)]
-
-
-def _place(record: Record) -> tuple[str, str, int, int]:
-    return record.suite, record.prompt_id, record.turn, record.repeat
-
-
-def draft_ms(records: Records) -> float | None:
-    return _mean_ms([row.generation.draft_s for row in without_errors(records)])
-
-
-def verify_ms(records: Records) -> float | None:
-    return _mean_ms([row.generation.verify_s for row in without_errors(records)])
-
-
-def other_ms(records: Records) -> float | None:
-    """What a round spends outside draft and verify."""
-    rounds_ms = _mean_ms([row.generation.round_s for row in without_errors(records)])
-    parts_ms = (draft_ms(records), verify_ms(records))
-    if rounds_ms is None or parts_ms[0] is None or parts_ms[1] is None:
-        return None
-    return rounds_ms - parts_ms[0] - parts_ms[1]
-
-
-def break_even_al(baseline: Records, records: Records) -> float | None:
-    """As the formula says without the time outside draft and verify, which `other_ms` shows."""
-    draft, verify, plain_s = draft_ms(records), verify_ms(records), seconds_per_token(baseline)
-    return None if draft is None or verify is None or not plain_s else (draft + verify) / (1000 * plain_s)
-
-
-def _mean_ms(times: Iterable[tuple[float, ...] | None]) -> float | None:
-    shown = [time for each in times for time in each or ()]
-    return _ratio(1000 * sum(shown), len(shown))
-
-
-def _ratio(top: float, bottom: float) -> float | None:
-    return top / bottom if bottom else None
-
-
-def _tally(judged: Iterable[bool]) -> Tally | None:
-    found = list(judged)
-    return (sum(found), len(found)) if found else None
+def select(rows: Any, **where: Sequence[str] | str) -> Any:
+    """The rows whose columns have these values."""
+    for name, value in where.items():
+        rows = rows[rows[name] == value]
+    return rows

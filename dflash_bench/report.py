@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import groupby
-from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_bench import environment
 from dflash_bench.findings import Finding
-from dflash_bench.metrics import FORMULAS, Cell, Tally
+from dflash_bench.metrics import FIGURES, FORMULAS, Cell, Tally
 from dflash_bench.stats import Interval
+from dflash_bench.tables import ABSENT
+from dflash_bench.tables import number as _number
+from dflash_bench.tables import with_interval as _with_interval
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dflash_bench.suites import Listing
-
-ABSENT = "n/a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,8 @@ class Column:
         return self.head.replace(".\n", ".").replace("\n", " ")
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return ABSENT if value is None else f"{value:,.{digits}f}"
-
-
 def _value(interval: Interval | None) -> str:
     return _number(interval.value if interval else None)
-
-
-def _with_interval(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.high is None:
-        return _value(interval)
-    if isclose(interval.low, interval.high):  # plain decoding over itself
-        return _value(interval)
-    return f"{_value(interval)} [{_number(interval.low)}, {_number(interval.high)}]"
 
 
 def _tally(tally: Tally | None) -> str:
@@ -69,21 +57,25 @@ def _percent(tally: Tally | None) -> str:
 RESULTS = (
     Column("prompts", lambda cell: f"{cell.num_prompts:,}"),
     Column("tokens", lambda cell: f"{cell.num_tokens:,}"),
-    Column("al.\npooled", lambda cell: _number(cell.al_pooled)),
-    Column("al.\nrequest_mean", lambda cell: _number(cell.al_request_mean)),
-    Column("tps.\ndecode", lambda cell: _number(cell.tps_decode, 1)),
-    Column("speedup.\ndecode [95 %]", lambda cell: _with_interval(cell.speedup_decode), "left"),
-    Column("speedup.\ne2e", lambda cell: _value(cell.speedup_e2e)),
+    Column("al.\npooled", lambda cell: _number(cell.value("al.pooled"))),
+    Column("al.\nrequest_mean", lambda cell: _number(cell.value("al.request_mean"))),
+    Column("tps.\ndecode", lambda cell: _number(cell.value("tps.decode"), 1)),
+    Column("speedup.\ndecode [95 %]", lambda cell: _with_interval(cell.figures.get("speedup.decode")), "left"),
+    Column("speedup.\ne2e", lambda cell: _value(cell.figures.get("speedup.e2e"))),
     Column("exact", lambda cell: _tally(cell.exact)),
     Column("passed\n%", lambda cell: _percent(cell.passed)),
 )
 ROUNDS = (
-    Column("draft\nms", lambda cell: _number(cell.draft_ms)),
-    Column("verify\nms", lambda cell: _number(cell.verify_ms)),
-    Column("other\nms", lambda cell: _number(cell.other_ms)),
-    Column("al.\npooled", lambda cell: _number(cell.al_pooled)),
-    Column("break_even_al", lambda cell: _number(cell.break_even_al)),
-    Column("speedup.decode\ngeo. mean [95 %]", lambda cell: _with_interval(cell.speedup_decode_geometric), "left"),
+    Column("draft\nms", lambda cell: _number(cell.value("draft_ms"))),
+    Column("verify\nms", lambda cell: _number(cell.value("verify_ms"))),
+    Column("other\nms", lambda cell: _number(cell.value("other_ms"))),
+    Column("al.\npooled", lambda cell: _number(cell.value("al.pooled"))),
+    Column("break_even_al", lambda cell: _number(cell.value("break_even_al"))),
+    Column(
+        "speedup.decode\ngeo. mean [95 %]",
+        lambda cell: _with_interval(cell.figures.get("speedup.decode.geometric")),
+        "left",
+    ),
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )
@@ -204,7 +196,10 @@ JSON_FIELDS = (
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:
-    return {name: _json_value(getattr(cell, name)) for name in JSON_FIELDS}
+    values: dict[str, Any] = {name.replace(".", "_"): cell.value(name) for name in FIGURES}
+    values |= {name.replace(".", "_"): cell.figures.get(name) for name in ("speedup.decode", "speedup.e2e")}
+    values |= {name: getattr(cell, name) for name in ("exact", "passed")}
+    return {name: _json_value(values[name] if name in values else getattr(cell, name)) for name in JSON_FIELDS}
 
 
 def _json_value(value: Any) -> Any:

@@ -1,16 +1,17 @@
-"""Intervals for ratios of sums, by resampling prompts.
+"""Intervals and tests whose unit is the prompt: all its tokens and seconds, of both sides, are drawn together.
 
-The prompt is the unit: all its tokens and seconds, of both methods, are drawn or left out together. Plain
-bootstrap percentiles are too narrow for a few dozen prompts, so they are taken further out, by what Student's
-t asks for over the normal distribution: the "expanded percentile interval" of Hesterberg (2015).
+Plain bootstrap percentiles are too narrow for a few dozen prompts, so they are taken further out, by what
+Student's t asks for over the normal distribution: the "expanded percentile interval" of Hesterberg (2015).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,12 @@ from numpy.typing import NDArray
 LEVEL = 0.95
 NUM_DRAWS = 10_000
 SEED = 0
-CHUNK_ENTRIES = 2_000_000
-"""Of the weight matrix held at once: 16 MB, whatever the number of prompts."""
+MAX_UNITS = 1_000
+"""More prompts are dealt into so many groups, and the groups are drawn: the width is then known to about 2 %."""
+OUTLIER = 10.0
+"""Robust standard deviations from the median, as hyperfine has it."""
 
 Floats = NDArray[np.float64]
-Column = Sequence[float] | Floats
-"""One number per prompt."""
 Statistic = Callable[[Floats], Floats]
 """From column sums [..., k] to values [...]."""
 
@@ -41,67 +42,146 @@ class Interval:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
 
-def ratio_interval(
-    numerators: Column,
-    denominators: Column,
-    over: tuple[Column, Column] | None = None,
-    *,
-    seed: int = SEED,
-) -> Interval:
-    """sum(numerators) / sum(denominators), one entry per prompt, each sum positive.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A ratio of after over before on the same prompts; `p` is two-sided, None where it cannot be had."""
 
-    `over` holds the numerators and denominators of a second ratio on the same prompts, to divide by.
-    """
-    ones = [1.0] * len(numerators)
-    columns = np.column_stack([numerators, denominators, *(over or (ones, ones))])
-    return _interval(columns, _ratio_of_ratios, seed)
+    ratio: Interval
+    p: float | None
 
 
-def geometric_mean_interval(ratios: Column, *, seed: int = SEED) -> Interval:
-    """Of one positive ratio per prompt."""
-    logs = np.log(ratios)
-    return _interval(np.column_stack([logs, np.ones_like(logs)]), _exp_of_mean, seed)
-
-
-def _ratio_of_ratios(sums: Floats) -> Floats:
-    # The two products are equal to the last bit for a method over itself, which is then exactly 1.
-    return (sums[..., 0] * sums[..., 3]) / (sums[..., 1] * sums[..., 2])
-
-
-def _exp_of_mean(sums: Floats) -> Floats:
-    means: Floats = np.exp(sums[..., 0] / sums[..., 1])
-    return means
-
-
-def _interval(columns: Floats, statistic: Statistic, seed: int) -> Interval:
-    value = float(statistic(columns.sum(axis=0)))
+def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:
+    """One for each statistic of `columns` [prompts, k], all from the same draws; None where it has no value."""
+    values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
     if len(columns) < 2:
-        return Interval(value, None, None)
-    # Prompts that answer in one token have nothing to divide by; draws of nothing else have no ratio.
+        return [None if value is None else Interval(value, None, None) for value in values]
+    sums = resampled(columns, seed)
+    pairs = zip(statistics, values, strict=True)
+    return [None if value is None else _between(value, each(sums), len(columns)) for each, value in pairs]
+
+
+def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0) -> Statistic:
+    """The product of the sums of the columns `top` over that of `bottom`."""
+
+    def statistic(sums: Floats) -> Floats:
+        # Products first: for a method over itself they are equal to the last bit, and their ratio exactly 1.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Floats = scale * sums[..., list(top)].prod(axis=-1) / sums[..., list(bottom)].prod(axis=-1)
+        return found
+
+    return statistic
+
+
+def exp_mean(total: int, count: int) -> Statistic:
+    """A geometric mean, from a column of logarithms and one of ones."""
+    mean = ratio([total], [count])
+    return lambda sums: np.exp(mean(sums))
+
+
+def geometric_mean(parts: Sequence[tuple[Floats, Statistic]]) -> Interval | None:
+    """Over suites, each with its own prompts and so its own draws; each suite counts once."""
+    values = [_value(statistic, columns.sum(axis=0)) for columns, statistic in parts]
+    known = [value for value in values if value is not None and value > 0]
+    if not known or len(known) < len(values):
+        return None
+    fewest = min(len(columns) for columns, _ in parts)
+    middle = float(np.exp(np.mean(np.log(known))))
+    if fewest < 2:
+        return Interval(middle, None, None)
+    drawn = [statistic(resampled(columns, SEED + n)) for n, (columns, statistic) in enumerate(parts)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        draws = np.concatenate([statistic(sums) for sums in _resampled(columns, seed)])
-    tail = _tail(len(columns))
-    low, high = np.quantile(draws[np.isfinite(draws)], [tail, 1 - tail])
-    return Interval(value, float(low), float(high))
+        return _between(middle, np.exp(np.mean(np.log(drawn), axis=0)), fewest)
 
 
-def _resampled(columns: Floats, seed: int) -> Iterator[Floats]:
-    """Column sums of `NUM_DRAWS` resamples: how often each prompt is drawn, times the columns."""
+def change(columns: Floats, top: Sequence[int], bottom: Sequence[int], scale: float = 1.0) -> Change | None:
+    """A ratio of sums, and how likely so large a difference from 1 is where there is none.
+
+    The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
+    needs no draws, and agrees with the interval.
+    """
+    (found,) = intervals(columns, [ratio(top, bottom, scale)])
+    if found is None or found.value <= 0:
+        return None
+    means = columns.mean(axis=0)
+    # The mean pull is 0: as much above as below.
+    pulls = (columns[:, list(top)] / means[list(top)]).sum(axis=1)
+    pulls = pulls - (columns[:, list(bottom)] / means[list(bottom)]).sum(axis=1)
+    return Change(found, _t_test(float(np.log(found.value)), pulls))
+
+
+def _t_test(log_ratio: float, pulls: Floats) -> float | None:
+    if len(pulls) < 2:
+        return None
+    error = float(pulls.std(ddof=1)) / len(pulls) ** 0.5
+    # Where nothing varies, as without clocks, any difference is certain; rounding is none.
+    if error < 1e-8:
+        return 1.0 if abs(log_ratio) < 1e-7 else 0.0
+    return min(1.0, 2 * float(_special().stdtr(len(pulls) - 1, -abs(log_ratio) / error)))
+
+
+def mcnemar(num_lost: int, num_gained: int) -> float:
+    """Exact and two-sided: how likely so uneven a split is, were both ways as likely."""
+    fewer, both = min(num_lost, num_gained), num_lost + num_gained
+    return min(1.0, 2 * float(_special().bdtr(fewer, both, 0.5))) if both else 1.0
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """The same, adjusted for their number, so that all together they alarm falsely as seldom as one alone."""
+    adjusted, worst = [1.0] * len(ps), 0.0
+    for rank, place in enumerate(sorted(range(len(ps)), key=lambda place: ps[place])):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[place]))
+        adjusted[place] = worst
+    return adjusted
+
+
+def outliers(values: Floats) -> NDArray[np.bool_]:
+    """Which lie more than `OUTLIER` robust standard deviations (1.4826 MAD, at least 1 %) above the median."""
+    middle = np.median(values)
+    deviation = max(1.4826 * float(np.median(np.abs(values - middle))), 0.01 * abs(float(middle)))
+    return np.asarray(values > middle + OUTLIER * deviation)
+
+
+def resampled(columns: Floats, seed: int = SEED) -> Floats:
+    """Column sums [draws, k] of as many prompts as there are, drawn with replacement."""
+    if len(columns) > MAX_UNITS:
+        dealt = np.random.default_rng(seed).permutation(len(columns))
+        starts = np.linspace(0, len(columns), MAX_UNITS, endpoint=False, dtype=np.int64)
+        columns = np.add.reduceat(columns[dealt], starts)
+    counts = _counts(len(columns), seed)
+    chunks = [counts[start : start + 1_000] @ columns for start in range(0, len(counts), 1_000)]
+    return np.concatenate(chunks)
+
+
+@lru_cache(maxsize=16)
+def _counts(num_units: int, seed: int) -> NDArray[np.uint8]:
+    """How often each unit is drawn, [draws, units]: the same for all cells of as many prompts, so made once."""
     rng = np.random.default_rng(seed)
-    num_prompts = len(columns)
-    chunk = max(1, CHUNK_ENTRIES // num_prompts)
-    for start in range(0, NUM_DRAWS, chunk):
-        num_draws = min(chunk, NUM_DRAWS - start)
-        picks = rng.integers(num_prompts, size=(num_draws, num_prompts))
-        picks += np.arange(num_draws)[:, None] * num_prompts
-        counts = np.bincount(picks.ravel(), minlength=num_draws * num_prompts)
-        yield counts.reshape(num_draws, num_prompts) @ columns
+    made = np.empty((NUM_DRAWS, num_units), dtype=np.uint8)
+    for start in range(0, NUM_DRAWS, 1_000):
+        picks = rng.integers(num_units, size=(min(1_000, NUM_DRAWS - start), num_units))
+        picks += np.arange(len(picks))[:, None] * num_units
+        counts = np.bincount(picks.ravel(), minlength=picks.size)
+        made[start : start + len(picks)] = counts.reshape(picks.shape)
+    return made
+
+
+def _value(statistic: Statistic, sums: Floats) -> float | None:
+    value = float(statistic(sums))
+    return value if np.isfinite(value) else None
+
+
+def _between(value: float, drawn: Floats, num_prompts: int) -> Interval:
+    # Prompts that answer in one token have nothing to divide by; draws of nothing else have no ratio.
+    tail = _tail(num_prompts)
+    low, high = np.quantile(drawn[np.isfinite(drawn)], [tail, 1 - tail])
+    return Interval(value, float(low), float(high))
 
 
 def _tail(num_prompts: int) -> float:
     """The share of draws beyond each bound: 0.025 for many prompts, 0.009 for 10."""
-    bound = (
-        import_module("scipy.special").stdtrit(num_prompts - 1, (1 + LEVEL) / 2)
-        * (num_prompts / (num_prompts - 1)) ** 0.5
-    )
-    return NormalDist().cdf(-bound)
+    spread = (num_prompts / (num_prompts - 1)) ** 0.5
+    return NormalDist().cdf(-spread * float(_special().stdtrit(num_prompts - 1, (1 + LEVEL) / 2)))
+
+
+def _special() -> Any:
+    return import_module("scipy.special")

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib import import_module
@@ -46,6 +46,10 @@ DIVERGENCE = {"first_divergence": "index", "divergence_margin": "margin", "diver
 FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "divergence"))
 
 
+class DamagedError(UserError):
+    """A part that cannot be read; a reader may go on without it."""
+
+
 def check_new(folder: Path) -> None:
     """Raises UserError where no run can be created; writes nothing, so it can be asked before slow work."""
     try:
@@ -61,7 +65,7 @@ def check_new(folder: Path) -> None:
 
 def check_resumable(folder: Path) -> None:
     """Raises UserError where there is no run; whether it is the same one, `resume` sees."""
-    _read_info(folder)
+    read_info(folder)
 
 
 def create(folder: Path, info: Mapping[str, Any]) -> Run:
@@ -81,7 +85,7 @@ def create(folder: Path, info: Mapping[str, Any]) -> Run:
 
 def resume(folder: Path, info: Mapping[str, Any]) -> Run:
     """Continues a run of the same identity; what may differ, as the machine, is kept under `resumed`."""
-    stored, now = _read_info(folder), json.loads(json.dumps(dict(info)))  # tuples read back as lists
+    stored, now = read_info(folder), json.loads(json.dumps(dict(info)))  # tuples read back as lists
     told = "; ".join(_differences(stored["identity"], now.pop("identity")))
     if told:
         raise UserError(f"{folder} was started otherwise: {told}; use the same, or choose another --out")
@@ -92,7 +96,22 @@ def resume(folder: Path, info: Mapping[str, Any]) -> Run:
 
 def load(folder: Path) -> tuple[Info, list[Record]]:
     """Everything that is stored, in the order in which it was."""
-    return _read_info(folder), _records(sorted(folder.glob(PARTS)))
+    return read_info(folder), _records(parts(folder))
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob(PARTS))
+
+
+def batches(part: Path, columns: Sequence[str], num_rows: int) -> Iterator[Any]:
+    """Arrow record batches of these columns. Raises DamagedError, and UserError for a newer schema."""
+    with _opened(part) as file:
+        yield from file.iter_batches(num_rows, columns=list(columns))
+
+
+def to_table(records: Sequence[Record]) -> Any:
+    """As an Arrow table in the schema of a run."""
+    return import_module("pyarrow").Table.from_pylist([_to_row(record) for record in records], _schema())
 
 
 class Run(AbstractContextManager["Run"]):
@@ -104,9 +123,9 @@ class Run(AbstractContextManager["Run"]):
         try:
             for stray in folder.glob(".*.tmp"):
                 stray.unlink()
-            parts = sorted(folder.glob(PARTS))
-            self._next = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
-            self.stored: dict[Key, Record] = {key(record): record for record in _records(parts)}
+            found = parts(folder)
+            self._next = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
+            self.stored: dict[Key, Record] = {key(record): record for record in _records(found)}
         except UserError:
             self.close()
             raise
@@ -114,7 +133,7 @@ class Run(AbstractContextManager["Run"]):
     def append(self, records: Sequence[Record]) -> None:
         """One part, and from then on in `stored`."""
         parquet: Any = import_module("pyarrow.parquet")
-        table = import_module("pyarrow").Table.from_pylist([_to_row(record) for record in records], _schema())
+        table = to_table(records)
         part = self.folder / f"part-{self._next:06}.parquet"
         _write(part, lambda file: parquet.write_table(table, file, compression="zstd", write_page_checksum=True))
         self._next += 1
@@ -123,7 +142,7 @@ class Run(AbstractContextManager["Run"]):
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
-        _write_info(self.folder, _read_info(self.folder) | finished | dict(updates))
+        _write_info(self.folder, read_info(self.folder) | finished | dict(updates))
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -201,7 +220,7 @@ def _write_info(folder: Path, info: Info) -> None:
     _write(folder / "run.json", lambda file: file.write(text.encode()))
 
 
-def _read_info(folder: Path) -> Info:
+def read_info(folder: Path) -> Info:
     path = folder / "run.json"
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
@@ -235,21 +254,28 @@ def _schema() -> Any:
     return arrow.schema(columns | lists, metadata={"schema_version": str(SCHEMA_VERSION)})
 
 
-def _read_part(path: Path) -> list[dict[str, Any]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """What goes wrong while it is read is told as damage to this part."""
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             _refuse_newer(path, int((file.schema_arrow.metadata or {}).get(b"schema_version", 0)))
             if not file.schema_arrow.equals(_schema()):
-                raise UserError(f"cannot read {path}: its columns are not those of a run")
-            rows: list[dict[str, Any]] = file.read().to_pylist()
+                raise DamagedError(f"cannot read {path}: its columns are not those of a run")
+            yield file
     except (OSError, ValueError, arrow.ArrowException) as error:
-        raise _cannot("read", path, error) from error
+        raise DamagedError(str(_cannot("read", path, error))) from error
+
+
+def _read_part(path: Path) -> list[dict[str, Any]]:
+    with _opened(path) as file:
+        rows: list[dict[str, Any]] = file.read().to_pylist()
     return rows
 
 
-def _records(parts: Sequence[Path]) -> list[Record]:
-    return [_from_row(row) for part in parts for row in _read_part(part)]
+def _records(found: Sequence[Path]) -> list[Record]:
+    return [_from_row(row) for part in found for row in _read_part(part)]
 
 
 def _to_row(record: Record) -> dict[str, Any]:

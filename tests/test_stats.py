@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from dflash_bench import stats
-from dflash_bench.stats import Interval, geometric_mean_interval, ratio_interval
+from dflash_bench.stats import Interval
+
+
+def ratio_interval(tops: Any, bottoms: Any, over: tuple[Any, Any] | None = None, *, seed: int = 0) -> Interval:
+    """sum(tops) / sum(bottoms), over another such ratio where one is given."""
+    ones = [1.0] * len(tops)
+    columns = np.column_stack([tops, bottoms, *(over or (ones, ones))])
+    (found,) = stats.intervals(columns, [stats.ratio([0, 3], [1, 2])], seed=seed)
+    assert found is not None
+    return found
+
+
+def geometric_mean_interval(ratios: Any) -> Interval:
+    (found,) = stats.intervals(np.column_stack([np.log(ratios), np.ones(len(ratios))]), [stats.exp_mean(0, 1)])
+    assert found is not None
+    return found
 
 
 def test_the_value_is_the_ratio_of_the_sums() -> None:
@@ -71,11 +88,13 @@ def test_the_same_seed_gives_the_same_interval_and_another_nearly_so() -> None:
     assert other.high == pytest.approx(first.high, rel=0.05)
 
 
-def test_chunks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    tops, bottoms = [1.0, 2.0, 4.0, 3.0, 9.0], [2.0, 1.0, 3.0, 3.0, 2.0]
-    whole = ratio_interval(tops, bottoms)
-    monkeypatch.setattr(stats, "CHUNK_ENTRIES", 777)
-    assert ratio_interval(tops, bottoms) == whole
+def test_many_prompts_are_drawn_in_groups_and_the_interval_is_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    tops, bottoms = np.random.default_rng(4).lognormal(size=(2, 4_000))
+    grouped = ratio_interval(tops, bottoms)
+    monkeypatch.setattr(stats, "MAX_UNITS", 4_000)
+    single = ratio_interval(tops, bottoms)
+    assert grouped.value == single.value
+    assert grouped.half_width == pytest.approx(single.half_width, rel=0.1)
 
 
 def test_few_prompts_push_the_bounds_out_and_many_do_not() -> None:
@@ -96,12 +115,67 @@ def test_a_thousand_prompts_take_less_than_a_second() -> None:
     assert time.process_time() - started < 1
 
 
+# Tests and outliers
+
+
+def test_a_change_is_certain_where_prompts_agree_and_uncertain_where_they_do_not() -> None:
+    ones, rng = np.ones(64), np.random.default_rng(5)
+    same, slower, noisy = ones, 1.1 * ones, rng.lognormal(0, 1, 64)
+    assert p_of(same, ones) == 1
+    assert p_of(slower, ones) == 0
+    assert p_of(noisy / noisy.mean() * 1.1, ones) > 0.05
+    assert p_of(rng.lognormal(0.1, 0.05, 64), ones) < 1e-9
+    assert stats.change(np.column_stack([[2.0], [1.0]]), [0], [1]) == stats.Change(Interval(2, None, None), None)
+    assert stats.change(np.zeros((3, 2)), [0], [1]) is None
+
+
+def p_of(tops: Any, bottoms: Any) -> float:
+    found = stats.change(np.column_stack([tops, bottoms]), [0], [1])
+    assert found is not None
+    assert found.p is not None
+    return found.p
+
+
+def test_the_p_of_a_change_is_that_of_a_paired_t_test_where_all_prompts_weigh_the_same() -> None:
+    ratios = 1 + 0.01 * np.random.default_rng(6).normal(size=20)
+    t = np.log(ratios.mean()) / (ratios.std(ddof=1) / ratios.mean() / 20**0.5)
+    assert p_of(ratios, np.ones(20)) == pytest.approx(2 * scipy.stats.t.sf(abs(t), 19))
+
+
+def test_mcnemar_is_the_exact_sign_test_of_the_answers_that_changed() -> None:
+    assert stats.mcnemar(0, 0) == stats.mcnemar(3, 3) == 1
+    assert stats.mcnemar(6, 0) == pytest.approx(2 / 64)
+    assert stats.mcnemar(2, 9) == pytest.approx(scipy.stats.binomtest(2, 11).pvalue)
+
+
+def test_holm_takes_the_smallest_times_their_number() -> None:
+    assert stats.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert stats.holm([0.9, 0.8]) == [1, 1]
+    assert stats.holm([]) == []
+
+
+def test_outliers_are_far_above_the_median_only() -> None:
+    values = np.array([1.0, 1.1, 0.9, 1.05, 0.95, 5.0, 0.0])
+    assert stats.outliers(values).tolist() == [False] * 5 + [True, False]
+    assert stats.outliers(np.array([1.0, 1.0, 1.0, 1.05, 1.2])).tolist() == [False] * 4 + [True]
+
+
+def test_the_geometric_mean_over_suites_counts_each_once() -> None:
+    def part(value: float, num: int) -> Any:
+        return np.column_stack([np.full(num, value), np.ones(num)]), stats.ratio([0], [1])
+
+    assert stats.geometric_mean([part(2, 10), part(8, 500)]) == Interval(*[pytest.approx(4)] * 3)
+    assert stats.geometric_mean([part(2, 1), part(8, 500)]) == Interval(pytest.approx(4), None, None)
+    assert stats.geometric_mean([part(2, 5), (np.zeros((5, 2)), stats.ratio([0], [1]))]) is None
+
+
 @pytest.mark.parametrize(("num_prompts", "at_least"), [(5, 0.85), (15, 0.90), (60, 0.92)])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(
     num_prompts: int, at_least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers of skewed lengths; seconds per token differ by prompt, more when drafted. True ratio: 3."""
     monkeypatch.setattr(stats, "NUM_DRAWS", 2000)
+    stats._counts.cache_clear()
     rng, num_held, num_runs = np.random.default_rng(2), 0, 300
     for _ in range(num_runs):
         tokens = rng.lognormal(5, 0.7, num_prompts)
@@ -109,4 +183,5 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
         own = tokens * 0.01 * rng.lognormal(-0.045, 0.3, num_prompts)
         interval = ratio_interval(plain, tokens, over=(own, tokens))
         num_held += (interval.low or 0) <= 3 <= (interval.high or 0)
+    stats._counts.cache_clear()
     assert at_least <= num_held / num_runs <= 0.99

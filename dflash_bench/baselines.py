@@ -1,0 +1,170 @@
+"""What a run is expected to reach, as a file to commit: sums per prompt, so that a later run can be paired with it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench import compare
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.frame import Results
+from dflash_bench.metrics import FIGURES, TERMS, Cell
+
+FORMAT = 1
+SHOWN = 10
+"""Digits that are kept of a second: ten digits are more than a clock has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much of the baseline's value may be lost, as a share of it; and a floor that holds without a baseline."""
+
+    fall: float = 0.0
+    at_least: float | None = None
+
+
+LIMITS = {
+    "al.pooled": Limit(0.02),
+    "exact": Limit(0.0),
+    "passed": Limit(0.02),
+    "speedup.decode": Limit(0.05),
+    "speedup.e2e": Limit(0.05),
+    "tps.decode": Limit(0.05),
+}
+"""What is gated, and by how much it may fall where a limits file does not say otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    name: str
+    info: Mapping[str, Any]
+    """`identity` and `environment` of the run."""
+    with_timings: bool
+    limits: Mapping[str, Limit]
+    cells: tuple[Cell, ...]
+    hashes: Mapping[str, Mapping[str, str]]
+    """By suite and prompt."""
+
+    def as_results(self) -> Results:
+        """As far as `compare.differences` looks."""
+        pandas: Any = import_module("pandas")
+        rows = [(suite, prompt, text) for suite, found in self.hashes.items() for prompt, text in found.items()]
+        return Results(
+            self.name, dict(self.info), pandas.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"])
+        )
+
+
+def write(results: Results, path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
+    """Raises UserError for a run without plain answers."""
+    cells = compare.summarised(results)
+    gated = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
+    kept = list(dict.fromkeys(["answers", *(term for each in gated for term in (*each.top, *each.bottom))]))
+    hashes: dict[str, dict[str, str]] = {}
+    for suite, prompt, text in compare.hashes(results.rows).itertuples(index=False, name=None):
+        hashes.setdefault(suite, {})[prompt] = text
+    environment = results.info.get("environment") or {}
+    stored = {
+        "format": FORMAT,
+        "run": results.name,
+        "identity": results.info["identity"],
+        "environment": {name: environment.get(name) for name in ("cpu", "gpus", "machine", "packages", "python")},
+        "with_timings": with_timings,
+        "limits": {name: asdict(limit) for name, limit in (LIMITS | dict(limits)).items()},
+        "prompt_hashes": hashes,
+        "cells": [_cell_as_json(cell, kept, with_timings) for cell in cells if cell.num_prompts],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_one_cell_a_line(stored), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _cell_as_json(cell: Cell, kept: Sequence[str], with_timings: bool) -> dict[str, Any]:
+    shown = [name for name in LIMITS if name in cell.figures and (with_timings or not FIGURES[name].is_timing)]
+    return {
+        "suite": cell.suite,
+        "method": cell.method,
+        "figures": {name: float(f"{cell.figures[name].value:.6g}") for name in shown},
+        "prompts": list(cell.prompts),
+        "sums": {name: [_short(value) for value in cell.sums[:, TERMS.index(name)].tolist()] for name in kept},
+    }
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value.is_integer() else float(f"{value:.{SHOWN}g}")
+
+
+def _one_cell_a_line(stored: Mapping[str, Any]) -> str:
+    """Whole sums on a line each: a difference is then read figure by figure."""
+    cells = stored["cells"]
+    head = json.dumps({name: value for name, value in stored.items() if name != "cells"}, indent=1, ensure_ascii=False)
+    lines = ",\n".join(_cell_lines(cell) for cell in cells)
+    return f'{head[:-2]},\n "cells": [\n{lines}\n ]\n}}\n'
+
+
+def _cell_lines(cell: Mapping[str, Any]) -> str:
+    sums = ",\n".join(f"   {json.dumps(name)}: {json.dumps(values)}" for name, values in cell["sums"].items())
+    rest = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in cell.items() if name != "sums")
+    return f'  {{\n{rest},\n  "sums": {{\n{sums}\n  }}}}'
+
+
+def read(path: Path) -> Baseline:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(stored, dict) or "cells" not in stored or "format" not in stored:
+        raise UserError(f"{path} is no baseline; write one with: dflash-bench baseline RUN -o FILE")
+    if stored["format"] > FORMAT:
+        raise UserError(f"{path} has format {stored['format']}, this is {FORMAT}; update dflash-bench")
+    if not stored["cells"]:
+        raise UserError(f"{path} holds no cells, so there is nothing to check against")
+    info = {"identity": stored["identity"], "environment": stored["environment"]}
+    cells = tuple(_cell_of_json(cell) for cell in stored["cells"])
+    limits = _limits(str(path), stored["limits"])
+    return Baseline(str(path), info, stored["with_timings"], limits, cells, stored["prompt_hashes"])
+
+
+def _cell_of_json(stored: Mapping[str, Any]) -> Cell:
+    sums = np.zeros((len(stored["prompts"]), len(TERMS)))
+    for name, values in stored["sums"].items():
+        sums[:, TERMS.index(name)] = values
+    return Cell(
+        suite=stored["suite"], method=stored["method"], num_prompts=len(sums), num_tokens=0, num_errors=0,
+        num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored["prompts"]), sums=sums,
+    )  # fmt: skip
+
+
+def read_limits(path: Path) -> dict[str, Limit]:
+    """A TOML file with a table per figure: ["al.pooled"], and below it `fall = 0.01` or `at_least = 4`."""
+    try:
+        return _limits(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
+    known = [field.name for field in fields(Limit)]
+    for name, entry in stored.items():
+        if name not in LIMITS:
+            raise unknown(f"figure in {where}:", name, list(LIMITS))
+        if not isinstance(entry, dict):
+            raise UserError(f'{where}: {name} needs a table, such as ["{name}"] and below it fall = 0.02')
+        for key, value in entry.items():
+            if key not in known:
+                raise unknown(f"key in {where} {name}:", key, known)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+                raise UserError(f"{where}: {name} {key} must be a number from 0 up, not {value!r}")
+    return {name: Limit(**({"fall": LIMITS[name].fall} | entry)) for name, entry in stored.items()}

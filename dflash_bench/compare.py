@@ -1,0 +1,209 @@
+"""Methods against each other within a run, and the same cells before and after; always on the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from typing import Any
+
+import numpy as np
+
+from dflash_bench import stats
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.frame import Results
+from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell, Figure, summarise
+from dflash_bench.stats import Change, Interval
+
+ALPHA = 0.05
+MIN_EFFECT = 0.02
+"""A smaller change is called none, however sure."""
+GAINS = ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e", "speedup.decode", "speedup.e2e")
+"""What two sides are compared by; each falls or rises on its own."""
+UNLIKE = {
+    "suite": "suites.{}.version",
+    "prompts": "prompt hashes",
+    "model": "model, revisions.target, thinking",
+    "draft": "revisions of drafts, methods.{}.num_drafts",
+    "sampling": "temperature, seed",
+    "limits": "max_new_tokens, repeats",
+    "dtype": "dtype, attention",
+    "device": "device, threads, processor, GPUs",
+}
+"""What makes runs unlike, as `--allow` names it, and where it is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versus:
+    """`after` over `before` on the prompts that both have."""
+
+    suite: str
+    slice: str
+    before: str
+    after: str
+    num_prompts: int
+    changes: Mapping[str, Change]
+    lost: int
+    gained: int
+
+    @property
+    def p_passed(self) -> float:
+        return stats.mcnemar(self.lost, self.gained)
+
+
+def verdict(figure_id: str, change: Change) -> str:
+    """One word; "better" and "worse" need both a small p and an effect of at least `MIN_EFFECT`."""
+    if change.p is None:
+        return "unknown"
+    if abs(change.ratio.value - 1) < MIN_EFFECT:
+        return "same"
+    if change.p >= ALPHA:
+        return "unclear"
+    return "better" if (change.ratio.value > 1) == FIGURES[figure_id].higher_is_better else "worse"
+
+
+def within(cells: Sequence[Cell]) -> list[Versus]:
+    """Every method over every one before it, suite by suite; the baseline comes first."""
+    found = []
+    for _, members in groupby(cells, key=lambda cell: (cell.suite, cell.slice)):
+        pairs = combinations([cell for cell in members if cell.num_prompts], 2)
+        found += [made for before, after in pairs if (made := _versus(before, after, before.method, after.method))]
+    return found
+
+
+def between(before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str]) -> list[Versus]:
+    """The cells that both runs have. Raises UserError where these share no prompt."""
+    then = {cell.place: cell for cell in before}
+    shared = [(then[cell.place], cell) for cell in after if cell.place in then]
+    if not shared:
+        raise UserError(f"{names[0]} and {names[1]} have no suite and method in common")
+    found = [made for old, new in shared if (made := _versus(old, new, *names, cell=new))]
+    if not found:
+        raise UserError(f"{names[0]} and {names[1]} have no prompt in common that was answered as often in both")
+    return found
+
+
+def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = None) -> Versus | None:
+    old_sums, new_sums = on_common_prompts(old, new)
+    if not len(old_sums):
+        return None
+    # Within a run all seconds are compared as speed-ups; over plain decoding that is the speed-up itself.
+    ids = GAINS if cell else ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e")
+    if BASELINE in (old.method, new.method):
+        # Of plain decoding there is only time: its acceptance and speed-up are 1.
+        ids = ("tps.decode", "tps.e2e")
+    changes = {name: change for name in ids if (change := over(FIGURES[name], old_sums, new_sums))}
+    right, scored = (TERMS.index(name) for name in ("passed", "scored"))
+    both = (old_sums[:, scored] > 0) & (new_sums[:, scored] > 0)
+    difference = (new_sums[:, right] - old_sums[:, right])[both]
+    lost, gained = int((difference < 0).sum()), int((difference > 0).sum())
+    method = f" {cell.method}" if cell else ""
+    return Versus(new.suite + method, new.slice, before, after, len(old_sums), changes, lost, gained)
+
+
+def on_common_prompts(old: Cell, new: Cell) -> tuple[Any, Any]:
+    """The sums of both, prompt by prompt; a prompt that is not answered as often in both is left out."""
+    places = {prompt: place for place, prompt in enumerate(old.prompts)}
+    pairs = np.array([(places[p], n) for n, p in enumerate(new.prompts) if p in places], dtype=np.int64).reshape(-1, 2)
+    old_sums, new_sums = old.sums[pairs[:, 0]], new.sums[pairs[:, 1]]
+    alike = old_sums[:, 0] == new_sums[:, 0]  # `answers` comes first in TERMS
+    return old_sums[alike], new_sums[alike]
+
+
+def over(figure: Figure, old_sums: Any, new_sums: Any) -> Change | None:
+    """The figure of `new_sums` over that of `old_sums`, with what is known about it."""
+    top, bottom = figure.places
+    shift = len(TERMS)
+    columns = np.concatenate([new_sums, old_sums], axis=1)
+    places = [*top, *(shift + at for at in bottom)], [*bottom, *(shift + at for at in top)]
+    if not (columns.sum(axis=0)[[*places[0], *places[1]]] > 0).all():
+        return None
+    used = sorted({*places[0], *places[1]})
+    return stats.change(columns[:, used], *([used.index(at) for at in side] for side in places))
+
+
+def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
+    """By method, the geometric mean over suites; only where there are several and each has the figure."""
+    found = {}
+    for method in dict.fromkeys(cell.method for cell in cells if cell.method != BASELINE):
+        own = [cell for cell in cells if cell.method == method and cell.num_prompts]
+        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].statistic) for cell in own])
+        if mean is not None and len(own) > 1:
+            found[method] = mean
+    return found
+
+
+def summarised(results: Results) -> list[Cell]:
+    """Raises UserError where a suite has no answer by plain decoding: there is nothing to compare with."""
+    cells = summarise(results.rows)
+    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    bare = list(dict.fromkeys(cell.suite for cell in cells if cell.suite not in plain))
+    if bare:
+        raise UserError(f"{results.name} has no answers of plain decoding (ar) for {', '.join(bare)}; run it again")
+    return cells
+
+
+def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list[str]:
+    """What differs and was allowed, to be printed. Raises UserError that names every other difference."""
+    found = list(differences(before, after))
+    told = [f"{kind}: {text}" for kind, text in found if kind not in allow]
+    if told:
+        kinds = " ".join(dict.fromkeys(f"--allow {kind}" for kind, _ in found if kind not in allow))
+        raise UserError(
+            f"{before.name} and {after.name} are unlike: {'; '.join(told)}. To compare all the same: {kinds}"
+        )
+    return [f"{kind}: {text}" for kind, text in found]
+
+
+def check_allowed(allow: Sequence[str], others: Sequence[str] = ("damaged", "unfinished")) -> None:
+    for name in allow:
+        if name not in UNLIKE and name not in others:
+            raise unknown("difference", name, [*UNLIKE, *others])
+
+
+def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+    """What makes two runs unlike: the kind of it, and the two values."""
+    yield from _prompt_differences(before, after)
+    sides = [_decisive(each.info) for each in (before, after)]
+    for kind in UNLIKE:
+        then, now = (side.get(kind, {}) for side in sides)
+        for name in then:
+            if name in now and then[name] != now[name]:
+                yield kind, f"{name} {then[name]} and {now[name]}"
+
+
+def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    identity, machine = info["identity"], info.get("environment") or {}
+    revisions = identity.get("revisions", {})
+    drafts = {f"revision of {name}": revision for name, revision in revisions.items() if name != "target"}
+    lengths = {f"tokens {name} drafts": method["num_drafts"] for name, method in identity.get("methods", {}).items()}
+    suites = identity.get("suites", {})
+    return {
+        "suite": {f"version of {name}": suite["version"] for name, suite in suites.items()},
+        "model": _named(identity, "model", "thinking") | {"revision of target": revisions.get("target")},
+        "draft": drafts | lengths,
+        "sampling": _named(identity, "temperature", "seed"),
+        "limits": _named(identity, "max_new_tokens", "repeats"),
+        "dtype": _named(identity, "dtype", "attention"),
+        "device": _named(identity, "device", "threads")
+        | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
+    }
+
+
+def _named(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: found.get(name) for name in names}
+
+
+def _prompt_differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+    """Prompts of the same id with other texts."""
+    keys = ["suite", "prompt_id"]
+    then, now = (hashes(each.rows) for each in (before, after))
+    both = then.merge(now, on=keys)
+    other = both[both["prompt_hash_x"] != both["prompt_hash_y"]]
+    if len(other):
+        first = other.iloc[0]
+        yield "prompts", f"{len(other)} of {len(both)} have another text, first {first['suite']} {first['prompt_id']}"
+
+
+def hashes(rows: Any) -> Any:
+    return rows[["suite", "prompt_id", "prompt_hash"]].drop_duplicates().astype(str)

@@ -1,0 +1,145 @@
+"""One `compare` command from its words to text and JSON: read, refuse what is unlike, set side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import comparison_text, environment, frame, published, vllm_result, zlab
+from dflash_bench.compare import Versus, between, check_allowed, refuse_unlike, summarised, within
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.frame import Results
+from dflash_bench.metrics import Cell
+from dflash_bench.tables import aligned, number
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    text: str
+    json: dict[str, Any]
+
+
+def compared(
+    paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
+    allow: Sequence[str] = (),
+) -> Comparison:  # fmt: skip
+    """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
+    check_allowed(allow)
+    _refuse_what_has_no_effect(paths, by, against, compat)
+    served = [vllm_result.read(path) for path in paths if path.is_file()]
+    runs = [frame.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
+    if not runs:
+        raise UserError("compare needs the folder of at least one run")
+    if against is not None:
+        return _with_notes(runs, [], _against(runs[0], against))
+    if compat is not None:
+        return _with_notes(runs, [], _compat(runs[0]))
+    if served:
+        return _with_notes(runs, [], _beside_served(runs, served))
+    if len(runs) == 1:
+        cells = summarised(runs[0])
+        return _with_notes(runs, [], _shown(cells, within(cells)))
+    notes = [note for after in runs[1:] for note in refuse_unlike(runs[0], after, allow)]
+    first, *others = (summarised(run) for run in runs)
+    names = [run.name for run in runs]
+    pairs = zip(names[1:], others, strict=True)
+    changes = [made for name, after in pairs for made in between(first, after, (names[0], name))]
+    return _with_notes(runs, notes, _shown(first, changes))
+
+
+def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
+    if against is not None and against.partition(":")[0] not in published.SOURCES:
+        raise unknown("source", against, ["paper", "paper:TARGET"])
+    if compat is not None and compat != "zlab":
+        raise unknown("harness", compat, ["zlab"])
+    alone = [name for name, value in (("--against", against), ("--compat", compat)) if value is not None]
+    if len(alone) == 2:
+        raise UserError("--against already recomputes the run as the official harness does; leave out --compat")
+    if alone and (len(paths) > 1 or by != "suite"):
+        raise UserError(f"{alone[0]} takes one run, and no --by")
+    if any(path.is_file() for path in paths) and by != "suite":
+        raise UserError("--by has no effect on result files of a server, which hold no answers")
+
+
+def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison) -> Comparison:
+    """What the reader must know stands above the tables."""
+    lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
+    told = [f"left out, damaged: {text}" for run in runs for text in run.damaged]
+    told += [f"allowed, though unlike: {text}" for text in notes]
+    lines += [f"note: {text}" for text in told]
+    head = "\n".join(lines)
+    return Comparison(f"{head}\n\n{shown.text}\n", {"runs": [run.name for run in runs], "notes": told} | shown.json)
+
+
+def _shown(cells: Sequence[Cell], changes: Sequence[Versus]) -> Comparison:
+    text = [comparison_text.cells_text(cells), *([comparison_text.versus_text(changes)] if changes else [])]
+    found = {"cells": comparison_text.cells_json(cells), "changes": comparison_text.versus_json(changes)}
+    return Comparison("\n\n".join(text), found)
+
+
+def _compat(run: Results) -> Comparison:
+    own = {(cell.suite, cell.method): cell for cell in summarised(run)}
+    rows, found = [], []
+    for each in zlab.official(run.rows):
+        cell = own[each.suite, each.method]
+        ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
+        pairs = zip((each.al, each.tps, each.speedup), ours, strict=True)
+        rows.append([each.suite, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
+        found.append(asdict(each) | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True)))
+    heads = [
+        "suite",
+        "method",
+        "responses",
+        "al.zlab",
+        "al.pooled",
+        "tps.zlab",
+        "tps.decode",
+        "speedup.zlab",
+        "speedup.decode",
+    ]
+    return Comparison(
+        f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}", {"compat": "zlab", "cells": found}
+    )
+
+
+def _against(run: Results, against: str) -> Comparison:
+    identity = run.info["identity"]
+    asked = against.partition(":")[2]
+    target = published.target_of(asked or identity["model"])
+    found = published.beside(zlab.official(run.rows), target, identity["temperature"])
+    other = f"note: the run's target is {identity['model']}, the published figures are of {target}\n\n" if asked else ""
+    heads = ["suite", "method", "formula", "this run", "published", "published for", "conc.", "hardware", "source"]
+    rows = [
+        [b.suite, b.method, b.published.formula, number(b.own), number(b.published.value), b.published.config,
+         str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
+    ]  # fmt: skip
+    formulas = _formulas(
+        {k: v for k, v in (zlab.FORMULAS | published.FORMULAS).items() if any(k in row for row in rows)}
+    )
+    told = [asdict(each) for each in found]
+    text = f"{other}{aligned(heads, rows, left=3)}\n\n{formulas}\nn/a: no formula of ours is that one"
+    return Comparison(text, {"against": "paper", "target": target, "figures": told})
+
+
+def _beside_served(runs: Sequence[Results], served: Sequence[vllm_result.Served]) -> Comparison:
+    """By formula id; al.pooled and accept_rate mean the same on both sides, the rest has one side only."""
+    cells = [(run.name, cell) for run in runs for cell in summarised(run)]
+    ids = list(dict.fromkeys(name for each in served for name in each.figures))
+    heads = ["what", "answers", *ids]
+    rows = [
+        [f"{name} {cell.suite} {cell.method}", f"{cell.num_prompts} prompts", *(number(cell.value(i)) for i in ids)]
+        for name, cell in cells
+    ]
+    rows += [
+        [f"{each.name} ({each.model})", f"{each.num_requests} requests", *(number(each.figures.get(i)) for i in ids)]
+        for each in served
+    ]
+    told = [asdict(each) for each in served]
+    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(vllm_result.FORMULAS)}"
+    return Comparison(text, {"cells": comparison_text.cells_json([cell for _, cell in cells]), "served": told})
+
+
+def _formulas(formulas: dict[str, str]) -> str:
+    return "\n".join(f"{name} = {formula}" for name, formula in formulas.items())

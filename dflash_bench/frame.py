@@ -1,0 +1,234 @@
+"""A run's Parquet parts as one pandas frame: a row per answer, its lists summed up by Arrow and NumPy.
+
+Every figure, table and plot is made from this frame, right after measuring and a year later. Parts are read
+one by one and only their sums are kept, so a million answers fit into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench import store
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Record
+
+KEPT = (
+    "suite", "suite_version", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
+    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes", "error",
+    "passed", "exactness", "first_divergence", "divergence_margin", "divergence_drift",
+)  # fmt: skip
+"""As they are stored."""
+LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
+NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness")
+"""Few and often repeated: kept as pandas categories."""
+SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
+FIRST_EDGE = 32
+"""Lengths and positions are sliced at this and its doubles."""
+BATCH_ROWS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A run that was read. `rows` has the columns `KEPT`, those of `_sums`, `decode_tokens` and `slice`."""
+
+    name: str
+    info: store.Info
+    rows: Any
+    damaged: tuple[str, ...] = ()
+    """What was wrong with the parts that were left out."""
+
+
+def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Results:
+    """Raises UserError for a run that is not finished, or has a damaged part, unless `allow` names that."""
+    if by not in SLICES:
+        raise unknown("slice", by, list(SLICES))
+    info = store.read_info(folder)
+    if info.get("state") != "complete" and "unfinished" not in allow:
+        raise UserError(
+            f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
+        )
+    tables, damaged = [], []
+    for part in store.parts(folder):
+        try:
+            # Whole parts or nothing: a part that breaks off is left out as one.
+            tables.append(_concatenated([_scalars(batch, by) for batch in _batches(part)]))
+        except store.DamagedError as error:
+            if "damaged" not in allow:
+                raise UserError(f"{error}; --allow damaged uses the other parts") from error
+            damaged.append(str(error))
+    if not tables or not sum(map(len, tables)):
+        raise UserError(f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else ""))
+    return Results(str(folder), info, _sliced(_frame(tables), by), tuple(damaged))
+
+
+def from_records(records: Sequence[Record], by: str = "suite") -> Any:
+    """The frame of what `store.append` would write."""
+    (batch,) = store.to_table(records).to_batches()
+    return _sliced(_frame([_scalars(batch, by)]), by)
+
+
+def _batches(part: Path) -> Iterator[Any]:
+    return store.batches(part, [*KEPT, "token_ids", *LISTS], BATCH_ROWS)
+
+
+def _frame(tables: Sequence[Any]) -> Any:
+    frame = _concatenated(tables).to_pandas(self_destruct=True)
+    for name in NAMES:  # in the order of their names, so that no sum depends on the order of the rows
+        categories = frame[name].cat.categories
+        frame[name] = frame[name].cat.set_categories(sorted(categories))
+    return frame
+
+
+def _concatenated(tables: Sequence[Any]) -> Any:
+    arrow: Any = import_module("pyarrow")
+    return arrow.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+
+
+def _scalars(batch: Any, by: str) -> Any:
+    """An Arrow table: a row per answer; by output position, a row per answer and stretch of it."""
+    arrow: Any = import_module("pyarrow")
+    rounds = _Rounds.of(batch, by)
+    kept = {name: batch.column(name) for name in KEPT}
+    kept |= {name: kept[name].dictionary_encode() for name in NAMES}
+    kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
+    table = arrow.table(kept).take(arrow.array(rounds.rows))
+    sums = rounds.sums()
+    if by == "output-position":
+        table = _without_wholes(table)
+        of_answer = {
+            "num_tokens": sums["num_emitted"],
+            "decode_tokens": sums["num_emitted"],
+            "decode_s": sums["round_s"],
+        }
+    else:
+        num_tokens = _lengths(batch.column("token_ids"))[rounds.rows]
+        # An answer can be empty: its first token was a stop.
+        of_answer = {"num_tokens": num_tokens, "decode_tokens": np.maximum(num_tokens - 1, 0)}
+    sums |= of_answer | {"stretch": rounds.stretches}
+    for name, values in sums.items():
+        column = arrow.array(values)
+        at = table.schema.get_field_index(name)
+        table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
+    return table
+
+
+def _without_wholes(table: Any) -> Any:
+    """A stretch of an answer is not right or exact, and has no prefill."""
+    arrow: Any = import_module("pyarrow")
+    for name in ("passed", "exactness", "prefill_s", "draft_prefill_s", "finish_reason"):
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, name, arrow.nulls(len(table), table.schema.field(name).type))
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """The rounds of a batch one after another, cut into segments: an answer, or a stretch of one."""
+
+    values: dict[str, Any]
+    """Each list of `LISTS`, [rounds]; NaN where a row does not show it."""
+    starts: Any
+    """Of the segments that have rounds, [segments]."""
+    filled: Any
+    """Their places among `rows`."""
+    rows: Any
+    """The row of the batch that each segment belongs to."""
+    hidden: Any
+    """Whether its rounds are, per segment."""
+    stretches: Any
+
+    @classmethod
+    def of(cls, batch: Any, by: str) -> _Rounds:
+        lengths = _lengths(batch.column("accepted"))
+        shown = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        values = {name: _flat(batch.column(name), lengths, name) for name in LISTS}
+        if by != "output-position":
+            filled = np.flatnonzero(lengths)
+            starts = (np.cumsum(lengths) - lengths)[filled]
+            rows = np.arange(len(lengths))
+            return cls(values, starts, filled, rows, ~shown, np.zeros(len(rows), dtype=np.int64))
+        # Tokens out before each round of its answer, the one from prefill included.
+        before = np.cumsum(values["emitted"]) - values["emitted"]
+        firsts = np.repeat(before[(np.cumsum(lengths) - lengths)[lengths > 0]], lengths[lengths > 0])
+        stretch = _edges(1 + before - firsts)
+        cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0)
+        starts = np.flatnonzero(cuts)
+        places = np.arange(len(starts))
+        return cls(values, starts, places, owners[starts], np.zeros(len(starts), dtype=bool), stretch[starts])
+
+    def sums(self) -> dict[str, Any]:
+        drafted, accepted = self.values["drafted"], self.values["accepted"]
+        drafting = drafted > 0
+        found = {
+            "num_rounds": self._sum(np.ones(len(accepted))),
+            "num_drafted": self._sum(drafted),
+            "num_accepted": self._sum(accepted),
+            "num_emitted": self._sum(self.values["emitted"]),
+            "num_drafting": self._sum(drafting),
+            "num_whole": self._sum(drafting & (drafted == accepted)),
+            "first_draft_s": np.zeros(len(self.rows)),
+        }
+        found["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
+        return found | {name: self._sum(self.values[name]) for name in ("draft_s", "verify_s", "round_s")}
+
+    def _sum(self, values: Any) -> Any:
+        total = np.zeros(len(self.rows))
+        if len(self.starts):
+            total[self.filled] = np.add.reduceat(values, self.starts, dtype=np.float64)
+        total[self.hidden] = np.nan
+        return total
+
+
+def _lengths(column: Any) -> Any:
+    """Of each list; 0 for null."""
+    compute: Any = import_module("pyarrow.compute")
+    return compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _flat(column: Any, lengths: Any, name: str) -> Any:
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    own = _lengths(column)
+    if np.array_equal(own, lengths):
+        return values
+    if own[own != lengths].any():
+        raise store.DamagedError(f"an answer has more or fewer {name} than accepted")
+    spread = np.full(int(lengths.sum()), np.nan)
+    spread[np.repeat(own > 0, lengths)] = values
+    return spread
+
+
+def _sliced(frame: Any, by: str) -> Any:
+    """The column `slice`, whose values sort as they are to be read."""
+    pandas: Any = import_module("pandas")
+    match by:
+        case "suite":
+            labels, codes = [""], np.zeros(len(frame), dtype=np.int64)
+        case "category":
+            named = frame["category"].cat.add_categories("none").fillna("none")
+            frame["slice"] = named.cat.remove_unused_categories()
+            return frame.drop(columns="stretch")
+        case "turn":
+            turns, codes = np.unique(frame["turn"], return_inverse=True)
+            labels = [f"turn {turn + 1}" for turn in turns]
+        case _:
+            found = _edges(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
+            edges, codes = np.unique(found, return_inverse=True)
+            labels = [_stretch_name(int(edge)) for edge in edges]
+    frame["slice"] = pandas.Categorical.from_codes(codes, labels)
+    return frame.drop(columns="stretch")
+
+
+def _edges(lengths: Any) -> Any:
+    """0 up to `FIRST_EDGE` tokens, and one more for every doubling."""
+    return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
+
+
+def _stretch_name(edge: int) -> str:
+    return f"1-{FIRST_EDGE}" if edge == 0 else f"{FIRST_EDGE * 2 ** (edge - 1) + 1}-{FIRST_EDGE * 2**edge}"

@@ -1,0 +1,217 @@
+"""The gate: does a run fall short of a baseline, or of what any run must reach? To judge nothing is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import baselines, compare, frame, stats
+from dflash_bench.baselines import LIMITS, Baseline, Limit
+from dflash_bench.errors import UserError
+from dflash_bench.frame import Results
+from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
+
+ALPHA = 0.05
+DEAD_AL = 1.05
+RATIOS = ("speedup.decode", "speedup.e2e")
+"""Timings that another machine's baseline can still gate."""
+TALLIES = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was judged. `expected` is the baseline's value on the same prompts, or an absolute floor."""
+
+    suite: str
+    method: str
+    kind: str
+    """A figure's id; "mismatch" or "failed" for what must not happen at all."""
+    found: float
+    expected: float
+    tolerance: float = 0.0
+    """How much less, as a share of `expected`, is let pass."""
+    p: float | None = None
+    """How likely so large a fall is without a cause; None where nothing is random."""
+    failed: bool
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.suite} {self.method} {self.kind}"
+
+    @property
+    def change(self) -> float:
+        """As a share of `expected`."""
+        return self.found / self.expected - 1 if self.expected else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks if check.failed]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    outcome: Outcome
+    cells: Sequence[Cell]
+
+
+def checked(run: Path, baseline: Path | None, limits: Path | None, allow: Sequence[str]) -> Checked:
+    """One `check` command: read all three, and judge."""
+    compare.check_allowed(allow, ("damaged", "unfinished", "cells"))
+    expected = baselines.read(baseline) if baseline else None
+    own_limits = baselines.read_limits(limits) if limits else {}
+    results = frame.read(run, allow=allow)
+    cells = compare.summarised(results)
+    return Checked(judge(results, cells, expected, own_limits, allow), cells)
+
+
+def judge(
+    results: Results, cells: Sequence[Cell], baseline: Baseline | None, limits: Mapping[str, Limit] | None = None,
+    allow: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Raises UserError for a baseline of other cells or prompts, an unlike run, and where nothing can be judged."""
+    drafted = [cell for cell in cells if cell.method != BASELINE]
+    notes = [f"left out, damaged: {text}" for text in results.damaged]
+    with_timings = baseline is None or baseline.with_timings
+    if not with_timings:
+        notes.append("the baseline holds no timings, so none is judged")
+    checks = [made for cell in drafted for made in alarms(results, cell, with_timings)]
+    merged = dict(baseline.limits if baseline else {}) | dict(limits or {})
+    checks += [made for cell in cells for made in _floors(cell, merged, with_timings)]
+    if baseline is not None:
+        notes += _unlike(results, baseline, allow)
+        checks += _against(results, cells, baseline, merged, allow)
+    if not drafted or not any(check.kind in FIGURES for check in checks):
+        raise UserError(f"{results.name}: nothing to check: no method but plain decoding has figures")
+    return Outcome(tuple(checks), tuple(notes))
+
+
+def alarms(results: Results, cell: Cell, with_timings: bool) -> Iterator[Check]:
+    """What no run may show, whatever the baseline."""
+    place: dict[str, Any] = {"suite": cell.suite, "method": cell.method}
+    rows = results.rows
+    own = rows[(rows["suite"] == cell.suite) & (rows["method"] == cell.method)]
+    num_wrong = int((own["exactness"] == "mismatch").sum())
+    lost = f"{num_wrong} answers are not the target's own output" if num_wrong else ""
+    yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=lost)
+    failed = f"{cell.num_errors} answers failed" if cell.num_errors else ""
+    yield Check(**place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0, reason=failed)
+    al, speedup = cell.value("al.pooled"), cell.figures.get("speedup.decode")
+    if al is not None:
+        dead = "almost nothing that the draft proposes is accepted" if al < DEAD_AL else ""
+        yield Check(**place, kind="al.pooled", found=al, expected=DEAD_AL, failed=bool(dead), reason=dead)
+    if speedup is not None and with_timings:
+        highest = speedup.value if speedup.high is None else speedup.high
+        slow = "slower than plain decoding" if highest < 1 else ""
+        yield Check(**place, kind="speedup.decode", found=speedup.value, expected=1, failed=bool(slow), reason=slow)
+
+
+def _floors(cell: Cell, limits: Mapping[str, Limit], with_timings: bool) -> Iterator[Check]:
+    for kind, limit in limits.items():
+        value = cell.value(kind)
+        wanted = cell.method != BASELINE and (with_timings or not FIGURES[kind].is_timing)
+        if limit.at_least is None or not wanted:
+            continue
+        if value is None:
+            raise UserError(f"{cell.suite} {cell.method} has no {kind}, for which the limits have at_least")
+        low = value < limit.at_least
+        reason = f"below at_least {limit.at_least:g} of the limits" if low else ""
+        place: dict[str, Any] = {"suite": cell.suite, "method": cell.method, "kind": kind}
+        yield Check(**place, found=value, expected=limit.at_least, failed=low, reason=reason)
+
+
+def _unlike(results: Results, baseline: Baseline, allow: Sequence[str]) -> list[str]:
+    """Another machine is no reason to refuse: less is judged then, and that is said."""
+    told = compare.refuse_unlike(baseline.as_results(), results, (*allow, "device"))
+    other = [text for text in told if text.startswith("device")]
+    if not other:
+        return told
+    ratios = "only time-free figures and speed-up ratios are judged"
+    return [text for text in told if text not in other] + [
+        f"the baseline is from another machine: {ratios} ({other[0]})"
+    ]
+
+
+def _against(
+    results: Results, cells: Sequence[Cell], baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
+) -> list[Check]:
+    own = {cell.place: cell for cell in cells}
+    missing = [f"{cell.suite} {cell.method}" for cell in baseline.cells if cell.place not in own]
+    if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
+        raise UserError(
+            f"the baseline is for cells that {results.name} has not: {', '.join(missing)}; --allow cells skips them"
+        )
+    same_machine = not any(kind == "device" for kind, _ in compare.differences(baseline.as_results(), results))
+    identity = results.info["identity"]
+    fixed = identity["temperature"] == 0 and identity["dtype"] == "float32"
+    kinds = [
+        name
+        for name in LIMITS
+        if not FIGURES[name].is_timing or (baseline.with_timings and (same_machine or name in RATIOS))
+    ]
+    checks = []
+    for then in baseline.cells:
+        if then.place in own:
+            checks += list(_cell_checks(then, own[then.place], kinds, limits, fixed))
+    return _adjusted(checks)
+
+
+def _cell_checks(
+    then: Cell, now: Cell, kinds: Sequence[str], limits: Mapping[str, Limit], fixed: bool
+) -> Iterator[Check]:
+    old_sums, new_sums = compare.on_common_prompts(then, now)
+    if not len(old_sums):
+        raise UserError(
+            f"{now.suite} {now.method} shares no prompt with the baseline that was answered as often in both"
+        )
+    for kind in kinds:
+        if then.method == BASELINE and kind not in ("passed", "tps.decode"):
+            continue
+        values = [_value(kind, sums) for sums in (old_sums, new_sums)]
+        if values[0] is None:
+            continue
+        if values[1] is None:
+            raise UserError(f"{now.suite} {now.method} has no {kind}, which the baseline holds")
+        p = None if fixed and not FIGURES[kind].is_timing else _p(kind, old_sums, new_sums)
+        tolerance = limits.get(kind, LIMITS[kind]).fall
+        # In exact arithmetic, a fall of just the tolerance passes.
+        short = values[1] < values[0] * (1 - tolerance) - 1e-12
+        yield Check(
+            suite=now.suite, method=now.method, kind=kind, found=values[1], expected=values[0], tolerance=tolerance,
+            p=p, failed=short, reason="below the baseline" if short else "",
+        )  # fmt: skip
+
+
+def _value(kind: str, sums: Any) -> float | None:
+    (found,) = stats.intervals(sums.sum(axis=0, keepdims=True), [FIGURES[kind].statistic])
+    return found.value if found else None
+
+
+def _p(kind: str, old_sums: Any, new_sums: Any) -> float:
+    if kind in TALLIES:
+        difference = new_sums[:, TERMS.index(kind)] - old_sums[:, TERMS.index(kind)]
+        return stats.mcnemar(int((difference < 0).sum()), int((difference > 0).sum()))
+    change = compare.over(FIGURES[kind], old_sums, new_sums)
+    # One prompt proves nothing: then only what is not random is judged.
+    return 1.0 if change is None or change.p is None else change.p
+
+
+def _adjusted(checks: Sequence[Check]) -> list[Check]:
+    """A fall of what is random must be sure, however many cells and figures were looked at (Holm)."""
+    random = [number for number, check in enumerate(checks) if check.p is not None]
+    found = list(checks)
+    for number, p in zip(random, stats.holm([checks[n].p or 0.0 for n in random]), strict=True):
+        failed = checks[number].failed and p < ALPHA
+        reason = (
+            checks[number].reason if failed else ("below the baseline, but not surely" if checks[number].failed else "")
+        )
+        found[number] = replace(checks[number], p=p, failed=failed, reason=reason)
+    return found

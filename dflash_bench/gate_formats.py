@@ -1,0 +1,103 @@
+"""What `check` found, as text, JSON, JUnit XML, GitHub step summary, and for github-action-benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+from xml.etree import ElementTree
+
+from dflash_bench.gate import Check, Outcome
+from dflash_bench.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.tables import aligned, markdown, p_value
+
+COUNTS = ("mismatch", "failed")
+HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pass", "p", "why")
+NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def text(outcome: Outcome) -> str:
+    table = aligned(HEADS, [_row(check) for check in outcome.checks], left=4)
+    return "\n".join([table, "", *(f"note: {note}" for note in outcome.notes), headline(outcome)])
+
+
+def headline(outcome: Outcome) -> str:
+    num_checks, failures = len(outcome.checks), outcome.failures
+    if not failures:
+        return f"passed: {num_checks} checks"
+    return f"FAILED: {len(failures)} of {num_checks} checks: {', '.join(check.name for check in failures)}"
+
+
+def _row(check: Check) -> list[str]:
+    counted = check.kind in COUNTS
+    shown = f"{check.found:g}" if counted else f"{check.found:.4g}"
+    change = "-" if counted else f"{check.change:+.1%}".replace("-0.0%", "+0.0%")
+    return [
+        "FAIL" if check.failed else "ok", check.suite, check.method, check.kind, shown, f"{check.expected:.4g}", change,
+        "-" if counted else f"{check.tolerance:.1%}", "-" if check.p is None else p_value(check.p), check.reason or "-",
+    ]  # fmt: skip
+
+
+def summary(outcome: Outcome) -> str:
+    """For $GITHUB_STEP_SUMMARY."""
+    sign = "❌" if outcome.failures else "✅"
+    heads = ["result", *HEADS[1:]]
+    table = markdown(heads, [_row(check) for check in outcome.checks], left=4)
+    notes = "".join(f"\n- {note}" for note in outcome.notes)
+    return f"### dflash-bench check {sign}\n\n{headline(outcome)}\n\n{table}\n{notes}\n"
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    checks = [asdict(check) | {"change": check.change} for check in outcome.checks]
+    return {"passed": not outcome.failures, "checks": checks, "notes": list(outcome.notes)}
+
+
+def junit(outcome: Outcome, name: str) -> str:
+    """A test case for each check, a suite for each of ours."""
+    root = ElementTree.Element("testsuites", _counts(outcome.checks) | {"name": "dflash-bench check"})
+    for suite in dict.fromkeys(check.suite for check in outcome.checks):
+        checks = [check for check in outcome.checks if check.suite == suite]
+        inner = ElementTree.SubElement(root, "testsuite", _counts(checks) | {"name": _xml(suite)})
+        for place, check in enumerate(checks):
+            at = {"classname": _xml(f"{name}.{check.suite}.{check.method}"), "name": f"{place} {check.kind}"}
+            case = ElementTree.SubElement(inner, "testcase", at | {"time": "0"})
+            if check.failed:
+                told = {"type": check.kind, "message": _xml(check.reason)}
+                ElementTree.SubElement(case, "failure", told).text = _xml(_sentence(check))
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _counts(checks: Sequence[Check]) -> dict[str, str]:
+    return {"tests": str(len(checks)), "failures": str(sum(check.failed for check in checks)), "errors": "0"}
+
+
+def _xml(text: str) -> str:
+    return NOT_XML.sub("?", text)
+
+
+def _sentence(check: Check) -> str:
+    row = dict(zip(HEADS, _row(check), strict=True))
+    seen = f"{row['found']}, expected {row['expected']} (change {row['change']}, p {row['p']})"
+    return f"{check.name}: {seen}: {check.reason}"
+
+
+def benchmark(cells: Sequence[Cell]) -> str:
+    """`customBiggerIsBetter` of github-action-benchmark: what is better when it is bigger."""
+    entries = [
+        {
+            "name": " ".join(filter(None, (cell.suite, cell.slice, cell.method, name))),
+            "unit": "tokens/s" if name.startswith("tps") else "x" if name.startswith("speedup") else "tokens/round",
+            "value": float(f"{interval.value:.6g}"),
+            "range": "n/a" if interval.half_width is None else f"± {interval.half_width:.3g}",
+            "extra": f"{cell.num_prompts} prompts",
+        }
+        for cell in cells
+        for name, interval in cell.figures.items()
+        if name in ("al.pooled", "tps.decode", "speedup.decode", "speedup.e2e")
+        and (cell.method != BASELINE or name == "tps.decode")
+        and FIGURES[name].higher_is_better
+    ]
+    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,114 @@
+"""Time and memory to read a run of a million answers and make its tables; the numbers in it are made up.
+
+Usage: python scripts/bench_results.py [NUM_ANSWERS]. The run is made once per process, in a temporary folder.
+"""
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dflash_bench import store
+from dflash_bench.environment import describe
+
+LIMIT_S, LIMIT_MB = 10.0, 1500
+SUITES, REPEATS, METHODS = 8, 4, {"ar": 0, "dflash": 15, "eagle3": 6}
+PART_ANSWERS = 10_000
+TABLES = """
+import sys
+from pathlib import Path
+from dflash_bench import frame, metrics, report
+from dflash_bench.findings import findings
+rows = frame.read(Path(sys.argv[1])).rows
+cells = metrics.summarise(rows)
+print(report.text(cells, findings(rows, cells)))
+"""
+COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import main; main()"
+
+
+def make(folder: Path, num_answers: int) -> None:
+    """In the schema of a run, in larger parts than a real one."""
+    identity = {"schema_version": 1, "suites": {}, "temperature": 0.0, "dtype": "float32", "model": "made up"}
+    with store.create(folder, {"identity": identity, "environment": describe()}) as run:
+        rng = np.random.default_rng(0)
+        for number, start in enumerate(range(0, num_answers, PART_ANSWERS)):
+            table = part(rng, start, min(PART_ANSWERS, num_answers - start))
+            import pyarrow.parquet as parquet
+
+            path = folder / f"part-{number:06}.parquet"
+            parquet.write_table(table, path, compression="zstd", write_page_checksum=True)
+        run.mark_finished({})
+
+
+def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
+    schema = store.to_table([]).schema
+    at = np.arange(start, start + size)
+    method = at % len(METHODS)
+    suite, repeat = at // 3 % SUITES, at // (3 * SUITES) % REPEATS
+    drafts = np.array(list(METHODS.values()))[method]
+    num_rounds = np.where(drafts > 0, rng.integers(8, 24, size), rng.integers(40, 120, size))
+    total = int(num_rounds.sum())
+    drafted = np.repeat(drafts, num_rounds)
+    accepted = rng.integers(0, drafted + 1)
+    step = rng.lognormal(-4, 0.1, (3, total)).astype(np.float32)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_rounds)]), pa.int32())
+    seconds = np.add.reduceat(step[2], offsets.to_numpy()[:-1])
+    tokens = np.add.reduceat(accepted + 1, offsets.to_numpy()[:-1])
+    token_offsets = pa.array(np.concatenate([[0], np.cumsum(tokens)]), pa.int32())
+    lists = {"drafted": drafted, "accepted": accepted, "emitted": accepted + 1}
+    values = {name: pa.array(each, pa.int16()) for name, each in lists.items()}
+    values |= dict(zip(("draft_s", "verify_s", "round_s"), map(pa.array, step), strict=True))
+    columns = {name: pa.ListArray.from_arrays(offsets, each) for name, each in values.items()}
+    ids = pa.array(rng.integers(0, 4096, int(tokens.sum())), pa.int32())
+    prompt = at // (3 * SUITES * REPEATS)
+    columns |= {
+        "suite": pa.array([f"suite{n}" for n in suite]),
+        "prompt_id": pa.array([f"p{n}" for n in prompt]),
+        "prompt_hash": pa.array([f"h{n}" for n in prompt]),
+        "method": pa.array(np.array(list(METHODS))[method]),
+        "repeat": pa.array(repeat, pa.int32()),
+        "order": pa.array(at),
+        "token_ids": pa.ListArray.from_arrays(token_offsets, ids),
+        "text": pa.array(["an answer of some words, as long as a short one is"] * size),
+        "finish_reason": pa.array(["stop"] * size),
+        "prefill_s": pa.array(rng.lognormal(-3, 0.1, size)),
+        "decode_s": pa.array(seconds.astype(float)),
+        "draft_prefill_s": pa.array(np.full(size, 0.001)),
+        "passed": pa.array(rng.random(size) < 0.7),
+        "exactness": pa.array(["exact"] * size),
+    }
+    constant = {"suite_version": 1, "turn": 0, "num_prompt_tokens": 100}
+    columns |= {name: pa.array(np.full(size, value), pa.int32()) for name, value in constant.items()}
+    return pa.table(
+        [columns.get(field.name, pa.nulls(size, field.type)).cast(field.type) for field in schema], schema=schema
+    )
+
+
+def main() -> int:
+    num_answers = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    missed = 0
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        make(folder, num_answers)
+        size_mb = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
+        print(f"{num_answers:,} answers, {size_mb:,.0f} MB")
+        for name, code in (("compare", COMPARE), ("tables of the report", TABLES)):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stdout=subprocess.DEVNULL)
+            seconds = time.perf_counter() - started
+            # The most of all children so far: the second figure is never below the first.
+            peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            good = seconds < LIMIT_S and peak_mb < LIMIT_MB
+            missed += not good
+            limits = f"below {LIMIT_S:.0f} s and {LIMIT_MB:,} MB"
+            print(f"{'ok  ' if good else 'MISS'} {name}: {seconds:.1f} s, {peak_mb:,.0f} MB ({limits})")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The gate: it fails for each kind of loss, passes without one, never for want of something to judge."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from golden import assert_golden
+from rows import failed
+from runs import answers, changed, slower, stored
+
+from dflash_bench import cli, store
+from dflash_bench.records import Record
+
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> Main:
+    """A command in a folder of its own: its status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash-bench", *map(str, words)])
+        try:
+            cli.main()
+            code: object = 0
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        captured = capsys.readouterr()
+        return int(str(code)), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def gate(tmp_path: Path, main: Main) -> Callable[..., tuple[int, str, str]]:
+    """`check` of these records against a baseline of `answers()`."""
+    stored(tmp_path / "then", answers())
+    assert main("baseline", "then", "-o", "base.json") == (0, "wrote base.json\n", "")
+
+    def check(records: list[Record], *words: object) -> tuple[int, str, str]:
+        stored(tmp_path / "now", records)
+        return main("check", "now", "--baseline", "base.json", *words)
+
+    return check
+
+
+def failures(shown: str) -> set[str]:
+    return {f"{each['method']} {each['kind']}" for each in json.loads(shown)["checks"] if each["failed"]}
+
+
+# Passing
+
+
+def test_the_run_itself_and_one_with_other_noise_pass(main: Main, gate: Main) -> None:
+    code, shown, _ = gate(answers(seed=1), "--json")
+    assert (code, failures(shown)) == (0, set())
+    assert main("check", "then", "--baseline", "base.json")[0] == 0
+
+
+def test_fewer_prompts_are_compared_with_the_same_ones(gate: Main) -> None:
+    code, shown, _ = gate(answers()[:24], "--json")
+    kinds = {each["kind"]: each for each in json.loads(shown)["checks"] if each["method"] == "dflash"}
+    assert code == 0
+    assert kinds["al.pooled"]["expected"] == kinds["al.pooled"]["found"]
+
+
+# Each kind of loss
+
+
+PLANTED: dict[str, tuple[Callable[[list[Record]], list[Record]], set[str]]] = {
+    "acceptance": (
+        lambda rows: changed(rows, accepted=lambda row: (0, *row.generation.accepted[1:])),
+        {"dflash al.pooled"},
+    ),
+    "exactness": (lambda rows: changed(rows, first=1, exactness="near_tie"), {"dflash exact"}),
+    "mismatch": (lambda rows: changed(rows, first=1, exactness="mismatch"), {"dflash exact", "dflash mismatch"}),
+    "speed": (
+        lambda rows: slower(rows, 1.1),
+        {"dflash speedup.decode", "dflash speedup.e2e", "dflash tps.decode"},
+    ),
+    "accuracy": (lambda rows: changed(rows, first=4, passed=False), {"dflash passed"}),
+    "failures": (lambda rows: [*rows, failed("dflash", "p000", "boom", turn=1)], {"dflash failed"}),
+    "plain speed": (lambda rows: slower(slower(rows, 1.2), 1.2, "ar"), {"ar tps.decode", "dflash tps.decode"}),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_regression_of_each_kind_is_exit_status_1(kind: str, gate: Main) -> None:
+    plant, expected = PLANTED[kind]
+    code, shown, err = gate(plant(answers()), "--json")
+    assert (code, err) == (1, "")
+    assert failures(shown) == expected
+
+
+def test_a_dead_and_slow_draft_alarms_without_a_baseline(tmp_path: Path, main: Main) -> None:
+    dead = changed(answers(), accepted=lambda row: (0,) * len(row.generation.accepted))
+    stored(tmp_path / "dead", slower(dead, 4))
+    code, shown, _ = main("check", "dead", "--json")
+    assert (code, failures(shown)) == (1, {"dflash al.pooled", "dflash speedup.decode"})
+    stored(tmp_path / "well", answers())
+    assert main("check", "well")[0] == 0
+
+
+def test_a_loss_that_noise_explains_does_not_alarm_at_temperature_1(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers(), temperature=1.0)
+    one_less = changed(answers(), first=1, passed=False, accepted=(0, 0, 0, 0))
+    one_more = [replace(row, passed=True) for row in one_less[-4:]]
+    stored(tmp_path / "now", [*one_less[:-4], *one_more], temperature=1.0)
+    main("baseline", "then", "-o", "base.json")
+    code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
+    assert (code, failures(shown)) == (0, set())
+
+
+# Limits
+
+
+def test_a_limits_file_replaces_what_the_baseline_lets_pass(tmp_path: Path, gate: Main) -> None:
+    limits = tmp_path / "limits.toml"
+    limits.write_text('["speedup.decode"]\nfall = 0.2\n["speedup.e2e"]\nfall = 0.2\n["tps.decode"]\nfall = 0.2\n')
+    assert gate(slower(answers(), 1.1), "--limits", limits)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('["al.pooled"]\nfal = 1\n', "unknown key in limits.toml al.pooled: 'fal'; known: at_least, fall"),
+        ("[al]\nfall = 1\n", "unknown figure in limits.toml: 'al'; known: al.pooled, exact, passed"),
+        ('"al.pooled" = 1\n', 'al.pooled needs a table, such as ["al.pooled"]'),
+        ('["al.pooled"]\nfall = "x"\n', "al.pooled fall must be a number from 0 up, not 'x'"),
+        ("[", "cannot read limits.toml: "),
+    ],
+)
+def test_a_limits_file_with_an_error_is_refused(tmp_path: Path, main: Main, text: str, told: str) -> None:
+    stored(tmp_path / "run", answers())
+    (tmp_path / "limits.toml").write_text(text)
+    code, out, err = main("check", "run", "--limits", "limits.toml")
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_a_floor_holds_without_a_baseline(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    (tmp_path / "limits.toml").write_text('["al.pooled"]\nat_least = 9\n')
+    code, shown, _ = main("check", "run", "--limits", "limits.toml", "--json")
+    assert (code, failures(shown)) == (1, {"dflash al.pooled"})
+
+
+# Other machines, time-free baselines
+
+
+def test_another_machine_gates_only_what_does_not_depend_on_it(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    main("baseline", "then", "-o", "base.json")
+    both_slower = slower(slower(answers(), 3), 3, "ar")
+    stored(tmp_path / "now", both_slower, environment={"cpu": "another"})
+    code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
+    found = json.loads(shown)
+    assert code == 0
+    assert {each["kind"] for each in found["checks"]} >= {"al.pooled", "exact", "passed", "speedup.decode"}
+    assert "tps.decode" not in {each["kind"] for each in found["checks"]}
+    assert found["notes"][0].startswith("the baseline is from another machine: only time-free figures and speed-up")
+    stored(tmp_path / "slow", slower(answers(), 1.2), environment={"cpu": "another"})
+    assert main("check", "slow", "--baseline", "base.json")[0] == 1
+
+
+def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    main("baseline", "then", "-o", "base.json", "--time-free")
+    (cell,) = [each for each in json.loads((tmp_path / "base.json").read_text())["cells"] if each["method"] == "dflash"]
+    assert set(cell["sums"]) == {"answers", "rounds", "verified", "exact", "compared", "passed", "scored"}
+    assert set(cell["figures"]) == {"al.pooled", "exact", "passed"}
+    stored(tmp_path / "now", slower(answers(), 50))
+    code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
+    assert (code, json.loads(shown)["notes"]) == (0, ["the baseline holds no timings, so none is judged"])
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"temperature": 1.0}, "sampling: temperature 0.0 and 1.0. To compare all the same: --allow sampling"),
+        (
+            {"revisions": {"target": "t2", "dflash": "d2"}},
+            "model: revision of target t1 and t2; draft: rev",
+        ),
+        ({"dtype": "bfloat16"}, "dtype: dtype float32 and bfloat16"),
+        ({"max_new_tokens": 5}, "limits: max_new_tokens 192 and 5"),
+    ],
+)
+def test_an_unlike_run_is_refused(tmp_path: Path, main: Main, changes: dict[str, object], told: str) -> None:
+    stored(tmp_path / "then", answers())
+    stored(tmp_path / "now", answers(), **changes)
+    main("baseline", "then", "-o", "base.json")
+    code, out, err = main("check", "now", "--baseline", "base.json")
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_a_baseline_for_other_cells_is_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", [*answers(), *answers(suite="math500")])
+    main("baseline", "then", "-o", "base.json")
+    stored(tmp_path / "now", answers())
+    code, _, err = main("check", "now", "--baseline", "base.json")
+    assert code == 2
+    assert "the baseline is for cells that now has not: math500 ar, math500 dflash; --allow cells skips them" in err
+    assert main("check", "now", "--baseline", "base.json", "--allow", "cells")[0] == 0
+
+
+def test_nothing_in_common_or_nothing_to_check_is_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    main("baseline", "then", "-o", "base.json")
+    stored(tmp_path / "others", [replace(row, prompt_id=f"q{row.prompt_id}") for row in answers()])
+    assert main("check", "others", "--baseline", "base.json")[0] == 2
+    stored(tmp_path / "plain", [row for row in answers() if row.method == "ar"])
+    code, _, err = main("check", "plain")
+    assert code == 2
+    assert "nothing to check" in err
+    stored(tmp_path / "lost", [failed("dflash", "p0", "boom"), *[row for row in answers() if row.method == "ar"]])
+    assert main("check", "lost")[0] == 2
+
+
+def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    for name, text, told in [
+        ("a", "{}", "a is no baseline; write one with: dflash-bench baseline RUN -o FILE"),
+        ("b", "{", "cannot read b: "),
+        ("c", '{"format": 99, "cells": []}', "c has format 99, this is 1; update dflash-bench"),
+        ("d", '{"format": 1, "cells": []}', "d holds no cells"),
+    ]:
+        (tmp_path / name).write_text(text)
+        code, _, err = main("check", "run", "--baseline", name)
+        assert code == 2
+        assert told in err
+    assert main("check", "run", "--baseline", "absent")[0] == 2
+    assert main("check", "run", "--allow", "everything")[0] == 2
+
+
+def test_an_unfinished_run_is_refused(tmp_path: Path, main: Main) -> None:
+    with store.create(tmp_path / "run", {"identity": {}, "environment": {}}) as run:
+        run.append(answers())
+    code, _, err = main("check", "run")
+    assert code == 2
+    assert "run is still being written, or was stopped: finish it with --resume, or --allow unfinished" in err
+
+
+# Formats
+
+
+def test_every_format_is_as_stored(tmp_path: Path, gate: Main) -> None:
+    rows = changed(slower(answers(), 1.1), first=1, exactness="near_tie")
+    code, shown, _ = gate(rows, "--junit", "j.xml", "--summary", "s.md", "--benchmark", "b.json")
+    assert code == 1
+    assert_golden("check.txt", shown)
+    assert_golden("check.xml", (tmp_path / "j.xml").read_text())
+    assert_golden("check.md", (tmp_path / "s.md").read_text())
+    assert_golden("check_benchmark.json", (tmp_path / "b.json").read_text())
+
+
+def test_the_json_is_as_stored(gate: Main) -> None:
+    _, shown, _ = gate(slower(answers(), 1.1), "--json")
+    assert_golden("check.json", shown)
+
+
+def test_the_summary_is_appended(tmp_path: Path, gate: Main) -> None:
+    (tmp_path / "s.md").write_text("before\n")
+    gate(answers(), "--summary", "s.md")
+    assert (tmp_path / "s.md").read_text().startswith("before\n### dflash-bench check ✅\n")
+
+
+def test_the_junit_file_has_the_structure_that_readers_expect(tmp_path: Path, gate: Main) -> None:
+    """The elements, attributes and counts that Jenkins, GitLab and the GitHub actions for JUnit read."""
+    gate(slower(answers(), 1.1), "--junit", "j.xml")
+    root = ElementTree.parse(tmp_path / "j.xml").getroot()
+    assert root.tag == "testsuites"
+    cases = root.findall("testsuite/testcase")
+    assert len(cases) == len(list(root.iter("testcase"))) == int(root.attrib["tests"])
+    assert len(root.findall(".//failure")) == int(root.attrib["failures"]) == 3
+    for suite in root:
+        assert (suite.tag, suite.attrib.keys()) == ("testsuite", {"name", "tests", "failures", "errors"})
+        assert len(suite) == int(suite.attrib["tests"])
+        assert len({case.attrib["name"] + case.attrib["classname"] for case in suite}) == len(suite)
+        for case in suite:
+            assert (case.tag, case.attrib.keys()) == ("testcase", {"classname", "name", "time"})
+            assert [(child.tag, set(child.attrib)) for child in case] in ([], [("failure", {"type", "message"})])
