@@ -14,7 +14,7 @@ import typer
 from typer import Argument, Option
 
 from dflash_bench import __version__
-from dflash_bench.errors import UserError
+from dflash_bench.errors import UserError, unknown
 
 app = typer.Typer(
     add_completion=False,
@@ -240,6 +240,75 @@ def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
             file.write(made())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+@app.command()
+def report(
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run.")],
+    kind: Annotated[
+        str | None, Option("--format", metavar="F", help="table (if absent), markdown, json, csv or latex.")
+    ] = None,
+    html: Annotated[
+        Path | None, Option(metavar="FILE", help="Write one self-contained page with plots and answers.")
+    ] = None,
+    answers: Annotated[int | None, Option(metavar="N", min=1, help="Answers in the page; 300 if absent.")] = None,
+    tokenizer: Annotated[
+        Path | None, Option(metavar="PATH", help="tokenizer.json of the target, to colour tokens in the page.")
+    ] = None,
+    allow: Annotated[list[str] | None, Option(metavar="WHAT", help="unfinished or damaged; may be repeated.")] = None,
+) -> None:
+    """Show a finished run: as a table, Markdown, JSON, CSV or LaTeX, or as one HTML page."""
+    from dflash_bench.report import FORMATS, MOST_ANSWERS, read, write_page
+
+    if kind is not None and kind not in FORMATS:
+        raise unknown("format", kind, list(FORMATS))
+    if html is None and (answers is not None or tokenizer is not None):
+        raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
+    document = read(run, allow or ())
+    if html is not None:
+        write_page(document, html, answers or MOST_ANSWERS, tokenizer)
+        print(f"wrote {html}", file=sys.stderr)
+    if html is None or kind is not None:
+        print(FORMATS[kind or "table"](document), end="")
+
+
+@app.command()
+def card(
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run.")],
+    allow: Annotated[list[str] | None, Option(metavar="WHAT", help="unfinished or damaged; may be repeated.")] = None,
+) -> None:
+    """Print a run's result in ten lines, to share."""
+    from dflash_bench import report
+
+    print(report.card(report.read(run, allow or ())), end="")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="A run's folder; several give their trend.")],
+    out: Annotated[
+        Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots; RUN/plots if absent.")
+    ] = None,
+    kind: Annotated[str, Option("--format", metavar="F", help="png or svg.")] = "png",
+    allow: Annotated[list[str] | None, Option(metavar="WHAT", help="unfinished or damaged; may be repeated.")] = None,
+) -> None:
+    """Draw the plots of a run, or with several runs their trend."""
+    from dflash_bench import plots, report
+    from dflash_bench.bars import late
+
+    if len(runs) > 1 and out is None:
+        raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
+    plots.check_kind(kind)
+    read = [plots.Material(report.read(folder, allow or ())) for folder in late(runs, "reading runs")]
+    folder = out or runs[0] / "plots"
+    if len(runs) > 1:
+        print(plots.write_trend(read, folder, kind))
+        return
+    for name in late(list(plots.PLOTS), "drawing plots"):
+        try:
+            print(plots.write(read[0], name, folder, kind))
+        except plots.NothingToPlotError as error:
+            print(f"no plot '{name}': {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":
