@@ -72,7 +72,7 @@ def write(results: Results, path: Path, *, with_timings: bool, limits: Mapping[s
     environment = results.info.get("environment") or {}
     stored = {
         "format": FORMAT,
-        "run": results.name,
+        "run": Path(results.name).name,
         "identity": results.info["identity"],
         "environment": {name: environment.get(name) for name in ("cpu", "gpus", "machine", "packages", "python")},
         "with_timings": with_timings,

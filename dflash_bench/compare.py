@@ -12,7 +12,7 @@ import numpy as np
 from dflash_bench import stats
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.frame import Results
-from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell, Figure, summarise
+from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell, summarise
 from dflash_bench.stats import Change, Interval
 
 ALPHA = 0.05
@@ -88,11 +88,11 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     if not len(old_sums):
         return None
     # Within a run all seconds are compared as speed-ups; over plain decoding that is the speed-up itself.
-    ids = GAINS if cell else ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e")
+    ids: tuple[str, ...] = GAINS if cell else ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e")
     if BASELINE in (old.method, new.method):
         # Of plain decoding there is only time: its acceptance and speed-up are 1.
         ids = ("tps.decode", "tps.e2e")
-    changes = {name: change for name in ids if (change := over(FIGURES[name], old_sums, new_sums))}
+    changes = over(ids, old_sums, new_sums)
     right, scored = (TERMS.index(name) for name in ("passed", "scored"))
     both = (old_sums[:, scored] > 0) & (new_sums[:, scored] > 0)
     difference = (new_sums[:, right] - old_sums[:, right])[both]
@@ -110,16 +110,17 @@ def on_common_prompts(old: Cell, new: Cell) -> tuple[Any, Any]:
     return old_sums[alike], new_sums[alike]
 
 
-def over(figure: Figure, old_sums: Any, new_sums: Any) -> Change | None:
-    """The figure of `new_sums` over that of `old_sums`, with what is known about it."""
-    top, bottom = figure.places
-    shift = len(TERMS)
+def over(figure_ids: Sequence[str], old_sums: Any, new_sums: Any) -> dict[str, Change]:
+    """The figures of `new_sums` over those of `old_sums`; one that has no value is left out."""
     columns = np.concatenate([new_sums, old_sums], axis=1)
-    places = [*top, *(shift + at for at in bottom)], [*bottom, *(shift + at for at in top)]
-    if not (columns.sum(axis=0)[[*places[0], *places[1]]] > 0).all():
-        return None
-    used = sorted({*places[0], *places[1]})
-    return stats.change(columns[:, used], *([used.index(at) for at in side] for side in places))
+    found = stats.changes(columns, [ratio_of(name) for name in figure_ids])
+    return {name: change for name, change in zip(figure_ids, found, strict=True) if change is not None}
+
+
+def ratio_of(figure_id: str) -> stats.Ratio:
+    """Of a figure after over before, in the columns of both: those after come first."""
+    (top, bottom), shift = FIGURES[figure_id].places, len(TERMS)
+    return [*top, *(shift + at for at in bottom)], [*bottom, *(shift + at for at in top)]
 
 
 def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:

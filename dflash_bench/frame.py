@@ -6,7 +6,8 @@ one by one and only their sums are kept, so a million answers fit into memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,7 @@ NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reas
 SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
 FIRST_EDGE = 32
 """Lengths and positions are sliced at this and its doubles."""
+COLUMNS = (*KEPT, "token_ids", *LISTS)
 BATCH_ROWS = 65_536
 
 
@@ -54,27 +56,32 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
             f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
         )
     tables, damaged = [], []
-    for part in store.parts(folder):
-        try:
-            # Whole parts or nothing: a part that breaks off is left out as one.
-            tables.append(_concatenated([_scalars(batch, by) for batch in _batches(part)]))
-        except store.DamagedError as error:
-            if "damaged" not in allow:
-                raise UserError(f"{error}; --allow damaged uses the other parts") from error
-            damaged.append(str(error))
+    # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda part: _read_part(part, by), store.parts(folder)):
+            if not isinstance(found, store.DamagedError):
+                tables.append(found)
+            elif "damaged" in allow:
+                damaged.append(str(found))
+            else:
+                raise UserError(f"{found}; --allow damaged uses the other parts") from found
     if not tables or not sum(map(len, tables)):
         raise UserError(f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else ""))
     return Results(str(folder), info, _sliced(_frame(tables), by), tuple(damaged))
+
+
+def _read_part(part: Path, by: str) -> Any:
+    """Its table, or what is wrong with it: a part that breaks off is left out as one."""
+    try:
+        return _concatenated([_scalars(batch, by) for batch in store.batches(part, COLUMNS, BATCH_ROWS)])
+    except store.DamagedError as error:
+        return error
 
 
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:
     """The frame of what `store.append` would write."""
     (batch,) = store.to_table(records).to_batches()
     return _sliced(_frame([_scalars(batch, by)]), by)
-
-
-def _batches(part: Path) -> Iterator[Any]:
-    return store.batches(part, [*KEPT, "token_ids", *LISTS], BATCH_ROWS)
 
 
 def _frame(tables: Sequence[Any]) -> Any:
@@ -167,7 +174,7 @@ class _Rounds:
         drafted, accepted = self.values["drafted"], self.values["accepted"]
         drafting = drafted > 0
         found = {
-            "num_rounds": self._sum(np.ones(len(accepted))),
+            "num_rounds": self._filled(np.diff(self.starts, append=len(accepted))),
             "num_drafted": self._sum(drafted),
             "num_accepted": self._sum(accepted),
             "num_emitted": self._sum(self.values["emitted"]),
@@ -179,9 +186,11 @@ class _Rounds:
         return found | {name: self._sum(self.values[name]) for name in ("draft_s", "verify_s", "round_s")}
 
     def _sum(self, values: Any) -> Any:
+        return self._filled(np.add.reduceat(values, self.starts, dtype=np.float64) if len(self.starts) else 0)
+
+    def _filled(self, values: Any) -> Any:
         total = np.zeros(len(self.rows))
-        if len(self.starts):
-            total[self.filled] = np.add.reduceat(values, self.starts, dtype=np.float64)
+        total[self.filled] = values
         total[self.hidden] = np.nan
         return total
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_bench import baselines, compare, frame, stats
 from dflash_bench.baselines import LIMITS, Baseline, Limit
 from dflash_bench.errors import UserError
@@ -160,11 +162,11 @@ def _against(
     checks = []
     for then in baseline.cells:
         if then.place in own:
-            checks += list(_cell_checks(then, own[then.place], kinds, limits, fixed))
-    return _adjusted(checks)
+            checks += list(against_cell(then, own[then.place], kinds, limits, fixed))
+    return adjusted(checks)
 
 
-def _cell_checks(
+def against_cell(
     then: Cell, now: Cell, kinds: Sequence[str], limits: Mapping[str, Limit], fixed: bool
 ) -> Iterator[Check]:
     old_sums, new_sums = compare.on_common_prompts(then, now)
@@ -191,20 +193,20 @@ def _cell_checks(
 
 
 def _value(kind: str, sums: Any) -> float | None:
-    (found,) = stats.intervals(sums.sum(axis=0, keepdims=True), [FIGURES[kind].statistic])
-    return found.value if found else None
+    value = float(FIGURES[kind].statistic(sums.sum(axis=0)))
+    return value if np.isfinite(value) else None
 
 
 def _p(kind: str, old_sums: Any, new_sums: Any) -> float:
     if kind in TALLIES:
         difference = new_sums[:, TERMS.index(kind)] - old_sums[:, TERMS.index(kind)]
         return stats.mcnemar(int((difference < 0).sum()), int((difference > 0).sum()))
-    change = compare.over(FIGURES[kind], old_sums, new_sums)
+    p = stats.p_of_ratio(np.concatenate([new_sums, old_sums], axis=1), compare.ratio_of(kind))
     # One prompt proves nothing: then only what is not random is judged.
-    return 1.0 if change is None or change.p is None else change.p
+    return 1.0 if p is None else p
 
 
-def _adjusted(checks: Sequence[Check]) -> list[Check]:
+def adjusted(checks: Sequence[Check]) -> list[Check]:
     """A fall of what is random must be sure, however many cells and figures were looked at (Holm)."""
     random = [number for number, check in enumerate(checks) if check.p is not None]
     found = list(checks)

@@ -27,6 +27,8 @@ OUTLIER = 10.0
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
 """From column sums [..., k] to values [...]."""
+Ratio = tuple[Sequence[int], Sequence[int]]
+"""The columns whose sums are multiplied, above and below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +95,37 @@ def geometric_mean(parts: Sequence[tuple[Floats, Statistic]]) -> Interval | None
         return _between(middle, np.exp(np.mean(np.log(drawn), axis=0)), fewest)
 
 
-def change(columns: Floats, top: Sequence[int], bottom: Sequence[int], scale: float = 1.0) -> Change | None:
-    """A ratio of sums, and how likely so large a difference from 1 is where there is none.
+def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
+    """Ratios of sums, and how likely so large a difference from 1 is where there is none; None without a value.
 
     The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
     needs no draws, and agrees with the interval.
     """
-    (found,) = intervals(columns, [ratio(top, bottom, scale)])
-    if found is None or found.value <= 0:
+    used = sorted({at for sides in ratios for side in sides for at in side})
+    place = {at: number for number, at in enumerate(used)}
+    narrow = [([place[at] for at in top], [place[at] for at in bottom]) for top, bottom in ratios]
+    columns = columns[:, used]  # what is not used need not be drawn
+    found = intervals(columns, [ratio(*sides) for sides in narrow])
+    return [_change(columns, sides, interval) for sides, interval in zip(narrow, found, strict=True)]
+
+
+def _change(columns: Floats, sides: Ratio, found: Interval | None) -> Change | None:
+    return None if found is None or found.value <= 0 else Change(found, p_of_ratio(columns, sides))
+
+
+def p_of_ratio(columns: Floats, sides: Ratio) -> float | None:
+    """Two-sided, of a ratio of positive sums; None for a single prompt."""
+    if len(columns) < 2:
         return None
     means = columns.mean(axis=0)
     # The mean pull is 0: as much above as below.
-    pulls = (columns[:, list(top)] / means[list(top)]).sum(axis=1)
-    pulls = pulls - (columns[:, list(bottom)] / means[list(bottom)]).sum(axis=1)
-    return Change(found, _t_test(float(np.log(found.value)), pulls))
-
-
-def _t_test(log_ratio: float, pulls: Floats) -> float | None:
-    if len(pulls) < 2:
-        return None
-    error = float(pulls.std(ddof=1)) / len(pulls) ** 0.5
+    top, bottom = ((columns[:, list(side)] / means[list(side)]).sum(axis=1) for side in sides)
+    error = float((top - bottom).std(ddof=1)) / len(columns) ** 0.5
+    log_ratio = abs(float(np.log(means[list(sides[0])]).sum() - np.log(means[list(sides[1])]).sum()))
     # Where nothing varies, as without clocks, any difference is certain; rounding is none.
     if error < 1e-8:
-        return 1.0 if abs(log_ratio) < 1e-7 else 0.0
-    return min(1.0, 2 * float(_special().stdtr(len(pulls) - 1, -abs(log_ratio) / error)))
+        return 1.0 if log_ratio < 1e-7 else 0.0
+    return min(1.0, 2 * float(_special().stdtr(len(columns) - 1, -log_ratio / error)))
 
 
 def mcnemar(num_lost: int, num_gained: int) -> float:

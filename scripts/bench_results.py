@@ -106,7 +106,9 @@ def main() -> int:
             good = seconds < LIMIT_S and peak_mb < LIMIT_MB
             missed += not good
             limits = f"below {LIMIT_S:.0f} s and {LIMIT_MB:,} MB"
+            busy = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
             print(f"{'ok  ' if good else 'MISS'} {name}: {seconds:.1f} s, {peak_mb:,.0f} MB ({limits})")
+            print(f"     processor time of the children so far: {busy:.1f} s")
     return 1 if missed else 0
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import tiny
 from fake import FakeBackend, install, main, other_tokens
+from golden import assert_golden
 
 from dflash_bench import scoring, store
 from dflash_bench.records import Generation
 
 ROOT = Path(__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden"
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
@@ -77,13 +77,6 @@ def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypat
 
 
 # The whole output
-
-
-def assert_golden(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("DFLASH_BENCH_UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
 
 
 def fake_run(monkeypatch: Patch, *words: object, **fields: Any) -> tuple[int, FakeBackend]:

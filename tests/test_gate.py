@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,30 +13,10 @@ from golden import assert_golden
 from rows import failed
 from runs import answers, changed, slower, stored
 
-from dflash_bench import cli, store
+from dflash_bench import store
 from dflash_bench.records import Record
 
-Patch = pytest.MonkeyPatch
-Captured = pytest.CaptureFixture[str]
 Main = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def main(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> Main:
-    """A command in a folder of its own: its status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash-bench", *map(str, words)])
-        try:
-            cli.main()
-            code: object = 0
-        except SystemExit as stopped:
-            code = stopped.code or 0
-        captured = capsys.readouterr()
-        return int(str(code)), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -125,12 +125,13 @@ def test_a_change_is_certain_where_prompts_agree_and_uncertain_where_they_do_not
     assert p_of(slower, ones) == 0
     assert p_of(noisy / noisy.mean() * 1.1, ones) > 0.05
     assert p_of(rng.lognormal(0.1, 0.05, 64), ones) < 1e-9
-    assert stats.change(np.column_stack([[2.0], [1.0]]), [0], [1]) == stats.Change(Interval(2, None, None), None)
-    assert stats.change(np.zeros((3, 2)), [0], [1]) is None
+    alone = stats.changes(np.column_stack([[2.0], [1.0]]), [([0], [1])])
+    assert alone == [stats.Change(Interval(2, None, None), None)]
+    assert stats.changes(np.zeros((3, 2)), [([0], [1])]) == [None]
 
 
 def p_of(tops: Any, bottoms: Any) -> float:
-    found = stats.change(np.column_stack([tops, bottoms]), [0], [1])
+    (found,) = stats.changes(np.column_stack([tops, bottoms]), [([0], [1])])
     assert found is not None
     assert found.p is not None
     return found.p

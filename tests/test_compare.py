@@ -1,0 +1,297 @@
+"""Comparing: known ratios, every refusal, slices, imports and the official harness's own numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden import assert_golden
+from rows import drafted, pair, plain
+from runs import answers, changed, slower, stored
+
+from dflash_bench import frame, published, store, zlab
+from dflash_bench.records import SCHEMA_VERSION
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def found(main: Main, *words: object) -> Any:
+    code, out, err = main("compare", *words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def told(main: Main, *words: object) -> str:
+    """The one line of a refusal."""
+    code, out, err = main("compare", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+# Within a run, and between runs
+
+
+def test_methods_are_compared_with_plain_decoding_and_with_each_other(tmp_path: Path, main: Main) -> None:
+    rows = answers()
+    other = [replace(row, method="eagle3") for row in slower(rows, 2) if row.method == "dflash"]
+    stored(tmp_path / "run", [*rows, *other])
+    shown = found(main, "run")
+    assert [cell["method"] for cell in shown["cells"]] == ["ar", "dflash", "eagle3"]
+    pairs = {(each["before"], each["after"]): each["ratios"] for each in shown["changes"]}
+    assert list(pairs) == [("ar", "dflash"), ("ar", "eagle3"), ("dflash", "eagle3")]
+    last = pairs["dflash", "eagle3"]
+    assert (last["tps.decode"]["ratio"][0], last["tps.decode"]["verdict"]) == (0.5, "worse")
+    assert (last["al.pooled"]["ratio"], last["al.pooled"]["verdict"]) == ([1, 1, 1], "same")
+
+
+def test_the_same_cells_before_and_after(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    lost = changed(slower(answers(seed=1), 1.1), first=4, passed=False)
+    stored(tmp_path / "now", lost)
+    shown = {each["suite"]: each for each in found(main, "then", "now")["changes"]}
+    assert shown.keys() == {"gsm8k ar", "gsm8k dflash"}
+    ratios = shown["gsm8k dflash"]["ratios"]
+    assert ratios["tps.decode"]["ratio"][0] == pytest.approx(1 / 1.1, abs=0.01)
+    assert {name: each["verdict"] for name, each in ratios.items()} == {
+        "al.pooled": "same", "forwards_per_token": "same", "tps.decode": "worse", "tps.e2e": "worse",
+        "speedup.decode": "worse", "speedup.e2e": "worse",
+    }  # fmt: skip
+    assert (shown["gsm8k dflash"]["lost"], shown["gsm8k dflash"]["gained"]) == (2, 0)
+    assert {each["verdict"] for each in shown["gsm8k ar"]["ratios"].values()} == {"same"}
+
+
+def test_the_geometric_mean_over_suites_is_shown_for_several(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "one", answers())
+    stored(tmp_path / "two", [*answers(), *answers(suite="math500", seed=2)])
+    assert "geometric mean over suites" not in main("compare", "one")[1]
+    assert "geometric mean over suites" in main("compare", "two")[1]
+
+
+def test_the_text_is_as_stored(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    stored(tmp_path / "now", slower(answers(seed=1), 1.1), dtype="bfloat16")
+    assert_golden("compare_within.txt", main("compare", "then")[1])
+    assert_golden("compare_between.txt", main("compare", "then", "now", "--allow", "dtype")[1])
+
+
+# Slices
+
+
+@pytest.mark.parametrize(
+    ("by", "slices"),
+    [
+        ("suite", [None]),
+        ("category", ["algebra", "none"]),
+        ("turn", ["turn 1", "turn 2"]),
+        ("prompt-length", ["1-32", "33-64", "129-256"]),
+        ("output-position", ["1-32", "33-64"]),
+    ],
+)
+def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -> None:
+    rows = [
+        *pair("a", [4] * 8, category="algebra"), *pair("a", [1, 1], turn=1),
+        *[replace(row, generation=replace(row.generation, num_prompt_tokens=length)) for length, prompt in
+          ((33, "b"), (64, "c"), (200, "d")) for row in pair(prompt, [2, 2])],
+    ]  # fmt: skip
+    stored(tmp_path / "run", rows)
+    cells = found(main, "run", "--by", by)["cells"]
+    assert [cell["slice"] for cell in cells if cell["method"] == "dflash"] == slices
+
+
+def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
+    # Rounds begin after 1, 6, ... 31 and 36 tokens; the eighth is the first beyond 32.
+    rows = frame.from_records(pair("a", [4] * 8), by="output-position")
+    own = rows[rows["method"] == "dflash"]
+    assert own["slice"].tolist() == ["1-32", "33-64"]
+    assert own["num_rounds"].tolist() == [7, 1]
+    assert own["decode_tokens"].tolist() == [35, 5]
+    assert own["decode_s"].tolist() == pytest.approx([0.14, 0.02])
+    assert rows["num_emitted"].sum() == 80
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"suites": {"gsm8k": {"version": 2}}}, "suite", "version of gsm8k 1 and 2"),
+        ({"revisions": {"target": "t2", "dflash": "d1"}}, "model", "revision of target t1 and t2"),
+        ({"revisions": {"target": "t1", "dflash": "d2"}}, "draft", "revision of dflash d1 and d2"),
+        ({"methods": {"dflash": {"num_drafts": 7}}}, "draft", "tokens dflash drafts 4 and 7"),
+        ({"seed": 1}, "sampling", "seed 0 and 1"),
+        ({"max_new_tokens": 5}, "limits", "max_new_tokens 192 and 5"),
+        ({"dtype": "float16"}, "dtype", "dtype float32 and float16"),
+        ({"device": "cuda"}, "device", "device cpu and cuda"),
+        ({"environment": {"gpus": [{"name": "H200"}]}}, "device", "GPUs [] and ['H200']"),
+    ],
+)
+def test_unlike_runs_are_refused_and_allowed_by_name(
+    tmp_path: Path, main: Main, changes: dict[str, Any], kind: str, text: str
+) -> None:
+    stored(tmp_path / "then", answers())
+    stored(tmp_path / "now", answers(), **changes)
+    assert f"then and now are unlike: {kind}: {text}. To compare all the same: --allow {kind}" in told(
+        main, "then", "now"
+    )
+    notes = found(main, "then", "now", "--allow", kind)["notes"]
+    assert notes == [f"allowed, though unlike: {kind}: {text}"]
+
+
+def test_other_prompts_under_the_same_ids_are_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    rows = [replace(row, prompt_hash="other") if row.prompt_id == "p003" else row for row in answers()]
+    stored(tmp_path / "now", rows)
+    assert "prompts: 1 of 24 have another text, first gsm8k p003" in told(main, "then", "now")
+
+
+def test_nothing_in_common_is_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    stored(tmp_path / "others", [replace(row, prompt_id=f"q{row.prompt_id}") for row in answers()])
+    assert "then and others have no prompt in common" in told(main, "then", "others")
+    stored(tmp_path / "suite", answers(suite="math500"))
+    assert "then and suite have no suite and method in common" in told(main, "then", "suite")
+
+
+def test_a_run_without_plain_answers_is_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [row for row in answers() if row.method != "ar"])
+    assert "run has no answers of plain decoding (ar) for gsm8k" in told(main, "run")
+
+
+def test_a_damaged_part_is_named_and_left_out_only_when_allowed(tmp_path: Path, main: Main) -> None:
+    part = stored(tmp_path / "run", answers()) / "part-000001.parquet"
+    part.write_bytes(part.read_bytes()[:-20])
+    line = told(main, "run")
+    assert "cannot read run/part-000001.parquet: " in line
+    assert line.endswith("--allow damaged uses the other parts\n")
+    shown = found(main, "run", "--allow", "damaged")
+    assert shown["notes"][0].startswith("left out, damaged: cannot read run/part-000001.parquet")
+    assert shown["cells"][0]["num_prompts"] == 24 - 5
+
+
+def test_a_newer_schema_is_refused_even_with_damaged_allowed(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(store, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+        stored(tmp_path / "run", answers())
+    assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info | {"schema_version": SCHEMA_VERSION}))
+    assert "part-000000.parquet has schema" in told(main, "run", "--allow", "damaged")
+
+
+def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    for words, text in [
+        (["--by", "colour"], "unknown slice 'colour'; known: category, output-position"),
+        (["--against", "blog"], "unknown source 'blog'"),
+        (["--compat", "vllm"], "unknown harness 'vllm'; known: zlab"),
+        (["--allow", "all"], "unknown difference 'all'; known: damaged"),
+        (["--compat", "zlab", "--by", "turn"], "--compat takes one run, and no --by"),
+        (["--compat", "zlab", "--against", "paper"], "leave out --compat"),
+    ]:
+        assert text in told(main, "run", *words)
+    assert "absent holds no run" in told(main, "absent")
+
+
+# The official harness, and published figures
+
+
+def test_the_official_harness_means_over_responses_and_forgets_the_first_draft() -> None:
+    rows = [
+        plain("a", 10), drafted("a", [4, 4], changes={"decode_s": 0.055, "draft_prefill_s": 0.015}),
+        plain("b", 6), drafted("b", [0, 0, 1, 1], changes={"decode_s": 0.085, "draft_prefill_s": 0.005}),
+    ]  # fmt: skip
+    ar, dflash = zlab.official(frame.from_records(rows))
+    assert dflash.al == pytest.approx((5 + 1.5) / 2)
+    # Left out: draft prefill, and the first draft of 5 ms. Tokens: 11 and 7, the first one included.
+    own = ((0.055 - 0.02) / 11 + (0.085 - 0.01) / 7) / 2
+    assert dflash.tps == pytest.approx(1 / own)
+    assert ar.tps == pytest.approx(1 / ((0.1 / 11 + 0.06 / 7) / 2))
+    assert dflash.speedup == pytest.approx(((0.1 / 11 + 0.06 / 7) / 2) / own)
+
+
+def test_rounds_past_the_stop_token_count_for_the_official_harness() -> None:
+    cut = [plain("a", 6), drafted("a", [4, 4], changes={"emitted": (5, 1), "token_ids": tuple(range(7))})]
+    assert zlab.official(frame.from_records(cut))[1].al == 5
+
+
+def test_compat_shows_both(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    shown = found(main, "run", "--compat", "zlab")["cells"][1]
+    assert shown["speedup"] > shown["speedup.decode"] > 1
+    assert_golden("compare_zlab.txt", main("compare", "run", "--compat", "zlab")[1])
+
+
+def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(), model="qwen3-8b")
+    figures = found(main, "run", "--against", "paper")["figures"]
+    assert {each["published"]["target_model"] for each in figures} == {"Qwen3-8B"}
+    assert {each["published"]["dataset"] for each in figures} == {"gsm8k"}
+    own = {each["published"]["formula"]: each["own"] for each in figures}
+    (official,) = [each for each in zlab.official(frame.from_records(answers())) if each.method == "dflash"]
+    assert own["al.zlab"] == pytest.approx(official.al)
+    assert {name for name, value in own.items() if value is None} <= set(published.FORMULAS)
+
+
+def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    assert "unknown target of published figures 'nano'; known: " in told(main, "run", "--against", "paper")
+    code, shown, _ = main("compare", "run", "--against", "paper:qwen3-4b")
+    assert code == 0
+    assert "note: the run's target is nano, the published figures are of Qwen3-4B" in shown
+    stored(tmp_path / "warm", answers(), temperature=0.7)
+    assert "nothing was published for Qwen3-4B at temperature 0.7" in told(main, "warm", "--against", "paper:Qwen3-4B")
+
+
+def test_every_published_figure_has_a_formula_and_a_source() -> None:
+    figures = published.load()
+    assert len(figures) > 500
+    assert {each.formula for each in figures} == {*published.FORMULAS, "al.zlab", "speedup.zlab"}
+    assert all(each.source and each.value > 0 for each in figures)
+
+
+# Results of vllm bench serve
+
+SERVED: dict[str, Any] = {
+    "model_id": "Qwen/Qwen3-8B", "completed": 80, "output_throughput": 412.5, "mean_tpot_ms": 7.2,
+    "mean_ttft_ms": 31.0, "spec_decode_acceptance_rate": 36.4, "spec_decode_acceptance_length": 6.46,
+    "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 15000, "spec_decode_accepted_tokens": 5460,
+    "spec_decode_per_position_acceptance_rates": [0.9, 0.8],
+}  # fmt: skip
+
+
+def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
+    (served,) = found(main, "run", "serve.json")["served"]
+    assert served["figures"] == pytest.approx({
+        "al.pooled": 6.46, "accept_rate": 0.364, "tps.served": 412.5, "tpot.mean_ms": 7.2, "ttft.mean_ms": 31.0,
+        "accept_at[1]": 0.9, "accept_at[2]": 0.8,
+    })  # fmt: skip
+    assert "serve.json (Qwen/Qwen3-8B)" in main("compare", "run", "serve.json")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "told_of"),
+    [
+        ("{}", "serve.json is no result of vllm bench serve"),
+        ("[", "cannot read serve.json: "),
+        (json.dumps(SERVED | {"completed": 0}), "serve.json: no request was completed"),
+        (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it is of another formula"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, main: Main, text: str, told_of: str) -> None:
+    stored(tmp_path / "run", answers())
+    (tmp_path / "serve.json").write_text(text)
+    assert told_of in told(main, "run", "serve.json")
+
+
+def test_a_servers_result_alone_is_refused(tmp_path: Path, main: Main) -> None:
+    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
+    assert "compare needs the folder of at least one run" in told(main, "serve.json")
