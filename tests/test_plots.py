@@ -10,7 +10,7 @@ import pytest
 from rows import generation, pair, record
 from runs import answers, slower, stored
 
-from dflash_bench import plots
+from dflash_bench import frame, metrics, plots
 from dflash_bench.plots import acceptance, speed, style
 from dflash_bench.plots.material import Material
 from dflash_bench.plots.trend import trend
@@ -89,6 +89,15 @@ def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Pat
     values = figure.axes[0].lines[0].get_ydata()
     assert values[0] == pytest.approx(5)
     assert values[-1] == pytest.approx(1)
+
+
+def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
+    rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
+    folder = stored(tmp_path / "run", rows)
+    cells = metrics.summarise(frame.read(folder, by="output-position").rows)
+    expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
+    assert len(expected) == 3
+    assert Material(read(folder)).along["gsm8k", "dflash"] == expected
 
 
 def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:

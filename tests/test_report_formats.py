@@ -137,6 +137,8 @@ def test_what_was_allowed_is_said_first(run: Path, main: Main) -> None:
         assert "cannot read" in shown.partition("prompts")[0] or kind == "latex"
         assert part.name in shown
     assert json.loads(main("report", "run", "--allow", "damaged", "--format", "json")[1])["notes"]
+    assert main("report", "run", "--allow", "damaged", "--html", "page.html")[0] == 0
+    assert part.name in Path("page.html").read_text(encoding="utf-8").partition("<main>")[0]
 
 
 def test_a_run_of_failures_only(tmp_path: Path, main: Main) -> None:

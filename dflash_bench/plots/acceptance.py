@@ -62,21 +62,19 @@ def positions(material: Material) -> Any:
 
 def output(material: Material) -> Any:
     """al.pooled by how many tokens are out already, with its interval."""
-    cells = [cell for cell in material.by_position if cell.method != BASELINE and "al.pooled" in cell.figures]
-    if not cells:
+    found = {place: by for place, by in material.along.items() if place[1] != BASELINE}
+    if not found:
         raise NothingToPlotError("the backend shows no rounds")
     look = looks(material.methods)
-    shown = [suite for suite in material.suites if any(cell.suite == suite for cell in cells)]
-    stretches = sorted({cell.slice for cell in cells}, key=lambda name: int(name.split("-")[0]))
+    shown = [suite for suite in material.suites if any(place[0] == suite for place in found)]
+    stretches = sorted({name for by in found.values() for name in by}, key=lambda name: int(name.split("-")[0]))
     figure, axes_of = panels(shown, 2.4, sharex=True, sharey=True)
     for suite, axes in axes_of.items():
         for method in material.drafting:
-            own = [cell for cell in cells if (cell.suite, cell.method) == (suite, method)]
-            xs, found = [stretches.index(c.slice) for c in own], [c.figures["al.pooled"] for c in own]
-            axes.plot(
-                xs, [i.value for i in found], label=method, color=look[method]["color"], marker=look[method]["marker"]
-            )
-            bounds = [(x, i.low, i.high) for x, i in zip(xs, found, strict=True) if i.low is not None]
+            own = [(stretches.index(name), each) for name, each in found.get((suite, method), {}).items()]
+            style = {"color": look[method]["color"], "marker": look[method]["marker"]}
+            axes.plot([x for x, _ in own], [each.value for _, each in own], label=method, **style)
+            bounds = [(x, each.low, each.high) for x, each in own if each.low is not None]
             if bounds:
                 axes.fill_between(*zip(*bounds, strict=True), color=look[method]["color"], alpha=0.16, linewidth=0)
         axes.set_xticks(range(len(stretches)), stretches, rotation=20)

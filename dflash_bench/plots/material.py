@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
 
-from dflash_bench import frame, metrics, published, rounds, store, zlab
+from dflash_bench import published, rounds, store, zlab
 from dflash_bench.document import Document
 from dflash_bench.errors import UserError
 from dflash_bench.metrics import BASELINE, Cell
+from dflash_bench.plots import along
+from dflash_bench.stats import Interval
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,25 @@ class Material:
         return next((cell for cell in self.cells if (cell.suite, cell.method) == (suite, method)), None)
 
     @cached_property
-    def by_position(self) -> list[Cell]:
-        return metrics.summarise(frame.read(self.document.folder, by="output-position", allow=self.document.allow).rows)
+    def along(self) -> Mapping[tuple[str, str], Mapping[str, Interval]]:
+        """al.pooled by suite and method, then by stretch of the answer."""
+        return along.intervals(self._read(along.sums))
 
     @cached_property
     def histograms(self) -> Mapping[tuple[str, str], rounds.Histogram]:
-        return rounds.histograms(store.parts(self.document.folder))
+        found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+        for part in self._read(lambda part: rounds.histograms([part])):
+            for place, counts in part.items():
+                found.setdefault(place, Counter()).update(counts)
+        return found
+
+    def _read(self, read: Callable[[Path], Part]) -> list[Part]:
+        """What `read` makes of each part; one that is damaged was allowed to be, or the document was not made."""
+        found = []
+        for part in store.parts(self.document.folder):
+            with suppress(store.DamagedError):
+                found.append(read(part))
+        return found
 
     @cached_property
     def published(self) -> Sequence[published.Beside]:

@@ -10,7 +10,7 @@ from dflash_bench.metrics import BASELINE, TERMS, Cell
 from dflash_bench.plots.material import Material
 from dflash_bench.plots.style import INK, MUTED, PARTS, NothingToPlotError, errors, finish, looks, panels
 
-MOST_POINTS = 2_000
+MOST_POINTS = 400
 MOST_LABELS = 16
 BARS = 0.8
 """Width of the bars of a suite together."""
@@ -63,7 +63,7 @@ def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[An
     found = [each for each in material.published if each.published.formula == "speedup.zlab" and each.suite in shown]
     handles = {}
     for each in found:
-        x = _place(material, shown.index(each.suite), each.method)
+        x = _place(material, shown.index(each.suite), each.method) + 0.3 * BARS / len(material.drafting)
         style = {"color": INK, "linestyle": "none", "markersize": 7, "zorder": 4}
         handles["published, speedup.zlab"] = axes.plot(x, each.published.value, "D", fillstyle="none", **style)[0]
         if each.own is not None:

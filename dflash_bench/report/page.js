@@ -190,20 +190,22 @@
   };
   const detail = (row) => {
     const tr = make("tr");
-    const td = make("td", "open");
-    td.colSpan = columns.length;
-    tr.append(td);
+    const cell = make("td", "open");
+    const box = make("div");
+    cell.colSpan = columns.length;
+    cell.append(box);
+    tr.append(cell);
     const about = [row.finish === "length" ? "cut at the token limit" : "", row.answer === undefined ? "" : `answer read as: ${row.answer}`];
-    if (about.some(Boolean)) td.append(make("p", "sub", about.filter(Boolean).join("; ")));
-    if (row.error !== undefined) td.append(make("p", "wrong-text", row.error));
+    if (about.some(Boolean)) box.append(make("p", "sub", about.filter(Boolean).join("; ")));
+    if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
     const text = texts[row.text];
     if (Array.isArray(text) && row.shown) {
       const pre = coloured(text, row.shown, row.leaves);
-      td.append(legend(), strip(row.shown, pre), pre);
+      box.append(legend(), strip(row.shown, pre), pre);
     } else {
       const pre = make("pre", "text", whole(row));
-      if (row.shown) td.append(strip(row.shown, pre));
-      td.append(pre);
+      if (row.shown) box.append(strip(row.shown, pre));
+      box.append(pre);
     }
     return tr;
   };
