@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash_bench.metrics import BASELINE, TERMS, Cell
 from dflash_bench.plots.material import Material
-from dflash_bench.plots.style import INK, MUTED, PARTS, NothingToPlotError, errors, finish, looks, panels
+from dflash_bench.plots.style import INK, MUTED, PAPER, PARTS, NothingToPlotError, errors, finish, looks, panels
 
 MOST_POINTS = 400
 MOST_LABELS = 16
@@ -64,10 +64,12 @@ def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[An
     handles = {}
     for each in found:
         x = _place(material, shown.index(each.suite), each.method) + 0.3 * BARS / len(material.drafting)
-        style = {"color": INK, "linestyle": "none", "markersize": 7, "zorder": 4}
-        handles["published, speedup.zlab"] = axes.plot(x, each.published.value, "D", fillstyle="none", **style)[0]
+        style = {"linestyle": "none", "zorder": 4}
+        theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
+        ours = {"color": INK, "markeredgecolor": PAPER, "markersize": 9}
+        handles["published, speedup.zlab"] = axes.plot(x, each.published.value, "D", **theirs, **style)[0]
         if each.own is not None:
-            handles["this run, speedup.zlab"] = axes.plot(x, each.own, "x", **style)[0]
+            handles["this run, speedup.zlab"] = axes.plot(x, each.own, "X", **ours, **style)[0]
     for label, handle in handles.items():
         handle.set_label(label)
     return list(handles.values())
@@ -75,7 +77,7 @@ def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[An
 
 def rounds(material: Material) -> Any:
     """Milliseconds of a round: draft, verify and the rest, a bar for each suite and method."""
-    cells = [cell for cell in material.cells if cell.value("verify_ms") is not None]
+    cells = [cell for cell in material.cells if all(cell.value(f"{name}_ms") is not None for name in PARTS)]
     if not cells:
         raise NothingToPlotError("the backend does not show what a round spends its time on")
     figure, axes = _one(0.7 + 0.34 * len(cells))
