@@ -35,7 +35,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         for number in range(4)
         for row in told(f"p{number}", order=number, passed=number < 3, text=TEXT * (number + 1))
     ]
-    rows += [replace(row, passed=True) for row in told("bad", HOSTILE, suite="humaneval", order=9)]
+    rows += [replace(row, passed=True, answer=HOSTILE) for row in told(HOSTILE, HOSTILE, suite="humaneval", order=9)]
     write_page(read(stored(folder / "run", rows)), folder / "page.html")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
@@ -68,7 +68,7 @@ def choose(driver: Any, control: str, value: str) -> None:
 
 def test_the_page_in_a_browser(opened: Any) -> None:
     """One test, because a browser takes seconds to start and a step leaves the page as the next one needs it."""
-    assert column(opened, 0) == [name for name in ("p0", "p1", "p2", "p3", "bad") for _ in range(2)]
+    assert column(opened, 0) == [name for name in ("p0", "p1", "p2", "p3", HOSTILE) for _ in range(2)]
     # Sorted by tokens, up and down.
     press(opened, "#list thead button", 3)
     rising = [int(text) for text in column(opened, 3)]
@@ -85,7 +85,7 @@ def test_the_page_in_a_browser(opened: Any) -> None:
     assert (column(opened, 0), column(opened, 2)) == (["p3"], ["dflash"])
     choose(opened, "outcome", "")
     choose(opened, "find", "onerror")
-    assert column(opened, 0) == ["bad"]
+    assert column(opened, 0) == [HOSTILE]
     assert opened.find_element("id", "count").text == "1 of 10"
     # Opened: hostile text is text.
     press(opened, "#list tr.row button")
