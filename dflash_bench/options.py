@@ -1,4 +1,4 @@
-"""The options of `run`, in the order and under the headings of its help."""
+"""The options of `run`, in the order and under the headings of its help, and what other commands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Context, Option
+from typer import Argument, Context, Option
 from typer.core import TyperCommand
 
 
@@ -101,3 +101,16 @@ Threads = Annotated[
 Out = Annotated[Path | None, _results(metavar="DIR", help="Folder for the results; results/runs/TIME-MODEL if absent.")]
 Resume = Annotated[bool, _results("--resume", help="Continue the run in --out.")]
 AsJson = Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")]
+
+Run = Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")]
+Allow = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME",
+        help="Go on in spite of a difference, and print it; may be repeated. The refusal says which NAME.",
+    ),
+]
+AllowParts = Annotated[list[str] | None, Option(metavar="WHAT", help="unfinished or damaged; may be repeated.")]
+Limits = Annotated[
+    Path | None, Option(metavar="FILE", help="TOML: a table per figure, with fall (a share) and at_least.")
+]

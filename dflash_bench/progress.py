@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, TextIO
+from typing import TextIO
 
+from dflash_bench.bars import bar
 from dflash_bench.records import Record
 
 LINE_EVERY_S = 10.0
@@ -53,7 +53,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.begun = self.shown = clock()
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.doing = ""
-        self.bar = _bar(self.stream) if self.stream.isatty() else None
+        self.bar = bar(self.stream) if self.stream.isatty() else None
         if self.bar is not None:
             self.task = self.bar.add_task("", total=total, completed=num_stored, doing="", left="")
 
@@ -94,17 +94,3 @@ class Progress(AbstractContextManager["Progress"]):
         each = (self.clock() - self.begun) / self.num_new
         minutes, seconds = divmod(round(each * (self.total - self.num_stored - self.num_new)), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
-
-
-def _bar(stream: TextIO) -> Any:
-    """Drawn between generations only: a thread that draws would take its time from what is being measured."""
-    progress, console = import_module("rich.progress"), import_module("rich.console")
-    return progress.Progress(
-        progress.BarColumn(bar_width=20),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[left]}"),
-        progress.TextColumn("{task.fields[doing]}", markup=False),
-        console=console.Console(file=stream),
-        auto_refresh=False,
-        transient=True,
-    )

@@ -56,7 +56,7 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
     assert blocks[0].splitlines()[1:] == [
         "  * target  in this package",
         "  * dflash  in this package",
-        "  * eagle3  in this package, 6 tokens a round",
+        "  * eagle3  in this package, 7 tokens a round",
     ]
     assert blocks[2].splitlines() == [
         "qwen3-8b: needs about 16 GB, has 24 GB",

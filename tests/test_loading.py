@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_a_package_without_its_weights_says_so(whole: Path, monkeypatch: pytest.
 
 
 def test_dtype_auto_is_the_checkpoints_own_for_the_drafts_too(model: Path) -> None:
-    tiny("qwen3").to(torch.bfloat16).save_pretrained(model / "target")
+    copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).save_pretrained(model / "target")
     models = loading.load(str(model), ["dflash"], "cpu", "auto")
     assert {models.target.dtype, models.drafts["dflash"].fc.weight.dtype} == {torch.bfloat16}
 

@@ -1,0 +1,67 @@
+"""What every format shows: a run that was read, its cells, and what to doubt about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_bench import frame, metrics, stats
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.findings import Finding, findings
+from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
+from dflash_bench.stats import Interval
+
+ALLOWED = ("damaged", "unfinished")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    folder: Path
+    results: frame.Results
+    cells: Sequence[Cell]
+    findings: Sequence[Finding]
+    allow: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing from the numbers; said above them in every format."""
+        unfinished = self.results.info.get("state") != "complete"
+        return [*(["this run is not finished"] if unfinished else []), *self.results.damaged]
+
+    @property
+    def methods(self) -> list[str]:
+        """The drafting ones, in the order of the run."""
+        return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(cell.suite for cell in self.cells))
+
+
+def read(folder: Path, allow: Sequence[str] = ()) -> Document:
+    """Raises UserError for a run that is unfinished or damaged, unless `allow` names that."""
+    for name in allow:
+        if name not in ALLOWED:
+            raise unknown("thing to allow", name, list(ALLOWED))
+    results = frame.read(folder, allow=allow)
+    cells = metrics.summarise(results.rows)
+    if not any(cell.num_prompts for cell in cells):
+        raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
+    return Document(folder, results, cells, findings(results.rows, cells), tuple(allow))
+
+
+def _first_error(results: frame.Results) -> str:
+    lines: list[str] = results.rows["error"].iloc[0].splitlines()
+    return lines[0] if lines else "no message"
+
+
+def over_all(cells: Sequence[Cell], method: str) -> tuple[Interval | None, float | None]:
+    """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
+    own = [cell for cell in cells if cell.method == method and cell.num_prompts]
+    if not own:
+        return None, None
+    speedup = FIGURES["speedup.decode"].statistic
+    terms = sum(cell.sums.sum(axis=0) for cell in own)
+    verified, rounds = (float(terms[TERMS.index(name)]) for name in ("verified", "rounds"))
+    return stats.geometric_mean([(cell.sums, speedup) for cell in own]), verified / rounds if rounds else None

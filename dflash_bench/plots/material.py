@@ -1,0 +1,81 @@
+"""What the plots are made from, each part read from the run when it is first asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from dflash_bench import published, rounds, store, zlab
+from dflash_bench.document import Document
+from dflash_bench.errors import UserError
+from dflash_bench.metrics import BASELINE, Cell
+from dflash_bench.plots import along
+from dflash_bench.stats import Interval
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Material:
+    document: Document
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        return self.document.cells
+
+    @property
+    def info(self) -> store.Info:
+        return self.document.results.info
+
+    @property
+    def methods(self) -> list[str]:
+        """Plain decoding first."""
+        found = dict.fromkeys(cell.method for cell in self.cells)
+        return sorted(found, key=lambda method: method != BASELINE)
+
+    @property
+    def drafting(self) -> list[str]:
+        return [method for method in self.methods if method != BASELINE]
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(cell.suite for cell in self.cells))
+
+    def cell(self, suite: str, method: str) -> Cell | None:
+        return next((cell for cell in self.cells if (cell.suite, cell.method) == (suite, method)), None)
+
+    @cached_property
+    def along(self) -> Mapping[tuple[str, str], Mapping[str, Interval]]:
+        """al.pooled by suite and method, then by stretch of the answer."""
+        return along.intervals(self._read(along.sums))
+
+    @cached_property
+    def histograms(self) -> Mapping[tuple[str, str], rounds.Histogram]:
+        found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+        for part in self._read(lambda part: rounds.histograms([part])):
+            for place, counts in part.items():
+                found.setdefault(place, Counter()).update(counts)
+        return found
+
+    def _read(self, read: Callable[[Path], Part]) -> list[Part]:
+        """What `read` makes of each part; one that is damaged was allowed to be, or the document was not made."""
+        found = []
+        for part in store.parts(self.document.folder):
+            with suppress(store.DamagedError):
+                found.append(read(part))
+        return found
+
+    @cached_property
+    def published(self) -> Sequence[published.Beside]:
+        """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
+        identity = self.info["identity"]
+        try:
+            target = published.target_of(identity.get("target") or identity["model"])
+            return published.beside(zlab.official(self.document.results.rows), target, identity["temperature"])
+        except UserError:
+            return ()

@@ -1,0 +1,45 @@
+"""A suite's figures over many runs, in the order in which these were started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_bench.plots.material import Material
+from dflash_bench.plots.style import NothingToPlotError, errors, finish, looks, panels
+
+FIGURES = ("speedup.decode", "al.pooled")
+
+
+def trend(runs: Sequence[Material]) -> Any:
+    """speedup.decode and al.pooled with intervals, a panel for each suite and figure."""
+    over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
+    suites = list(dict.fromkeys(suite for run in over_time for suite in run.suites))
+    methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
+    drafting = [method for method in methods if any(method in run.drafting for run in over_time)]
+    if not drafting:
+        raise NothingToPlotError("no run has a drafting method")
+    look = looks(methods)
+    names = [f"{suite} · {figure}" for suite in suites for figure in FIGURES]
+    figure, axes_of = panels(names, 2.2, sharex=True)
+    for name, axes in axes_of.items():
+        suite, _, figure_id = name.rpartition(" · ")
+        for method in drafting:
+            _line(axes, over_time, suite, method, figure_id, look[method])
+        axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
+        axes.set_ylim(bottom=0)
+    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
+    return finish(figure, f"Over {len(over_time)} runs", handles, "bars: 95 % over prompts", len(names) - len(axes_of))
+
+
+def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_id: str, look: dict[str, Any]) -> None:
+    cells = [run.cell(suite, method) for run in runs]
+    found = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
+    intervals = [interval for _, interval in found]
+    values = [interval.value for interval in intervals]
+    axes.errorbar([at for at, _ in found], values, errors(intervals), label=method, color=look["color"],
+                  marker=look["marker"], elinewidth=1.1, capsize=2.5)  # fmt: skip
+
+
+def _day(run: Material) -> str:
+    return str(run.info.get("started") or run.document.folder.name)[:16].replace("T", " ")[5:]

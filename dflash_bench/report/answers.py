@@ -1,0 +1,118 @@
+"""The answers that a page shows one by one: as many whole prompts of each suite as fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import store
+from dflash_bench.document import Document
+from dflash_bench.metrics import BASELINE
+from dflash_bench.report import tokens
+
+COLUMNS = (
+    "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
+    "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
+    "passed", "exactness", "first_divergence",
+)  # fmt: skip
+BATCH_ROWS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """`rows` and `texts` as the page's script reads them; a row names its text by number."""
+
+    rows: Sequence[dict[str, Any]]
+    texts: Sequence[str | list[str]]
+    num_all: int
+    why_plain: str
+    """Why texts are not cut into tokens; empty where they are."""
+
+
+def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
+    """At most `most` answers, but at least one prompt."""
+    wanted = _chosen(document.results.rows, most)
+    stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
+    cutter = tokens.load(document.results.info, tokenizer)
+    plain = {_place(row): row for row in stored if row["method"] == BASELINE}
+    texts: dict[tuple[Any, ...], int] = {}
+    cut: list[str | list[str]] = []
+    rows = []
+    for row in stored:
+        key = (*row["token_ids"], row["text"])
+        if key not in texts:
+            texts[key] = len(cut)
+            cut.append((tokens.pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
+        rows.append(_row(row, plain.get(_place(row))) | {"text": texts[key]})
+    all_plain = any(isinstance(text, str) and text for text in cut)
+    why = "" if not all_plain else tokens.OTHER if cutter else tokens.NOT_AT_HAND
+    return Answers(rows, cut, len(document.results.rows), why)
+
+
+def _chosen(rows: Any, most: int) -> list[tuple[str, str]]:
+    """The first prompts of each suite, in turns."""
+    sizes = rows.groupby(["suite", "prompt_id"], observed=True, sort=False).size().reset_index(name="answers")
+    sizes["rank"] = sizes.groupby("suite", observed=True).cumcount()
+    sizes = sizes.sort_values("rank", kind="stable")
+    fits = sizes["answers"].cumsum() <= most
+    fits.iloc[0] = True
+    return list(sizes.loc[fits, ["suite", "prompt_id"]].astype(str).itertuples(index=False, name=None))
+
+
+def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
+    names = arrow.array(["\0".join(place) for place in wanted])
+
+    def chosen(batch: Any) -> Any:
+        places = compute.binary_join_element_wise(batch.column("suite"), batch.column("prompt_id"), "\0")
+        return compute.is_in(places, names)
+
+    for part in store.parts(document.folder):
+        with suppress(store.DamagedError):  # it was allowed to be, or there would be no document
+            # Most parts of a large run hold none of them, which two columns tell.
+            keys = store.batches(part, ["suite", "prompt_id"], BATCH_ROWS)
+            if any(compute.any(chosen(batch)).as_py() for batch in keys):
+                for batch in store.batches(part, COLUMNS, BATCH_ROWS):
+                    yield from batch.filter(chosen(batch)).to_pylist()
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["suite"], row["prompt_id"], row["turn"], row["repeat"]
+
+
+def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
+    own, theirs = _ms_per_token(row), _ms_per_token(plain) if plain else None
+    accepted = row["accepted"] or []
+    shown = {name: row[name] for name in ("suite", "method", "turn", "repeat", "error", "answer", "passed")}
+    shown |= {
+        "prompt": row["prompt_id"],
+        "exact": row["exactness"],
+        "leaves": row["first_divergence"],
+        "finish": row["finish_reason"],
+        "tokens": len(row["token_ids"]),
+        "rounds": len(accepted) if row["accepted"] is not None else None,
+        "al": _short(1 + sum(accepted) / len(accepted)) if accepted else None,
+        "ms": _short(own),
+        "speedup": _short(theirs / own if theirs and own and row["method"] != BASELINE else None),
+    }
+    if any(row["drafted"] or ()):
+        # Per round: drafted, accepted, emitted, and the milliseconds of drafting and verifying.
+        times = [row[name] or [None] * len(accepted) for name in ("draft_s", "verify_s")]
+        shown["shown"] = [
+            [drafted, kept, emitted, *(_short(1000 * s if s is not None else None) for s in seconds)]
+            for drafted, kept, emitted, *seconds in zip(row["drafted"], accepted, row["emitted"], *times, strict=True)
+        ]
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _ms_per_token(row: dict[str, Any]) -> float | None:
+    num_tokens = len(row["token_ids"]) - 1
+    return 1000 * row["decode_s"] / num_tokens if num_tokens > 0 and row["error"] is None else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,34 @@
+"""The result in ten lines, to paste into an issue or a chat."""
+
+from __future__ import annotations
+
+from dflash_bench.document import Document, over_all
+from dflash_bench.metrics import FORMULAS
+from dflash_bench.report.words import facts, over_suites, tally
+from dflash_bench.tables import ABSENT, number, with_interval
+
+
+def card(document: Document) -> str:
+    """Raises nothing for what a run does not hold: that line says n/a."""
+    info, about = document.results.info, facts(document.results.info)
+    found = [(method, *over_all(document.cells, method)) for method in document.methods]
+    speedups = ", ".join(f"{method} {with_interval(speedup)}" for method, speedup, _ in found)
+    lengths = ", ".join(f"{method} {number(al)}" for method, _, al in found)
+    exact, passed = (tally(document, name) for name in ("exact", "passed"))
+    answers = f"{f'{exact[0]}/{exact[1]} the plain output, token for token' if exact else ABSENT}"
+    answers += f"; {passed[0]}/{passed[1]} right" if passed else ""
+    commit = f", commit {about['commit']}" if "commit" in about else ""
+    lines = {
+        "model": about["model"],
+        "draft": about.get("draft", ABSENT),
+        "suite": about.get("suite", ABSENT),
+        "machine": about["machine"],
+        "settings": about["settings"],
+        "acceptance": f"{lengths or ABSENT} (al.pooled = {FORMULAS['al.pooled']})",
+        "speed-up": f"{speedups or ABSENT} (speedup.decode{over_suites(document)}, 95 %)",
+        "answers": answers,
+        "versions": f"{about['versions']}{commit}",
+        "command": " ".join(info["command"].split()),
+    }
+    marked = [f"{note}\n" for note in document.notes]
+    return "".join(marked) + "".join(f"{name:<10}  {text}\n" for name, text in lines.items())

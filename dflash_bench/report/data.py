@@ -1,0 +1,98 @@
+"""The numbers for programs: the object that `--json` prints, and CSV with a row per cell."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.document import Document
+from dflash_bench.findings import Finding
+from dflash_bench.metrics import FIGURES, FORMULAS, Cell
+from dflash_bench.stats import Interval
+
+JSON_FIELDS = (
+    "suite",
+    "method",
+    "num_prompts",
+    "num_tokens",
+    "al_pooled",
+    "al_request_mean",
+    "tps_decode",
+    "speedup_decode",
+    "speedup_e2e",
+    "exact",
+    "passed",
+    "draft_ms",
+    "verify_ms",
+    "other_ms",
+    "break_even_al",
+)
+WITH_INTERVAL = ("speedup.decode", "speedup.e2e")
+COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
+TALLIES = ("exact", "passed")
+
+
+def as_json(folder: Path, cells: Sequence[Cell], findings: Sequence[Finding]) -> dict[str, Any]:
+    """What `run --json` prints."""
+    return {
+        "run": str(folder),
+        "cells": [_json_cell(cell) for cell in cells],
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def document_json(document: Document) -> dict[str, Any]:
+    """The same and what it was measured on; and every figure of a cell under its formula id, with its interval."""
+    info = document.results.info
+    made = as_json(document.folder, document.cells, document.findings)
+    for stored, cell in zip(made["cells"], document.cells, strict=True):
+        stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
+    about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
+    return {**made, "notes": document.notes, "formulas": FORMULAS, **about}
+
+
+def _json_cell(cell: Cell) -> dict[str, Any]:
+    values: dict[str, Any] = {name.replace(".", "_"): cell.value(name) for name in FIGURES}
+    values |= {name.replace(".", "_"): cell.figures.get(name) for name in WITH_INTERVAL}
+    values |= {name: getattr(cell, name) for name in TALLIES}
+    return {name: _json_value(values[name] if name in values else getattr(cell, name)) for name in JSON_FIELDS}
+
+
+def _json_value(value: Any) -> Any:
+    """Six digits: more than the measurements hold, and the same on every machine."""
+    match value:
+        case Interval(value=middle, low=low, high=high):
+            return [_json_value(middle), _json_value(low), _json_value(high)]
+        case tuple():
+            return list(value)
+        case float():
+            return float(f"{value:.6g}")
+    return value
+
+
+def csv_text(document: Document) -> str:
+    """A figure has three columns, ID, ID.low and ID.high; what cannot be had is an empty field."""
+    shown = [name for name in FIGURES if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
+    heads = ["suite", "method", *COUNTS]
+    heads += [f"{name}_{part}" for name in TALLIES for part in ("num", "of")]
+    heads += [f"{name}{bound}" for name in shown for bound in ("", ".low", ".high")]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(_csv_row(cell, shown) for cell in document.cells)
+    return file.getvalue()
+
+
+def _csv_row(cell: Cell, shown: Sequence[str]) -> list[Any]:
+    tallies = [part for name in TALLIES for part in getattr(cell, name) or ("", "")]
+    bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in shown]
+    figures = [bound for each in bounds for bound in (each.value, each.low, each.high)]
+    return [cell.suite, cell.method, *(getattr(cell, name) for name in COUNTS), *tallies, *map(_csv_value, figures)]
+
+
+def _csv_value(value: float | None) -> float | str:
+    return "" if value is None or value != value else float(f"{value:.6g}")

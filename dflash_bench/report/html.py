@@ -1,0 +1,161 @@
+"""One self-contained page: no network, works from a file, and runs no script but its own.
+
+All that comes from a run is hostile: what stands in the page is escaped here, and what its script shows comes as
+JSON and is only ever set as text. A content security policy names the script by its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from dflash_bench import __version__, plots
+from dflash_bench.bars import late
+from dflash_bench.document import Document, over_all
+from dflash_bench.errors import UserError
+from dflash_bench.metrics import Cell
+from dflash_bench.report import answers
+from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
+from dflash_bench.report.words import facts, over_suites, sentences, tally
+from dflash_bench.tables import number
+
+MOST_ANSWERS = 300
+SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
+"""Columns that a narrow screen leaves out."""
+TEMPLATE = Path(__file__).parent
+WRONG = ("mismatch", "failed", "near_tie", "nothing_drafted", "dead_draft", "slower")
+"""Findings that a reader must not miss; the others say that a number is weak."""
+
+
+def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS, tokenizer: Path | None = None) -> None:
+    """Raises UserError where the file cannot be written, or `tokenizer` is none."""
+    shown = answers.read(document, most_answers, tokenizer)
+    figures = {}
+    material = plots.Material(document)
+    for name in late(list(plots.PLOTS), "drawing plots"):
+        with suppress(plots.NothingToPlotError):  # `plot` says why
+            figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(document, figures, shown), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answers.Answers) -> str:
+    """`figures` by name: the SVG, and a caption."""
+    template, style, script = (
+        (TEMPLATE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+    info = document.results.info
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "title": escape(_title(document)),
+        "sub": escape(f"{str(info.get('started') or '')[:10]} · {facts(info)['machine']}".strip(" ·")),
+        "notes": "".join(f'<p class="note">{escape(note)}</p>' for note in document.notes),
+        "lead": "".join(f"<p>{escape(text)}</p>" for text in sentences(document)),
+        "tiles": "".join(_tile(document, method) for method in document.methods),
+        "results": _table(document.cells, RESULTS),
+        "rounds": _table(document.cells, ROUNDS),
+        "intervals": INTERVALS,
+        "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
+        "findings": _findings(document),
+        "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),
+        "shown": escape(_shown(shown)),
+        "facts": _pairs(facts(info)),
+        "reproduce": escape(_reproduce(document)),
+        "version": escape(__version__),
+        "data": _data(shown),
+        "style": style,
+        "script": script,
+    }
+    # In one pass, so that nothing is looked for inside what was put in.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def _title(document: Document) -> str:
+    model = document.results.info["identity"]["model"]
+    return (
+        f"{Path(str(model)).name}: {' and '.join(document.methods) or 'plain decoding'} on {', '.join(document.suites)}"
+    )
+
+
+def _tile(document: Document, method: str) -> str:
+    speedup, al = over_all(document.cells, method)
+    interval = f"{number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
+    exact = tally(document, "exact", method)
+    rows = [f"speedup.decode{over_suites(document)}", f"95 %: {interval}" if interval else ""]
+    rows += [f"al.pooled {number(al)}"] if al else []
+    rows += [f"exact {exact[0]:,}/{exact[1]:,}"] if exact else []
+    value = f"{speedup.value:.2f}<small>×</small>" if speedup else "n/a"
+    at = document.methods.index(method) % 7
+    lines = "".join(f"<span>{escape(row)}</span>" for row in rows if row)
+    return f'<div class="tile" style="--own: var(--series-{at})"><h3>{escape(method)}</h3><b>{value}</b>{lines}</div>'
+
+
+def _table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    heads = "".join(f"<th{_spare(column)}>{escape(column.one_line)}</th>" for column in columns)
+    bodies = []
+    for suite, members in groupby(cells, key=lambda cell: cell.suite):
+        rows = "".join(_table_row(cell, columns) for cell in members)
+        head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(suite)}</th></tr>'
+        bodies.append(f"<tbody>{head}{rows}</tbody>")
+    table = f'<table class="figures"><thead><tr><th></th>{heads}</tr></thead>{"".join(bodies)}</table>'
+    return f'<div class="wide">{table}</div>'
+
+
+def _table_row(cell: Cell, columns: Sequence[Column]) -> str:
+    figures = "".join(f"<td{_spare(column)}>{escape(column.text(cell))}</td>" for column in columns)
+    return f"<tr><th>{escape(cell.method)}</th>{figures}</tr>"
+
+
+def _spare(column: Column) -> str:
+    return ' class="spare"' if column.one_line in SPARE else ""
+
+
+def _findings(document: Document) -> str:
+    if not document.findings:
+        return "<p>None.</p>"
+    return "".join(
+        f'<li class="{"wrong" if finding.kind in WRONG else "weak"}"><b>{escape(finding.kind.replace("_", " "))}</b>'
+        f"<p>{escape(finding.text)}.</p><p>→ {escape(finding.remedy)}.</p></li>"
+        for finding in document.findings
+    ).join(("<ul>", "</ul>"))
+
+
+def _figure(name: str, svg: str, caption: str) -> str:
+    labelled = svg.replace("<svg", f'<svg role="img" aria-label="{escape(name)}: {escape(caption)}"', 1)
+    return f"<figure>{labelled}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _pairs(pairs: Mapping[str, str], *, code: bool = False) -> str:
+    tag = "code" if code else "span"
+    return "".join(f"<dt><{tag}>{escape(name)}</{tag}></dt><dd>{escape(text)}</dd>" for name, text in pairs.items())
+
+
+def _shown(shown: answers.Answers) -> str:
+    some = f"{len(shown.rows):,} of {shown.num_all:,} answers, the first prompts of each suite."
+    cut = f"All {shown.num_all:,} answers." if len(shown.rows) == shown.num_all else some
+    return f"{cut} No tokens are coloured where {shown.why_plain}." if shown.why_plain else cut
+
+
+def _reproduce(document: Document) -> str:
+    info = document.results.info
+    git = info["environment"].get("git")
+    lines = [f"git checkout {git['commit']}"] if git else []
+    lines += ["# the code had changes that were not committed"] if git and git.get("dirty") else []
+    return "\n".join([*lines, info["command"]])
+
+
+def _data(shown: answers.Answers) -> str:
+    """Inside a script element only "</" and "<!--" mean anything, and without "<" there is neither."""
+    stored = {"rows": shown.rows, "texts": shown.texts}
+    return json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

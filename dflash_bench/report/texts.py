@@ -1,0 +1,89 @@
+"""A run as Markdown to commit, and as a LaTeX table for a paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from dflash_bench import environment, tables
+from dflash_bench.findings import Finding
+from dflash_bench.metrics import Cell
+from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
+
+IN_LATEX = ("prompts", "al.pooled", "tps.decode", "speedup.decode [95 %]", "exact", "passed %")
+"""Heads of the columns that a paper has room for."""
+LATEX_SPECIAL = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "#": r"\#", "$": r"\$", "%": r"\%", "&": r"\&", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+}  # fmt: skip
+
+
+def markdown(
+    info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()
+) -> str:
+    """`info` as in `run.json`, with its `command` and `environment`."""
+    suites = ", ".join(dict.fromkeys(cell.suite for cell in cells))
+    parts = [
+        f"# {suites}",
+        *(f"**{note}**" for note in notes),
+        f"```\n{info['command']}\n```",
+        f"{environment.one_line(info['environment'])}.",
+        _markdown_table(cells, RESULTS),
+        "Per round:",
+        _markdown_table(cells, ROUNDS),
+        "## Findings",
+        "\n".join(f"- {finding.text}. Remedy: {finding.remedy}." for finding in findings) or "None.",
+        "## Formulas",
+        INTERVALS,
+        "\n".join(f"- `{name}`: {formula}" for name, formula in formulas(*RESULTS, *ROUNDS).items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    heads = ["suite", "method", *(column.one_line for column in columns)]
+    rows = [[cell.suite, cell.method, *(column.text(cell) for column in columns)] for cell in cells]
+    return tables.markdown(heads, rows, left=2)
+
+
+def latex(info: Mapping[str, Any], cells: Sequence[Cell], notes: Sequence[str] = ()) -> str:
+    r"""A `table` for \usepackage{booktabs}: a suite's name once, and the formulas in the caption."""
+    columns = [column for column in RESULTS if column.one_line in IN_LATEX]
+    heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
+    caption = [*notes, f"{environment.one_line(info['environment'])}.", INTERVALS]
+    caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]
+    lines = [
+        "% " + " ".join(info["command"].splitlines()),
+        r"\begin{table}",
+        r"\centering\small",
+        rf"\begin{{tabular}}{{ll{'r' * len(columns)}}}",
+        r"\toprule",
+        f"{' & '.join(heads)} \\\\",
+        *_latex_rows(cells, columns),
+        r"\bottomrule",
+        r"\end{tabular}",
+        rf"\caption{{{' '.join(caption)}}}",
+        r"\label{tab:dflash-bench}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column]) -> list[str]:
+    lines = []
+    for suite, members in groupby(cells, key=lambda cell: cell.suite):
+        lines.append(r"\midrule")
+        for number, cell in enumerate(members):
+            row = ["" if number else suite, cell.method, *(column.text(cell) for column in columns)]
+            lines.append(f"{' & '.join(map(latex_escaped, row))} \\\\")
+    return lines
+
+
+def _latex_formulas(columns: Sequence[Column]) -> list[str]:
+    found = formulas(*columns)
+    return [rf"\texttt{{{latex_escaped(name)}}}: {latex_escaped(formula)}." for name, formula in found.items()]
+
+
+def latex_escaped(text: str) -> str:
+    return "".join(LATEX_SPECIAL.get(letter, letter) for letter in text)

@@ -1,0 +1,63 @@
+"""The text of each token, from the tokenizer that made it, where that is at hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.errors import UserError
+
+NANO = Path(__file__).parent.parent / "nano" / "target"
+NOT_AT_HAND = "the target's tokenizer is not at hand: give --tokenizer FOLDER"
+OTHER = "the tokenizer at hand does not decode the tokens to the text that was stored"
+
+
+def load(info: Mapping[str, Any], given: Path | None) -> Any | None:
+    """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
+    if given is not None and not any(path.is_file() for path in _places(given)):
+        raise UserError(f"{given} holds no tokenizer.json")
+    candidates = _places(given) if given else _known(info)
+    path = next((path for path in candidates if path.is_file()), None)
+    return None if path is None else import_module("tokenizers").Tokenizer.from_str(_text(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not isinstance(json.loads(text)["model"], dict):
+            raise TypeError("its model is no object")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {path}: no tokenizer ({error})") from error
+    return text
+
+
+def _places(folder: Path) -> list[Path]:
+    return [folder, folder / "tokenizer.json", folder / "target" / "tokenizer.json"]
+
+
+def _known(info: Mapping[str, Any]) -> Iterator[Path]:
+    """Where the run says that its model is; of a model from the hub, the local cache."""
+    identity, options = info["identity"], info.get("options", {})
+    if identity["model"] == "nano":
+        yield NANO / "tokenizer.json"
+    for name in filter(None, (options.get("target"), options.get("model"))):
+        yield from _places(Path(name))
+    repository = str(identity.get("target") or "").partition("@")[0]
+    if repository.count("/") == 1:
+        found = import_module("huggingface_hub").try_to_load_from_cache(repository, "tokenizer.json")
+        if isinstance(found, str):
+            yield Path(found)
+
+
+def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
+    """One text a token, empty where a letter is not whole yet; None where they do not make up `text`."""
+    try:
+        if tokenizer.decode(list(token_ids), skip_special_tokens=True) != text:
+            return None
+    except OverflowError:  # an id that no tokenizer has
+        return None
+    stream = import_module("tokenizers.decoders").DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in token_ids]

@@ -1,0 +1,111 @@
+"""What a run was and what came out, in words: for the card, and for the head of the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_bench import environment
+from dflash_bench.document import Document, over_all
+from dflash_bench.metrics import BASELINE, Tally
+from dflash_bench.tables import number, with_interval
+
+
+def sentences(document: Document) -> list[str]:
+    """The headline; a method that cannot be compared is not in it."""
+    found = [(method, *over_all(document.cells, method)) for method in document.methods]
+    faster = [f"{method} {with_interval(speedup)} times as fast" for method, speedup, _ in found if speedup]
+    longer = [f"{method} {number(al)} tokens" for method, _, al in found if al]
+    exact, passed = tally(document, "exact"), tally(document, "passed")
+    told = []
+    if faster:
+        told.append(f"Against plain decoding: {', '.join(faster)} (speedup.decode{over_suites(document)}, 95 %).")
+    if longer:
+        told.append(f"Each forward of the target brings: {', '.join(longer)} (al.pooled).")
+    if exact and exact[0] == exact[1]:
+        told.append(f"All {exact[1]:,} answers compared are the plain output, token for token.")
+    elif exact:
+        told.append(f"{exact[1] - exact[0]:,} of {exact[1]:,} answers compared are not the plain output.")
+    if passed:
+        told.append(f"{100 * passed[0] / passed[1]:.1f} % of the drafted answers are right.")
+    return told
+
+
+def over_suites(document: Document) -> str:
+    num_suites = len({cell.suite for cell in document.cells if cell.method != BASELINE and cell.num_prompts})
+    return f", geometric mean over {num_suites} suites" if num_suites > 1 else ""
+
+
+def tally(document: Document, name: str, method: str | None = None) -> Tally | None:
+    """Over all suites, of one drafting method or of all."""
+    cells = [cell for cell in document.cells if cell.method == method or (method is None and cell.method != BASELINE)]
+    known = [found for cell in cells if (found := getattr(cell, name))]
+    return (sum(right for right, _ in known), sum(judged for _, judged in known)) if known else None
+
+
+def facts(info: Mapping[str, Any]) -> dict[str, str]:
+    """What decides results, from `run.json`, a line each. An older run may not have recorded everything."""
+    identity, env = info["identity"], info["environment"]
+    revisions = identity.get("revisions", {})
+    packages = env.get("packages", {})
+    found = {
+        "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
+        "draft": ", ".join(_draft(name, each, revisions) for name, each in _drafting(identity)),
+        "suite": ", ".join(_suite(name, each) for name, each in identity.get("suites", {}).items()),
+        "machine": environment.one_line(env).partition(";")[0],
+        "settings": ", ".join(_settings(identity)),
+        "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
+        "commit": _commit(env.get("git")),
+        "code ran in": info.get("sandbox") or "",
+        "started": str(info.get("started") or ""),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _model(identity: Mapping[str, Any]) -> str:
+    name, target = str(identity["model"]), identity.get("target")
+    return f"{name}, target {target}" if target and target != name else name
+
+
+def _drafting(identity: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, Any]]]:
+    return [(name, each) for name, each in identity.get("methods", {}).items() if name != BASELINE]
+
+
+def _draft(name: str, method: Mapping[str, Any], revisions: Mapping[str, str]) -> str:
+    return f"{name} with {method['num_drafts']} tokens a round{_revision(revisions.get(method['name']))}"
+
+
+def _revision(text: str | None) -> str:
+    """A hash of weights by its first digits."""
+    return f" ({text[:12] if re.fullmatch('[0-9a-f]{40,64}', text) else text})" if text else ""
+
+
+def _suite(name: str, suite: Mapping[str, Any]) -> str:
+    return f"{name} v{suite['version']} ({suite['prompts']:,} prompts, {suite['source']})"
+
+
+def thinking(identity: Mapping[str, Any]) -> str:
+    return {True: "on", False: "off"}.get(identity.get("thinking"), "not a switch of this model")  # type: ignore[arg-type]
+
+
+def _settings(identity: Mapping[str, Any]) -> list[str]:
+    shown = {
+        "dtype": identity.get("dtype"),
+        "device": identity.get("device"),
+        "threads": identity.get("threads"),
+        "attention": identity.get("attention"),
+        "temperature": identity.get("temperature"),
+        "thinking": thinking(identity),
+        "max new tokens": identity.get("max_new_tokens"),
+        "repeats": identity.get("repeats"),
+    }
+    return [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in shown.items()
+        if value is not None
+    ]
+
+
+def _commit(git: Mapping[str, Any] | None) -> str:
+    return f"{git['commit'][:12]}{' with changes' if git.get('dirty') else ''}" if git else ""

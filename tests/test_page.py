@@ -1,0 +1,181 @@
+"""The HTML page without a browser: what it holds, that nothing in it can run, and how answers are chosen and cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rows import failed, generation, record
+from runs import answers, stored
+from tokenizers import Tokenizer
+
+from dflash_bench.records import Record
+from dflash_bench.report import answers as shown_answers
+from dflash_bench.report import html, read, tokens
+
+Main = Callable[..., tuple[int, str, str]]
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
+NANO = Tokenizer.from_file(str(tokens.NANO / "tokenizer.json"))
+TEXT = "The answer is 7 € naïvely, so \\boxed{7}.<|im_end|>"
+
+
+class Elements(HTMLParser):
+    """Every start tag, with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Record]:
+    """The same answer plainly and in rounds of up to 3 kept tokens, with ids of the embedded tokenizer."""
+    ids = tuple(NANO.encode(text, add_special_tokens=False).ids)
+    rounds = [3] * ((len(ids) - 1) // 4) + ([(len(ids) - 1) % 4 - 1] if (len(ids) - 1) % 4 else [])
+    bare = NANO.decode(list(ids), skip_special_tokens=True)
+    rest = {"token_ids": ids, "text": bare}
+    plain = generation([0] * (len(ids) - 1), **rest)
+    return [
+        record("ar", prompt, plain, **place),
+        record("dflash", prompt, generation(rounds, 5, **rest), exactness="exact", **place),
+    ]
+
+
+def data(page: str) -> dict[str, Any]:
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    loaded: dict[str, Any] = json.loads(found)
+    return loaded
+
+
+def page_of(folder: Path, **options: Any) -> str:
+    document = read(folder)
+    return html.page(document, {}, shown_answers.read(document, options.get("most", 300), options.get("tokenizer")))
+
+
+# Hostile text
+
+
+def test_nothing_that_a_run_holds_becomes_an_element(tmp_path: Path) -> None:
+    rows = [
+        *told(HOSTILE, HOSTILE, suite=f"gsm8k{HOSTILE}"),
+        failed("dflash", "x", HOSTILE, suite=f"gsm8k{HOSTILE}"),
+    ]
+    methods = {"dflash": {"name": "dflash", "num_drafts": 4}, HOSTILE: {"name": HOSTILE, "num_drafts": 1}}
+    folder = stored(tmp_path / "run", rows, model=HOSTILE, methods=methods, environment={"cpu": HOSTILE})
+    page = page_of(folder)
+    found = Elements(page).found
+    assert [attributes.get("id") for tag, attributes in found if tag == "script"] == ["data", None]
+    assert not any(tag == "img" for tag, _ in found)
+    assert not any(name.startswith("on") for _, attributes in found for name in attributes)
+    assert "<!--" not in page
+    assert data(page)["rows"][0]["prompt"] == HOSTILE
+
+
+def test_only_its_own_script_may_run_and_nothing_may_be_loaded(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path / "run", told()))
+    script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = (attributes["content"] for tag, attributes in Elements(page).found if "http-equiv" in attributes)
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    references = [
+        value for _, attributes in Elements(page).found for name, value in attributes.items() if name in ("src", "href")
+    ]
+    assert all(value and value.startswith("#") for value in references)
+
+
+def test_a_run_cannot_fill_a_place_of_the_template(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path / "run", told(), model="{{data}} {{version}}"))
+    assert "{{data}} {{version}}: dflash on gsm8k" in page
+
+
+# Content
+
+
+def test_tables_findings_and_command_stand_in_the_page(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path / "run", answers(6)))
+    for text in (
+        "al.pooled",
+        "speedup.decode [95 %]",
+        "few prompts",
+        "raise --limit to 20 or more",
+        "sum(a_i + 1) / sum(S)",
+    ):
+        assert text in page
+    assert '<pre class="command">dflash-bench</pre>' in page
+
+
+def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", told())
+    assert main("report", "run", "--html", "out/page.html") == (0, "", "wrote out/page.html\n")
+    page = Path("out/page.html").read_text(encoding="utf-8")
+    assert page.count("<figure>") == page.count("<svg role=") == 6
+    assert "#0072b2" not in page.replace("var(--series-0, #0072b2)", "").partition("</style>")[2]
+
+
+# Answers
+
+
+def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Path) -> None:
+    stored_page = data(page_of(stored(tmp_path / "run", told())))
+    plain, drafted = stored_page["rows"]
+    (pieces,) = stored_page["texts"]
+    assert "".join(pieces) == TEXT
+    assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["shown"])
+    assert drafted["shown"][0] == [5, 3, 4, 5.0, 12.0]
+    assert "shown" not in plain
+    assert drafted["speedup"] == pytest.approx(plain["ms"] / drafted["ms"], rel=1e-3)
+
+
+def test_without_the_tokenizer_the_text_is_whole_and_the_page_says_why(tmp_path: Path) -> None:
+    page = page_of(stored(tmp_path / "run", told(), model="elsewhere"))
+    assert data(page)["texts"] == [NANO.decode(NANO.encode(TEXT).ids, skip_special_tokens=True)]
+    assert "give --tokenizer FOLDER" in page
+    given = page_of(tmp_path / "run", tokenizer=tokens.NANO)
+    assert "".join(data(given)["texts"][0]) == TEXT
+
+
+def test_a_tokenizer_that_gives_another_text_is_not_believed(tmp_path: Path) -> None:
+    rows = [replace(row, generation=replace(row.generation, text="another text")) for row in told()]
+    page = page_of(stored(tmp_path / "run", rows))
+    assert data(page)["texts"] == ["another text"]
+    assert tokens.OTHER in page
+
+
+def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", told())
+    Path("tokenizer.json").write_text('{"version": 1}')
+    code, _, text = main("report", "run", "--html", "page.html", "--tokenizer", "tokenizer.json")
+    assert (code, text.count("\n")) == (2, 1)
+    assert "cannot read tokenizer.json: no tokenizer" in text
+
+
+def test_of_a_large_run_whole_prompts_of_each_suite_are_shown(tmp_path: Path) -> None:
+    rows = [*answers(30), *answers(30, suite="math500")]
+    page = page_of(stored(tmp_path / "run", rows), most=11)
+    places = [(row["suite"], row["prompt"], row["method"]) for row in data(page)["rows"]]
+    expected = [("gsm8k", "p000"), ("math500", "p000"), ("gsm8k", "p001"), ("math500", "p001"), ("gsm8k", "p002")]
+    assert sorted(places) == sorted((*place, method) for place in expected for method in ("ar", "dflash"))
+    assert "10 of 120 answers, the first prompts of each suite." in page
+
+
+def test_one_prompt_is_shown_even_where_it_is_too_much(tmp_path: Path) -> None:
+    assert len(data(page_of(stored(tmp_path / "run", answers(3)), most=1))["rows"]) == 2
+
+
+def test_a_failed_answer_is_a_row_with_its_error_and_no_speed(tmp_path: Path) -> None:
+    rows = [*told("a"), *told("b")[:1], failed("dflash", "b", "boom")]
+    last = data(page_of(stored(tmp_path / "run", rows)))["rows"][-1]
+    assert (last["method"], last["error"]) == ("dflash", "boom")
+    assert not {"ms", "speedup"} & last.keys()

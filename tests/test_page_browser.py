@@ -1,0 +1,114 @@
+"""The page in headless Chromium: it opens from a file, sorts, filters, opens an answer, and logs nothing.
+
+Needs the extra "browser", Chromium and its driver; skipped where one of them is missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from runs import stored
+from test_page import HOSTILE, TEXT, told
+
+from dflash_bench.report import read, write_page
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install 'dflash-bench[browser]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
+FLAGS = (
+    "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+    "disable-component-update", "disable-sync",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A driver with the page of 5 prompts of two suites open; the fourth wrong, the last hostile."""
+    folder = tmp_path_factory.mktemp("page")
+    rows = [
+        row
+        for number in range(4)
+        for row in told(f"p{number}", order=number, passed=number < 3, text=TEXT * (number + 1))
+    ]
+    rows += [replace(row, passed=True, answer=HOSTILE) for row in told(HOSTILE, HOSTILE, suite="humaneval", order=9)]
+    write_page(read(stored(folder / "run", rows)), folder / "page.html")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"user-data-dir={folder / 'profile'}", "window-size=1200,900"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.get((folder / "page.html").as_uri())
+    yield driver
+    driver.quit()
+
+
+def column(driver: Any, place: int) -> list[str]:
+    script = "return [...document.querySelectorAll('#list tr.row')].map(tr => tr.children[arguments[0]].textContent)"
+    found: list[str] = driver.execute_script(script, place)
+    return found
+
+
+def press(driver: Any, selector: str, number: int = 0) -> None:
+    driver.execute_script("document.querySelectorAll(arguments[0])[arguments[1]].click()", selector, number)
+
+
+def choose(driver: Any, control: str, value: str) -> None:
+    script = (
+        "const it = document.getElementById(arguments[0]); it.value = arguments[1];"
+        "it.dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+    driver.execute_script(script, control, value)
+
+
+def test_the_page_in_a_browser(opened: Any) -> None:
+    """One test, because a browser takes seconds to start and a step leaves the page as the next one needs it."""
+    assert column(opened, 0) == [name for name in ("p0", "p1", "p2", "p3", HOSTILE) for _ in range(2)]
+    # Sorted by tokens, up and down.
+    press(opened, "#list thead button", 3)
+    rising = [int(text) for text in column(opened, 3)]
+    assert rising == sorted(rising)
+    press(opened, "#list thead button", 3)
+    assert [int(text) for text in column(opened, 3)] == rising[::-1]
+    # Plain answers have no speed-up, and come last both ways.
+    for _ in range(2):
+        press(opened, "#list thead button", 7)
+        assert column(opened, 7)[5:] == ["–"] * 5
+    # Filtered, and all of it taken back.
+    choose(opened, "method", "dflash")
+    choose(opened, "outcome", "wrong")
+    assert (column(opened, 0), column(opened, 2)) == (["p3"], ["dflash"])
+    choose(opened, "outcome", "")
+    choose(opened, "find", "onerror")
+    assert column(opened, 0) == [HOSTILE]
+    assert opened.find_element("id", "count").text == "1 of 10"
+    # Opened: hostile text is text.
+    press(opened, "#list tr.row button")
+    text = opened.execute_script(
+        "return [...document.querySelectorAll('pre.text .t')].map(t => t.textContent).join('')"
+    )
+    assert text == HOSTILE
+    assert opened.execute_script("return document.images.length") == 0
+    kinds = opened.execute_script("return [...document.querySelectorAll('pre.text .t')].map(t => t.className)")
+    assert kinds[:6] == ["t start", "t kept", "t kept", "t kept", "t bonus", "t kept"]
+    assert opened.execute_script("return document.querySelector('pre.text .cut').textContent") == "−2"
+    press(opened, "#list tr.row button")
+    assert not opened.find_elements("css selector", "pre.text")
+    # Light and dark.
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    press(opened, "#theme")
+    light = opened.execute_script(ground)
+    press(opened, "#theme")
+    assert opened.execute_script(ground) != light
+    assert opened.get_log("browser") == []
+
+
+def test_a_phone_does_not_scroll_sideways(opened: Any) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= 390

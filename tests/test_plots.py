@@ -1,0 +1,157 @@
+"""The plots: what is drawn is what was measured, the same bytes each time, and what cannot be drawn says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rows import generation, pair, record
+from runs import answers, slower, stored
+
+from dflash_bench import frame, metrics, plots
+from dflash_bench.plots import acceptance, speed, style
+from dflash_bench.plots.material import Material
+from dflash_bench.plots.trend import trend
+from dflash_bench.report import read
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def material(folder: Path, **identity: object) -> Material:
+    rows = [*answers(12), *[replace(row, suite="math500") for row in answers(12, seed=1)]]
+    return Material(read(stored(folder, rows, **identity)))
+
+
+def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> None:
+    made = material(tmp_path / "run")
+    (axes,) = speed.speedup(made).axes
+    found = [made.cell(suite, "dflash").figures["speedup.decode"] for suite in ("gsm8k", "math500")]  # type: ignore[union-attr]
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([interval.value for interval in found])
+    ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
+    assert ends == [pytest.approx([interval.low, interval.high]) for interval in found]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k", "math500"]
+
+
+def test_a_published_figure_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
+    rows = answers(12)
+    made = Material(read(stored(tmp_path / "run", rows, model="qwen3-8b")))
+    figure = speed.speedup(made)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "dflash", "published, speedup.zlab", "this run, speedup.zlab",
+    ]  # fmt: skip
+    assert not Material(read(stored(tmp_path / "nano", rows))).published
+
+
+def test_the_shares_of_rounds_add_up_and_stand_at_what_was_kept(tmp_path: Path) -> None:
+    rows = [row for number in range(4) for row in pair(f"p{number}", [4, 4, 0, 1])]
+    figure = acceptance.histogram(Material(read(stored(tmp_path / "run", rows))))
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in figure.axes[0].patches}
+    assert bars == {0: 25, 1: 25, 4: 50}
+
+
+def test_acceptance_by_position_shows_no_share_of_a_handful(tmp_path: Path) -> None:
+    rows = [row for number in range(4) for row in pair(f"p{number}", [4, 4, 0, 1])]
+    figure = acceptance.positions(Material(read(stored(tmp_path / "run", rows))))
+    whole, given = figure.axes[0].lines
+    assert whole.get_xydata().tolist() == [[1, 75], [2, 50], [3, 50], [4, 50]]
+    # Of the 16 rounds 12 keep one token, but only 8 keep two.
+    assert given.get_xydata().tolist() == [[1, 75], [2, pytest.approx(200 / 3)]]
+
+
+def test_the_parts_of_a_round_add_up(tmp_path: Path) -> None:
+    (axes,) = speed.rounds(material(tmp_path / "run")).axes
+    widths = [bar.get_width() for bar in axes.patches]
+    by_cell = [widths[at::4] for at in range(4)]
+    assert by_cell[0] == pytest.approx([0, 9, 1], abs=1e-4)
+    assert by_cell[1] == pytest.approx([5, 12, 3], abs=1e-4)
+
+
+def test_each_prompt_is_a_point(tmp_path: Path) -> None:
+    made = Material(read(stored(tmp_path / "run", answers(12, noise=0))))
+    points = speed.prompts(made).axes[0].lines[0].get_xydata()
+    assert len(points) == 12
+    assert points[:, 0] == pytest.approx([10.0] * 12)
+
+
+def test_of_very_many_prompts_a_draw_is_shown_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "MOST_POINTS", 5)
+    figure = speed.prompts(Material(read(stored(tmp_path / "run", answers(12)))))
+    assert len(figure.axes[0].lines[0].get_xydata()) == 5
+    assert "5 prompts of each cell" in figure.legends[0].get_title().get_text()
+
+
+def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Path) -> None:
+    rows = [row for number in range(4) for row in pair(f"p{number}", [4] * 8 + [0] * 30)]
+    figure = acceptance.output(Material(read(stored(tmp_path / "run", rows))))
+    values = figure.axes[0].lines[0].get_ydata()
+    assert values[0] == pytest.approx(5)
+    assert values[-1] == pytest.approx(1)
+
+
+def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
+    rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
+    folder = stored(tmp_path / "run", rows)
+    cells = metrics.summarise(frame.read(folder, by="output-position").rows)
+    expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
+    assert len(expected) == 3
+    assert Material(read(folder)).along["gsm8k", "dflash"] == expected
+
+
+def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:
+    runs = [Material(read(stored(tmp_path / name, slower(answers(12), times)))) for name, times in (("a", 1), ("b", 2))]
+    figure = style.with_style(trend, runs)
+    values = figure.axes[0].lines[0].get_ydata()
+    assert values[0] == pytest.approx(2 * values[1])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["gsm8k · speedup.decode", "gsm8k · al.pooled"]
+
+
+def test_more_suites_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:
+    rows = [row for at in range(style.MOST_PANELS + 2) for row in answers(2, suite=f"s{at}")]
+    figure = acceptance.histogram(Material(read(stored(tmp_path / "run", rows))))
+    assert "2 more panels are left out" in figure.legends[0].get_title().get_text()
+
+
+def test_the_same_run_gives_the_same_bytes_and_colours_that_a_page_can_change(tmp_path: Path) -> None:
+    made = material(tmp_path / "run")
+    first, second = plots.svg(made, "speedup"), plots.svg(made, "speedup")
+    assert first == second
+    assert first.startswith("<svg")
+    for colour in style.NAMES:
+        assert first.count(colour) == first.count(f"var(--{style.NAMES[colour]}, {colour})")
+
+
+# The command
+
+
+def test_plot_writes_every_plot_and_names_it(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(4))
+    code, shown, told = main("plot", "run", "--format", "svg")
+    assert (code, told) == (0, "")
+    assert shown.splitlines() == [f"run/plots/{name}.svg" for name in plots.PLOTS]
+    assert main("plot", "run", "run", "-o", "there") == (0, "there/trend.png\n", "")
+    assert Path("there/trend.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -> None:
+    rows = [row for row in answers(4) if row.method == "ar"]
+    rows += [record("server", f"p{number:03}", generation(None)) for number in range(4)]
+    stored(tmp_path / "run", rows)
+    code, shown, told = main("plot", "run", "-o", "plots", "--format", "svg")
+    assert code == 0
+    assert shown.splitlines() == ["plots/speedup.svg", "plots/rounds.svg", "plots/prompts.svg"]
+    assert [line.split("'")[1] for line in told.splitlines()] == ["acceptance", "positions", "output"]
+    assert "the backend shows no rounds" in told
+
+
+def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(2))
+    for words, told in [
+        (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
+        (["run", "run"], "say where with -o DIR"),
+    ]:
+        code, shown, text = main("plot", *words)
+        assert (code, shown, text.count("\n")) == (2, "", 1)
+        assert told in text

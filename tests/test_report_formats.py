@@ -1,0 +1,157 @@
+"""`report` and `card` of a stored run: every format against stored text, and every bad input in one line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden import assert_golden
+from rows import failed, plain
+from runs import IDENTITY, answers, changed, stored
+
+from dflash_bench import store
+from dflash_bench.report import read
+from dflash_bench.report.texts import latex_escaped
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two suites, one of them without scores; a failed answer, and one that left the plain output."""
+    records = answers(24)
+    records[1] = replace(records[1], exactness="near_tie")
+    chat = [replace(row, passed=None) for row in answers(6, seed=1, suite="mt_bench")]
+    return stored(
+        tmp_path / "run", [*records, *chat, failed("dflash", "p099", "out of memory: 50 % of {2 GiB} & more_")]
+    )
+
+
+# Formats
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("table", "txt"), ("markdown", "md"), ("csv", "csv"), ("latex", "tex")])
+def test_each_format_is_as_stored(kind: str, suffix: str, run: Path, main: Main) -> None:
+    code, shown, _ = main("report", "run", "--format", kind)
+    assert code == 0
+    assert_golden(f"document.{suffix}", shown)
+
+
+def test_the_table_is_what_is_shown_without_a_format(run: Path, main: Main) -> None:
+    assert main("report", "run") == main("report", "run", "--format", "table")
+
+
+def test_the_json_is_as_stored(run: Path, main: Main) -> None:
+    made = json.loads(main("report", "run", "--format", "json")[1])
+    assert made.pop("finished")  # a moment of this test
+    assert_golden("document.json", json.dumps(made, indent=1, ensure_ascii=False) + "\n")
+
+
+def test_the_csv_holds_the_figures_of_every_cell(run: Path, main: Main) -> None:
+    rows = list(csv.DictReader(io.StringIO(main("report", "run", "--format", "csv")[1])))
+    cells = read(run).cells
+    assert [(row["suite"], row["method"]) for row in rows] == [(cell.suite, cell.method) for cell in cells]
+    for row, cell in zip(rows, cells, strict=True):
+        speedup = cell.figures["speedup.decode"]
+        shown = [float(row[f"speedup.decode{bound}"]) for bound in ("", ".low", ".high")]
+        assert shown == pytest.approx([speedup.value, speedup.low, speedup.high], rel=1e-5)
+    assert [row["passed_num"] for row in rows] == ["16", "16", "", ""]
+    assert rows[0]["break_even_al"] == ""
+
+
+def test_latex_leaves_no_letter_that_it_would_read() -> None:
+    assert latex_escaped("50 % of a_b & {c} #e $f") == r"50 \% of a\_b \& \{c\} \#e \$f"
+    assert latex_escaped("\\d ~^") == r"\textbackslash{}d \textasciitilde{}\textasciicircum{}"
+    assert latex_escaped("<g>") == r"\textless{}g\textgreater{}"
+
+
+def test_the_card_is_ten_lines_as_stored(run: Path, main: Main) -> None:
+    code, shown, _ = main("card", "run")
+    assert (code, len(shown.splitlines())) == (0, 10)
+    assert_golden("card.txt", shown)
+
+
+def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, main: Main) -> None:
+    methods = {"ar": {"name": "ar", "num_drafts": 0}}
+    stored(tmp_path / "run", [plain("a", 4), plain("b", 5)], methods=methods, thinking=None)
+    shown = dict(line.split(maxsplit=1) for line in main("card", "run")[1].splitlines())
+    assert shown["draft"] == "n/a"
+    assert shown["speed-up"].startswith("n/a (speedup.decode")
+    assert "thinking not a switch of this model" in shown["settings"]
+
+
+# Bad input: one line, exit 2
+
+
+def assert_refused(result: tuple[int, str, str], *words: str) -> None:
+    code, shown, told = result
+    assert (code, shown) == (2, "")
+    assert told.startswith("dflash-bench: ")
+    assert told.count("\n") == 1
+    for word in words:
+        assert word in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--format", "excel"], ["unknown format 'excel'", "csv, json, latex, markdown, table"]),
+        (["--answers", "5"], ["--answers has no effect without --html FILE"]),
+        (["--tokenizer", "x"], ["--tokenizer has no effect without --html FILE"]),
+        (["--allow", "anything"], ["unknown thing to allow 'anything'", "damaged, unfinished"]),
+        (["--html", "page.html", "--tokenizer", "."], ["holds no tokenizer.json"]),
+        (["--html", "run.txt/page.html"], ["cannot write run.txt/page.html"]),
+    ],
+)
+def test_options_that_cannot_be(words: list[str], told: list[str], run: Path, main: Main) -> None:
+    Path("run.txt").write_text("a file, not a folder")
+    assert_refused(main("report", "run", *words), *told)
+
+
+@pytest.mark.parametrize("command", ["report", "card", "plot"])
+def test_a_folder_without_a_run(command: str, main: Main) -> None:
+    assert_refused(main(command, "nowhere"), "nowhere holds no run")
+
+
+@pytest.mark.parametrize("command", ["report", "card", "plot"])
+def test_a_run_that_is_not_finished(command: str, tmp_path: Path, main: Main) -> None:
+    info: dict[str, Any] = {"identity": IDENTITY, "environment": {}, "command": "dflash-bench"}
+    with store.create(tmp_path / "run", info) as unfinished:
+        unfinished.append(answers(2))
+    assert_refused(main(command, "run"), "run is still being written", "--allow unfinished")
+
+
+def test_what_was_allowed_is_said_first(run: Path, main: Main) -> None:
+    part = sorted(run.glob("part-*"))[1]
+    part.write_bytes(part.read_bytes()[:-9])
+    assert_refused(main("report", "run"), str(part.name), "--allow damaged")
+    for kind in ("table", "markdown", "latex"):
+        code, shown, _ = main("report", "run", "--allow", "damaged", "--format", kind)
+        assert code == 0
+        assert "cannot read" in shown.partition("prompts")[0] or kind == "latex"
+        assert part.name in shown
+    assert json.loads(main("report", "run", "--allow", "damaged", "--format", "json")[1])["notes"]
+    assert main("report", "run", "--allow", "damaged", "--html", "page.html")[0] == 0
+    assert part.name in Path("page.html").read_text(encoding="utf-8").partition("<main>")[0]
+
+
+def test_a_run_of_failures_only(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [failed("ar", "a", "no memory\nleft"), failed("dflash", "a", "later")])
+    assert_refused(main("report", "run"), "run holds no answer that did not fail", "no memory")
+
+
+def test_a_schema_from_later(run: Path, main: Main) -> None:
+    path = run / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+    assert_refused(main("report", "run"), "has schema 99", "update dflash-bench")
+
+
+def test_answers_that_are_not_exact_are_in_the_card(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", changed(answers(4), first=1, exactness="mismatch"))
+    assert "3/4 the plain output" in main("card", "run")[1]
