@@ -40,10 +40,11 @@ def main() -> int:
     loaded = suites.load(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     arms: dict[str, Callable[[list[Message]], float]] = {
-        "ours": lambda m: per_token(backend.generate("ar", m)),
+        "ours": lambda m: per_token(kept(steps, backend.generate("ar", m))),
         "generate": lambda m: generate(models, backend, m),
     }
     rounds: list[Generation] = []
+    steps: list[Generation] = []
     inside = Stopwatch()
     inside.watch_models(backend)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -51,24 +52,24 @@ def main() -> int:
         for arm in arms.values():
             arm(message)
         backend.generate("dflash", message)
+    steps.clear()
     for i, message in enumerate(messages):
         for name in list(arms) if i % 2 else list(arms)[::-1]:
             seconds[name].append(arms[name](message))
         with inside:
             rounds.append(backend.generate("dflash", message))
-    steps = seconds["ours"]
-    per_round = [statistics.mean(generation.round_s or ()) for generation in rounds]
+    # Both as rounds are timed: a plain step is the round that drafts nothing.
+    step, block = ([statistics.median(generation.round_s or ()) for generation in kind] for kind in (steps, rounds))
     whole = [s for g in rounds for s in g.round_s or ()]
     # Prefill, the target's and the draft's, is model calls too, but no round.
     prefill = sum(g.prefill_s + (g.draft_prefill_s or 0.0) for g in rounds)
     figures = [
-        paired(seconds["generate"], steps),
-        paired(per_round, steps),
+        paired(seconds["generate"], seconds["ours"]),
+        paired(block, step),
         1 - (inside.seconds - prefill) / sum(whole),
     ]
     print(one_line(describe()))
-    plain, block = (statistics.median(times) * 1000 for times in (steps, per_round))
-    print(f"a plain step takes {plain:.2f} ms, a DFlash round {block:.2f} ms")
+    print(f"a plain step takes {milliseconds(step):.2f} ms, a DFlash round {milliseconds(block):.2f} ms")
     missed = 0
     for (text, (limit, kind)), figure in zip(LIMITS.items(), figures, strict=True):
         good = figure >= limit if kind == "at least" else figure <= limit
@@ -111,6 +112,15 @@ class Stopwatch:
 def paired(times: list[float], others: list[float]) -> float:
     """The median over prompts of the ratio within one prompt: a hiccup of the machine spoils one ratio, not the sum."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
+
+
+def milliseconds(times: list[float]) -> float:
+    return statistics.median(times) * 1000
+
+
+def kept(generations: list[Generation], made: Generation) -> Generation:
+    generations.append(made)
+    return made
 
 
 def per_token(generation: Generation) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dflash_bench.models.common import Rotary
+
 
 class KVCache:
     """Keys and values [B, heads, capacity, D] per layer; buffers appear at a layer's first write and then stay.
@@ -91,6 +93,13 @@ class KVCache:
     def _buffer(self, like: Tensor) -> Tensor:
         # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
         return like.new_zeros(self.num_rows, like.shape[1], self.capacity, like.shape[3])
+
+
+def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
+    """Tables for the tokens just placed, [B or 1, 1, width, D]."""
+    if cache.is_ragged:
+        return rotary.at(cache.positions)
+    return rotary.between(cache.visible - cache.positions.shape[1], cache.visible)
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:

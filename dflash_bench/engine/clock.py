@@ -26,9 +26,13 @@ class HostClock:
 class CudaClock:
     """Events are recorded without waiting; reading one waits for it."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        # Of the target's own device: where it is not the first one, the default stream sees none of its work.
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, start: object, end: object) -> float:
@@ -38,4 +42,4 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -166,7 +166,8 @@ class _State:
         lengths = [len(row.prompt) for row in self.rows]
         output = self.target.prefill([row.prompt for row in self.rows])
         self.anchor = self.sampler.choose(output.logits, self._places(1))[:, 0]
-        first = self._to_host(self.anchor[:, None], _is_broken(output.logits))
+        host = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
+        first = [tokens for _, *tokens in host]
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
         ]
@@ -189,9 +190,7 @@ class _State:
         output = self.target.forward(block, self.starts, draft.parents if draft else None)
         verdict = self._verify(draft, output.logits)
         tokens = following_tokens(block, verdict)
-        # The one transfer of the round: accepted counts first, then the tokens.
-        values = torch.cat([verdict.num_accepted[:, None], tokens], dim=1)
-        host = self._to_host(values, _is_broken(output.logits, verdict))
+        host = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path))
         alive = [row.finish is None for row in self.rows]
         accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
         # What it costs a target to forget the rest belongs to verifying.
@@ -240,6 +239,7 @@ class _State:
         counts = [0 if row.finish else count + 1 for row, count in zip(self.rows, accepted, strict=True)]
         longest = max(counts)
         if draft is not None and draft.parents is not None:
+            assert verdict.path is not None, "trees are verified along paths"
             path = verdict.path[:, :longest]
             # A row that keeps its anchor only, kept it where it stands.
             if longest > 1:
@@ -260,29 +260,29 @@ class _State:
             return emitted + torch.arange(width, device=self.target.device)
         return emitted + ancestors(parents).sum(dim=-1) - 1
 
-    def _to_host(self, values: Tensor, broken: Tensor) -> list[list[int]]:
-        """Values [B, N] as lists; the flags [B, 1] of broken logits ride along."""
-        host: list[list[int]] = torch.cat([broken.long(), values], dim=1).tolist()
-        for b, (row, (flag, *_)) in enumerate(zip(self.rows, host, strict=True)):
-            if flag and row.finish is None:
+    def _to_host(self, counts: Tensor, tokens: Tensor, broken: Tensor) -> list[list[int]]:
+        """Per row its count [B] and then its tokens [B, N]: the one transfer of a round.
+
+        Flags [B, N] of broken logits ride along; those of the first count + 1 places end the generation.
+        """
+        first = 1 + tokens.shape[1]
+        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken], dim=1).tolist()
+        for b, (row, values) in enumerate(zip(self.rows, host, strict=True)):
+            if row.finish is None and any(values[first : first + values[0] + 1]):
                 raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
-        return [row[1:] for row in host]
+        return [values[:first] for values in host]
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
     """[B, N + 1]: along the kept path the token after each place, the next token in place of the last."""
-    after = torch.cat([verdict.path[:, 1:], verdict.path[:, -1:]], dim=1)
-    tokens = block.gather(1, after)
-    return tokens.scatter(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
+    path, last = verdict.path, verdict.next_token[:, None]
+    tokens = torch.cat([block[:, 1:] if path is None else block.gather(1, path[:, 1:]), last], dim=1)
+    return tokens.scatter(1, verdict.num_accepted[:, None], last)
 
 
-def _is_broken(logits: Tensor, verdict: Verdict | None = None) -> Tensor:
-    """[B, 1]: is there a place with NaN, or infinity as its best, among those of the verdict that stay?
-
-    A maximum carries NaN along and costs one pass.
-    """
-    broken = ~logits.amax(dim=-1).isfinite()
-    if verdict is not None:
-        kept = torch.arange(broken.shape[1], device=broken.device) <= verdict.num_accepted[:, None]
-        broken = broken.gather(1, verdict.path) & kept
-    return broken.any(dim=1, keepdim=True)
+def _broken(logits: Tensor, path: Tensor | None = None) -> Tensor:
+    """[B, N]: where, along the path, is the best logit NaN or infinite? A maximum carries NaN along."""
+    best = logits.amax(dim=-1)
+    # Of finite numbers alone is the difference to themselves 0.
+    broken = (best - best).ne(0)
+    return broken if path is None else broken.gather(1, path)

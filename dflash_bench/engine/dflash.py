@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.cache import KVCache, rotations
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.common import Rotary
@@ -53,7 +53,7 @@ class DFlashDrafter:
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
         self.cache.place(committed.starts, committed.hidden.shape[1])
-        tables = self.rotary.at(self.cache.positions)
+        tables = rotations(self.rotary, self.cache)
         for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
             self.cache.write(layer, keys, values)
         self.block[:, 0] = committed.anchor
@@ -63,7 +63,7 @@ class DFlashDrafter:
         # The block is written behind the context and covers whatever stale context lies there.
         self.cache.place(self.starts, self.block_size)
         self.mask = self._mask()
-        hidden = self.network.forward(self.embedding(self.block), self.rotary.at(self.cache.positions), self._attend)
+        hidden = self.network.forward(self.embedding(self.block), rotations(self.rotary, self.cache), self._attend)
         best = self.head(hidden[:, -self.num_drafts :]).argmax(dim=-1)
         return Draft(self.draft.target_ids(best))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache, causal_mask, to_device
+from dflash_bench.engine.cache import KVCache, causal_mask, rotations, to_device
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.common import Rotary
@@ -69,7 +69,7 @@ class Eagle3Drafter:
         self.cache.place(starts, tokens.shape[1])
         alone = tokens.shape[1] == 1 and not self.cache.is_ragged
         self.mask = None if alone else causal_mask(self.cache, hidden.dtype)
-        tables = self.rotary.at(self.cache.positions)
+        tables = rotations(self.rotary, self.cache)
         read: Tensor = self.draft(self.embedding(tokens), hidden, tables, self._attend)
         return read
 

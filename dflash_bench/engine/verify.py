@@ -37,9 +37,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`path` [B, N + 1] lists, anchor first, the rows of the verified block that stay (num_accepted + 1 are valid)."""
+    """`path` [B, N + 1] lists, anchor first, the rows of the verified block that stay (num_accepted + 1 are valid).
 
-    path: Tensor
+    None is a chain, of which rows stay as they come.
+    """
+
+    path: Tensor | None
     num_accepted: Tensor
     next_token: Tensor
 
@@ -48,8 +51,7 @@ def verify_chain(tokens: Tensor, choices: Tensor) -> Verdict:
     """Keep the longest prefix of tokens [B, N] that equals the target's choices [B, N + 1]."""
     matches = tokens == choices[:, :-1]
     num_accepted = matches.cumprod(dim=1).sum(dim=1)
-    path = torch.arange(choices.shape[1], device=choices.device).expand_as(choices)
-    return Verdict(path, num_accepted, choices.gather(1, num_accepted[:, None])[:, 0])
+    return Verdict(None, num_accepted, choices.gather(1, num_accepted[:, None])[:, 0])
 
 
 def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor) -> Verdict:
@@ -86,9 +88,8 @@ def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: T
     q = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p_next, q_next = p.gather(1, row)[:, 0], q.gather(1, row)[:, 0]
-    path = torch.arange(p.shape[1], device=p.device).expand(p.shape[0], -1)
     next_token = inverse_cdf(_residual(p_next, q_next), draw.gather(1, num_accepted[:, None])[:, 0])
-    return Verdict(path, num_accepted, next_token)
+    return Verdict(None, num_accepted, next_token)
 
 
 def verify_children(

@@ -49,6 +49,10 @@ class Rotary:
         # The first half carries the minus of (left, right) -> (-right, left), so that `rotate` is three operations.
         self.sin = (torch.cat([-angles, angles], dim=-1).sin() * amplitude).to(dtype)
 
+    def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Tables for the positions from start to stop, alike in all rows: views [1, 1, N, D], without an index."""
+        return self.cos[None, None, start:stop], self.sin[None, None, start:stop]
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables for positions [B, N], shaped [B, 1, N, D] to spread over heads."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
