@@ -109,7 +109,8 @@ class Comparison:
         ]
         ratio = self.ratio()
         if ratio.low is None or ratio.high is None or not ratio.low <= 1 <= ratio.high:
-            found.append(f"al.pooled of vLLM is {ratio.value:.4f} of ours, interval [{ratio.low}, {ratio.high}]")
+            bounds = "none" if ratio.low is None else f"[{ratio.low:.4f}, {ratio.high:.4f}]"
+            found.append(f"al.pooled of vLLM is {ratio.value:.4f} of ours, interval {bounds}")
         return found
 
 
