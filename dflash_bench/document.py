@@ -48,7 +48,7 @@ def read(folder: Path, allow: Sequence[str] = ()) -> Document:
     cells = metrics.summarise(results.rows)
     if not any(cell.num_prompts for cell in cells):
         raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
-    return Document(folder, results, cells, findings(results.rows, cells), tuple(allow))
+    return Document(folder, results, cells, findings(results.rows, cells, results.info["identity"]), tuple(allow))
 
 
 def _first_error(results: frame.Results) -> str:

@@ -164,7 +164,7 @@ class _Rounds:
         # Tokens out before each round of its answer, the one from prefill included.
         before = np.cumsum(values["emitted"]) - values["emitted"]
         firsts = np.repeat(before[(np.cumsum(lengths) - lengths)[lengths > 0]], lengths[lengths > 0])
-        stretch = _edges(1 + before - firsts)
+        stretch = stretch_of(1 + before - firsts)
         cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0)
         starts = np.flatnonzero(cuts)
         places = np.arange(len(starts))
@@ -227,17 +227,17 @@ def _sliced(frame: Any, by: str) -> Any:
             turns, codes = np.unique(frame["turn"], return_inverse=True)
             labels = [f"turn {turn + 1}" for turn in turns]
         case _:
-            found = _edges(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
+            found = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
             edges, codes = np.unique(found, return_inverse=True)
-            labels = [_stretch_name(int(edge)) for edge in edges]
+            labels = [stretch_name(int(edge)) for edge in edges]
     frame["slice"] = pandas.Categorical.from_codes(codes, labels)
     return frame.drop(columns="stretch")
 
 
-def _edges(lengths: Any) -> Any:
+def stretch_of(lengths: Any) -> Any:
     """0 up to `FIRST_EDGE` tokens, and one more for every doubling."""
     return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
 
 
-def _stretch_name(edge: int) -> str:
+def stretch_name(edge: int) -> str:
     return f"1-{FIRST_EDGE}" if edge == 0 else f"{FIRST_EDGE * 2 ** (edge - 1) + 1}-{FIRST_EDGE * 2**edge}"

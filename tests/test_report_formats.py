@@ -47,6 +47,12 @@ def test_the_table_is_what_is_shown_without_a_format(run: Path, main: Main) -> N
     assert main("report", "run") == main("report", "run", "--format", "table")
 
 
+def test_a_report_doubts_what_the_run_itself_doubted(tmp_path: Path) -> None:
+    drafts = {"dflash": {"trained_thinking": True}}
+    folder = stored(tmp_path / "run", answers(24), thinking=False, drafts=drafts)
+    assert "other_mode" in [finding.kind for finding in read(folder).findings]
+
+
 def test_the_json_is_as_stored(run: Path, main: Main) -> None:
     made = json.loads(main("report", "run", "--format", "json")[1])
     assert made.pop("finished")  # a moment of this test

@@ -43,6 +43,13 @@ class KVCache:
             self.positions = to_device(starts, self.device)[:, None] + self._steps[:width]
         self._elsewhere.clear()
 
+    def serves(self, num_rows: int, capacity: int) -> bool:
+        """Is it large enough to be used again? Then it is empty from here on."""
+        if self.num_rows != num_rows or self.capacity < capacity:
+            return False
+        self.clear()
+        return True
+
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget everything. A mask does not stop NaN (0 * NaN), so what a broken generation left must be gone."""

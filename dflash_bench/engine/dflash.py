@@ -38,8 +38,7 @@ class DFlashDrafter:
     def begin(self, num_rows: int, capacity: int) -> None:
         self.starts = [0] * num_rows
         capacity += self.block_size
-        if self.cache.num_rows == num_rows and self.cache.capacity >= capacity:
-            self.cache.clear()
+        if self.cache.serves(num_rows, capacity):
             return
         self.cache = KVCache(num_rows, capacity, self.device)
         weight = self.draft.fc.weight

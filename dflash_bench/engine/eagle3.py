@@ -34,8 +34,7 @@ class Eagle3Drafter:
     def begin(self, num_rows: int, capacity: int) -> None:
         self.starts = [0] * num_rows
         capacity += self.num_scratch
-        if self.cache.num_rows == num_rows and self.cache.capacity >= capacity:
-            self.cache.clear()
+        if self.cache.serves(num_rows, capacity):
             return
         self.cache = KVCache(num_rows, capacity, self.device)
         weight = self.draft.fc.weight
@@ -50,8 +49,11 @@ class Eagle3Drafter:
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
         read = self._step(committed.tokens, self.draft.fuse(committed.hidden), committed.starts)
-        last = to_device([max(count, 1) - 1 for count in committed.counts], self.device)
-        self.hidden = read[self.rows, last][:, None]
+        last = [max(count, 1) - 1 for count in committed.counts]
+        if min(last) == max(last):  # one row above all: a view, and nothing goes to the device
+            self.hidden = read[:, last[0] : last[0] + 1]
+        else:
+            self.hidden = read[self.rows, to_device(last, self.device)][:, None]
         self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
 
     def propose(self) -> Draft:

@@ -88,8 +88,7 @@ class Target:
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
         """Room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are used again."""
-        if self._cache is not None and self._cache.num_rows == num_rows and self._cache.capacity >= capacity:
-            self._cache.clear()
+        if self._cache is not None and self._cache.serves(num_rows, capacity):
             if self._recurrence is not None:
                 self._recurrence.clear()
             return

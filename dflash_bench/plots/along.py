@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench import stats, store
-from dflash_bench.frame import FIRST_EDGE
+from dflash_bench.frame import stretch_name, stretch_of
 from dflash_bench.metrics import BASELINE
 from dflash_bench.stats import Interval
 
@@ -32,7 +32,7 @@ def intervals(parts: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]
     for (suite, method, stretch), rows in _added(parts).groupby(level=[0, 1, 3]):
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
-            found.setdefault((suite, method), {})[_name(int(stretch))] = interval
+            found.setdefault((suite, method), {})[stretch_name(int(stretch))] = interval
     return found
 
 
@@ -53,7 +53,7 @@ def _of_batch(batch: Any) -> Any:
     # Tokens out before each round of its answer, the one from prefill included.
     before = np.cumsum(emitted, dtype=np.int64) - emitted
     firsts = before[(np.cumsum(lengths) - lengths)[lengths > 0]]
-    stretch = _stretches(1 + before - np.repeat(firsts, lengths[lengths > 0]))
+    stretch = stretch_of(1 + before - np.repeat(firsts, lengths[lengths > 0]))
     cuts = np.flatnonzero((np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0))
     rounds = np.diff(np.append(cuts, len(owners)))
     tokens = np.add.reduceat(accepted, cuts, dtype=np.int64) + rounds if len(cuts) else rounds
@@ -66,12 +66,3 @@ def _of_batch(batch: Any) -> Any:
     index = pandas.MultiIndex.from_arrays([*names, stretches], names=[*PLACE, "stretch"])
     added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}
     return pandas.DataFrame(added, index=index)
-
-
-def _stretches(positions: Any) -> Any:
-    """0 up to `FIRST_EDGE` tokens, and one more for every doubling, as `compare --by output-position` has them."""
-    return np.ceil(np.log2(np.maximum(positions, FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
-
-
-def _name(stretch: int) -> str:
-    return f"1-{FIRST_EDGE}" if stretch == 0 else f"{FIRST_EDGE * 2 ** (stretch - 1) + 1}-{FIRST_EDGE * 2**stretch}"

@@ -40,11 +40,11 @@ class Material:
 
     @property
     def drafting(self) -> list[str]:
-        return [method for method in self.methods if method != BASELINE]
+        return self.document.methods
 
     @property
     def suites(self) -> list[str]:
-        return list(dict.fromkeys(cell.suite for cell in self.cells))
+        return self.document.suites
 
     def cell(self, suite: str, method: str) -> Cell | None:
         return next((cell for cell in self.cells if (cell.suite, cell.method) == (suite, method)), None)
