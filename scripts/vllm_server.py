@@ -42,10 +42,11 @@ class ServerError(Exception):
 
 
 class Server(AbstractContextManager["Server"]):
-    """`speculation` is vLLM's --speculative-config."""
+    """`speculation` is vLLM's --speculative-config; `plugins` a folder whose vLLM plugins it is to load."""
 
-    def __init__(self, python: Path, target: str, speculation: Mapping[str, Any]) -> None:
+    def __init__(self, python: Path, target: str, speculation: Mapping[str, Any], plugins: Path | None = None) -> None:
         self.python, self.target, self.speculation = python, target, dict(speculation)
+        self.environment = {**os.environ, **ENVIRONMENT} | ({"PYTHONPATH": str(plugins)} if plugins else {})
 
     def __enter__(self) -> Server:
         self.folder = tempfile.TemporaryDirectory(prefix="check_vllm-")
@@ -54,7 +55,7 @@ class Server(AbstractContextManager["Server"]):
         with self.log.open("w") as log:
             # A session of its own, so that the engine it starts can be ended with it.
             self.process = subprocess.Popen(
-                self.command(), env={**os.environ, **ENVIRONMENT}, cwd=self.folder.name, stdout=log,
+                self.command(), env=self.environment, cwd=self.folder.name, stdout=log,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         try:

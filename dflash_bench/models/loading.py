@@ -12,6 +12,7 @@ import torch
 from dflash_bench.errors import UserError
 from dflash_bench.models import hub, pairing
 from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, read_config
+from dflash_bench.models.layout import lay_out
 from dflash_bench.presets import Preset, preset, require_drafts
 
 
@@ -60,10 +61,12 @@ def load(
     config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
     shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
     vocabulary = tokenizer.get_vocab() if fetched else {}
+    lay_out(target)
     drafts, verifiers = {}, {}
     for method, draft in fetched.items():
         pairing.check_tokenizer(draft.folder, vocabulary)
         drafts[method] = load_draft(draft.folder, shape, target.dtype, str(embedding.device))
+        lay_out(drafts[method])
         if named := pairing.verifier(read_config(draft.folder)):
             verifiers[method] = named
     revisions = {"target": checkpoint.revision} | {method: draft.revision for method, draft in fetched.items()}

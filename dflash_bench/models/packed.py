@@ -14,6 +14,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from dflash_bench.models.common import merge_heads, rotate
 from dflash_bench.models.dflash import Attend, DFlashDraft, Tables
+from dflash_bench.models.layout import by_columns
 
 
 class PackedDFlash:
@@ -76,7 +77,7 @@ class PackedDFlash:
 
 def _stack(modules: list[list[Any]]) -> Tensor:
     """Weights stacked to [layers, sum of rows, columns]; the modules go on as views of it."""
-    packed = torch.stack([torch.cat([module.weight.data for module in row]) for row in modules])
+    packed = by_columns(torch.stack([torch.cat([module.weight.data for module in row]) for row in modules]))
     for index, row in enumerate(modules):
         at = 0
         for module in row:
