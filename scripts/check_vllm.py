@@ -275,7 +275,7 @@ def markdown(compared: Sequence[Comparison], versions: dict[str, Any]) -> str:
         "",
         "| method | drafts | engine | prompts | tokens equal to ar | rounds | al.pooled | al.emitted |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-        *(row for each in compared for row in summary_rows(each)),
+        *dict.fromkeys(row for each in compared for row in summary_rows(each)),
         "",
         *agreement(compared),
         "",
