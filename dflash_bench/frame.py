@@ -31,7 +31,7 @@ NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reas
 SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
 FIRST_EDGE = 32
 """Lengths and positions are sliced at this and its doubles."""
-COLUMNS = (*KEPT, "token_ids", *LISTS)
+COLUMNS = (*KEPT, *LISTS)
 BATCH_ROWS = 65_536
 
 
@@ -73,9 +73,14 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
 def _read_part(part: Path, by: str) -> Any:
     """Its table, or what is wrong with it: a part that breaks off is left out as one."""
     try:
-        return _concatenated([_scalars(batch, by) for batch in store.batches(part, COLUMNS, BATCH_ROWS)])
+        table = _table(part, COLUMNS, by)
+        return _table(part, (*COLUMNS, "token_ids"), by) if table["num_tokens"].null_count else table
     except store.DamagedError as error:
         return error
+
+
+def _table(part: Path, columns: Sequence[str], by: str) -> Any:
+    return _concatenated([_scalars(batch, by) for batch in store.batches(part, columns, BATCH_ROWS)])
 
 
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:
@@ -104,25 +109,36 @@ def _scalars(batch: Any, by: str) -> Any:
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
     kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
-    table = arrow.table(kept).take(arrow.array(rounds.rows))
+    table = arrow.table(kept)
     sums = rounds.sums()
     if by == "output-position":
-        table = _without_wholes(table)
+        table = _without_wholes(table.take(arrow.array(rounds.rows)))
         of_answer = {
             "num_tokens": sums["num_emitted"],
             "decode_tokens": sums["num_emitted"],
             "decode_s": sums["round_s"],
         }
     else:
-        num_tokens = _lengths(batch.column("token_ids"))[rounds.rows]
-        # An answer can be empty: its first token was a stop.
-        of_answer = {"num_tokens": num_tokens, "decode_tokens": np.maximum(num_tokens - 1, 0)}
+        of_answer = _num_tokens(batch, sums)
     sums |= of_answer | {"stretch": rounds.stretches}
     for name, values in sums.items():
         column = arrow.array(values)
         at = table.schema.get_field_index(name)
         table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
     return table
+
+
+def _num_tokens(batch: Any, sums: dict[str, Any]) -> dict[str, Any]:
+    """One more than its rounds emitted; null for an answer of no round, unless its tokens were read to be counted."""
+    arrow: Any = import_module("pyarrow")
+    if "token_ids" in batch.schema.names:
+        counts, unknown = _lengths(batch.column("token_ids")), None
+    else:
+        unknown = ~(sums["num_rounds"] > 0)
+        counts = np.where(unknown, 0, sums["num_emitted"] + 1).astype(np.int64)
+    # An answer can be empty: its first token was a stop.
+    decoded = np.maximum(counts - 1, 0)
+    return {"num_tokens": arrow.array(counts, mask=unknown), "decode_tokens": arrow.array(decoded, mask=unknown)}
 
 
 def _without_wholes(table: Any) -> Any:

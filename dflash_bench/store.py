@@ -1,7 +1,8 @@
 """A run on disk: a folder with `run.json` and Parquet parts, whole at every moment.
 
 Files are written beside their place, synced, and renamed into it, so a process killed at any point leaves
-whole parts and at most one temporary file. What decides results is the run's `identity`: a run is continued
+whole parts and at most one temporary file. Many small parts are merged into one; from the moment its file is there,
+it stands for those that it names. What decides results is the run's `identity`: a run is continued
 only under the same one. The schema is `COLUMNS`; design section 5 says what the columns mean.
 """
 
@@ -25,6 +26,8 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
 
 PARTS = "part-*.parquet"
+MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
+"""As soon as, and where, so many small parts lie about: opening one costs what reading a hundred answers does."""
 Info = dict[str, Any]
 Key = tuple[str, str, int, str, int]
 """Suite, prompt id, repeat, method, turn: one generation, which a run holds once."""
@@ -100,7 +103,28 @@ def load(folder: Path) -> tuple[Info, list[Record]]:
 
 
 def parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob(PARTS))
+    """In the order in which they were stored, without those that a merged one stands for."""
+    found, last = [], -1
+    # A merged part's name sorts before that of the first one that it was made of.
+    for part in sorted(folder.glob(PARTS)):
+        if _span(part)[1] > last:
+            found.append(part)
+            last = _span(part)[1]
+    return found
+
+
+def write(table: Any, part: Path) -> None:
+    """A table in the schema of a run as a part of it, whole or not at all."""
+    parquet: Any = import_module("pyarrow.parquet")
+    # Times hardly repeat: byte by byte they take three quarters of a dictionary's space, and half the time to read.
+    times = [_leaf(name) for name, kind in COLUMNS.items() if kind.removeprefix("list of ") in ("float", "double")]
+    options = {
+        "compression": "zstd",
+        "write_page_checksum": True,
+        "use_dictionary": [leaf for leaf in map(_leaf, COLUMNS) if leaf not in times],
+        "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
+    }
+    _write(part, lambda file: parquet.write_table(table, file, **options))
 
 
 def batches(part: Path, columns: Sequence[str], num_rows: int) -> Iterator[Any]:
@@ -124,7 +148,10 @@ class Run(AbstractContextManager["Run"]):
             for stray in folder.glob(".*.tmp"):
                 stray.unlink()
             found = parts(folder)
-            self._next = int(found[-1].stem.removeprefix("part-")) + 1 if found else 0
+            for covered in set(folder.glob(PARTS)) - set(found):
+                covered.unlink()
+            self._next = _span(found[-1])[1] + 1 if found else 0
+            self._small = [part for part in found if len(set(_span(part))) == 1]
             self.stored: dict[Key, Record] = {key(record): record for record in _records(found)}
         except UserError:
             self.close()
@@ -132,15 +159,27 @@ class Run(AbstractContextManager["Run"]):
 
     def append(self, records: Sequence[Record]) -> None:
         """One part, and from then on in `stored`."""
-        parquet: Any = import_module("pyarrow.parquet")
         table = to_table(records)
         part = self.folder / f"part-{self._next:06}.parquet"
-        _write(part, lambda file: parquet.write_table(table, file, compression="zstd", write_page_checksum=True))
+        write(table, part)
         self._next += 1
+        self._small.append(part)
         # As a reader will find them: times of rounds in float32.
         self.stored |= {key(record): record for record in map(_from_row, table.to_pylist())}
+        self._merge(MERGED_WHILE_RUNNING)
+
+    def _merge(self, least: int) -> None:
+        """The small parts into one, where there are so many."""
+        if len(self._small) < least:
+            return
+        whole = import_module("pyarrow").concat_tables([_read_table(part) for part in self._small])
+        first, last = _span(self._small[0])[0], _span(self._small[-1])[1]
+        write(whole, self.folder / f"part-{first:06}-{last:06}.parquet")
+        while self._small:
+            self._small.pop().unlink()
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
+        self._merge(MERGED_AT_THE_END)
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
         _write_info(self.folder, read_info(self.folder) | finished | dict(updates))
 
@@ -150,6 +189,17 @@ class Run(AbstractContextManager["Run"]):
 
 def key(record: Record) -> Key:
     return record.suite, record.prompt_id, record.repeat, record.method, record.turn
+
+
+def _span(part: Path) -> tuple[int, int]:
+    """The first and the last number that it holds, the same one unless it was merged."""
+    numbers = part.stem.split("-")[1:]
+    return int(numbers[0]), int(numbers[-1])
+
+
+def _leaf(name: str) -> str:
+    """How Parquet calls a column's values."""
+    return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
 
 
 def _create_whole(folder: Path, info: Info) -> None:
@@ -250,7 +300,11 @@ def _differences(then: Any, now: Any, path: str = "") -> Iterator[str]:
 def _schema() -> Any:
     arrow: Any = import_module("pyarrow")
     columns = {name: arrow.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
-    lists = {name: arrow.list_(columns[name]) for name, kind in COLUMNS.items() if kind.startswith("list")}
+    lists = {
+        name: arrow.list_(arrow.field("element", columns[name], nullable=False))
+        for name, kind in COLUMNS.items()
+        if kind.startswith("list")
+    }
     return arrow.schema(columns | lists, metadata={"schema_version": str(SCHEMA_VERSION)})
 
 
@@ -268,14 +322,13 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DamagedError(str(_cannot("read", path, error))) from error
 
 
-def _read_part(path: Path) -> list[dict[str, Any]]:
-    with _opened(path) as file:
-        rows: list[dict[str, Any]] = file.read().to_pylist()
-    return rows
+def _read_table(part: Path) -> Any:
+    with _opened(part) as file:
+        return file.read()
 
 
 def _records(found: Sequence[Path]) -> list[Record]:
-    return [_from_row(row) for part in found for row in _read_part(part)]
+    return [_from_row(row) for part in found for row in _read_table(part).to_pylist()]
 
 
 def _to_row(record: Record) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dflash_bench.environment import describe
 
 LIMIT_S, LIMIT_MB = 10.0, 1500
 SUITES, REPEATS, METHODS = 8, 4, {"ar": 0, "dflash": 15, "eagle3": 6}
-PART_ANSWERS = 10_000
+PART_ANSWERS = store.MERGED_WHILE_RUNNING * len(METHODS)
 TABLES = """
 import sys
 from pathlib import Path
@@ -32,16 +32,14 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 
 
 def make(folder: Path, num_answers: int) -> None:
-    """In the schema of a run, in larger parts than a real one."""
+    """As a run would leave it: merged parts."""
     identity = {"schema_version": 1, "suites": {}, "temperature": 0.0, "dtype": "float32", "model": "made up"}
     with store.create(folder, {"identity": identity, "environment": describe()}) as run:
         rng = np.random.default_rng(0)
         for number, start in enumerate(range(0, num_answers, PART_ANSWERS)):
             table = part(rng, start, min(PART_ANSWERS, num_answers - start))
-            import pyarrow.parquet as parquet
-
-            path = folder / f"part-{number:06}.parquet"
-            parquet.write_table(table, path, compression="zstd", write_page_checksum=True)
+            first = number * store.MERGED_WHILE_RUNNING
+            store.write(table, folder / f"part-{first:06}-{first + store.MERGED_WHILE_RUNNING - 1:06}.parquet")
         run.mark_finished({})
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pandas.testing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
 
-from dflash_bench import frame, metrics, rounds
+from dflash_bench import frame, metrics, rounds, store
 from dflash_bench.metrics import Cell
 from dflash_bench.records import Divergence, Record
 from dflash_bench.rounds import AcceptAt
@@ -224,3 +226,20 @@ def test_near_ties_are_counted_and_are_not_exact() -> None:
     tie = replace(DRAFTED[0], exactness="near_tie", divergence=Divergence(3, 0.0, 0.0))
     cell = cell_of([*PLAIN, tie, DRAFTED[1]])
     assert (cell.exact, cell.num_near_ties) == ((1, 2), 1)
+
+
+@pytest.mark.parametrize("by", frame.SLICES)
+def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: str) -> None:
+    """Tokens are counted by rounds where there are any: of one token, of none, and of hidden rounds there are not."""
+    single = record("dflash", "b", generation([], token_ids=(5,), drafted=(), emitted=(), round_s=()))
+    empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
+    hidden = record("server", "a", generation(None))
+    parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
+    with store.create(tmp_path / "run", {"identity": {}}) as run:
+        for part in parts:
+            run.append(part)
+        run.mark_finished({})
+    read = frame.read(tmp_path / "run", by=by).rows
+    pandas.testing.assert_frame_equal(read, frame.from_records(list(run.stored.values()), by=by))
+    if by == "suite":
+        assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]

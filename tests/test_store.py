@@ -158,10 +158,10 @@ def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) ->
         run.append([FULL])
     schema = import_module("pyarrow.parquet").read_schema(tmp_path / "run" / "part-000000.parquet")
     types = {field.name: str(field.type) for field in schema}
-    assert {types[name] for name in ("drafted", "accepted", "emitted")} == {"list<element: int16>"}
-    assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float>"}
+    assert {types[name] for name in ("drafted", "accepted", "emitted")} == {"list<element: int16 not null>"}
+    assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float not null>"}
     assert {types[name] for name in ("prefill_s", "decode_s", "draft_prefill_s")} == {"double"}
-    assert types["token_ids"] == "list<element: int32>"
+    assert types["token_ids"] == "list<element: int32 not null>"
     assert schema.metadata[b"schema_version"] == b"1"
 
 
@@ -242,6 +242,43 @@ def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None
         run.append([plain("p1", 3)])
     assert sorted(os.listdir(folder)) == [*(f"part-00000{number}.parquet" for number in range(3)), "run.json"]
     assert len(store.load(folder)[1]) == 4
+
+
+def test_many_small_parts_become_one_with_the_same_answers_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MERGED_WHILE_RUNNING", 3)
+    monkeypatch.setattr(store, "MERGED_AT_THE_END", 2)
+    folder = tmp_path / "run"
+    with store.create(folder, INFO) as run:
+        for number in range(5):
+            run.append(pair(f"p{number}", [number, 1]))
+        assert names(folder) == ["part-000000-000002", "part-000003", "part-000004"]
+        before = store.load(folder)[1]
+        assert [row.prompt_id for row in before] == [f"p{number // 2}" for number in range(10)]
+        assert list(run.stored.values()) == before
+        run.mark_finished({})
+    assert names(folder) == ["part-000000-000002", "part-000003-000004"]
+    assert store.load(folder)[1] == before
+
+
+def test_a_merge_cut_short_leaves_every_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MERGED_WHILE_RUNNING", 3)
+    folder = tmp_path / "run"
+    with store.create(folder, INFO) as run, monkeypatch.context() as killed:
+        killed.setattr(Path, "unlink", lambda *_, **__: None)  # the small parts outlive the process
+        for number in range(4):
+            run.append(pair(f"p{number}", [1]))
+    assert names(folder) == [f"part-00000{each}" for each in ("0", "0-000002", "1", "2", "3")]
+    assert [row.prompt_id for row in store.load(folder)[1]] == [f"p{number // 2}" for number in range(8)]
+    with store.resume(folder, INFO) as run:
+        assert names(folder) == ["part-000000-000002", "part-000003"]
+        run.append(pair("p4", [1]))
+    assert names(folder) == ["part-000000-000002", "part-000003", "part-000004"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("part-*"))
 
 
 def test_another_identity_is_refused_with_every_difference(tmp_path: Path) -> None:
