@@ -190,7 +190,7 @@ def compare(
     as_json: options.AsJson = False,
 ) -> None:
     """Compare methods within a run, or the same cells before and after, on the same prompts."""
-    from dflash_bench.comparison import compared
+    from dflash_bench.compare.runs import compared
 
     found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
     print(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
@@ -206,7 +206,8 @@ def baseline(
     ] = False,
 ) -> None:
     """Write what a run reached as the expectation for later ones."""
-    from dflash_bench import baselines, frame
+    from dflash_bench import frame
+    from dflash_bench.gate import baselines
 
     found = baselines.read_limits(limits) if limits else {}
     baselines.write(frame.read(run), output, with_timings=not time_free, limits=found)
@@ -231,17 +232,17 @@ def check(
     as_json: options.AsJson = False,
 ) -> None:
     """Exit 1 if a run falls short of its baseline, or is dead, wrong or slower than plain decoding."""
-    from dflash_bench import gate_formats
-    from dflash_bench.gate import checked
+    from dflash_bench.gate import formats
+    from dflash_bench.gate.checks import checked
 
     found = checked(run, baseline, limits, tuple(allow or ()))
-    _save(junit, "w", lambda: gate_formats.junit(found.outcome, "dflash-bench"))
-    _save(summary, "a", lambda: gate_formats.summary(found.outcome))
-    _save(benchmark, "w", lambda: gate_formats.benchmark(found.cells))
+    _save(junit, "w", lambda: formats.junit(found.outcome, "dflash-bench"))
+    _save(summary, "a", lambda: formats.summary(found.outcome))
+    _save(benchmark, "w", lambda: formats.benchmark(found.cells))
     if as_json:
-        print(json.dumps(gate_formats.as_json(found.outcome), indent=1, allow_nan=False))
+        print(json.dumps(formats.as_json(found.outcome), indent=1, allow_nan=False))
     else:
-        print(gate_formats.text(found.outcome))
+        print(formats.text(found.outcome))
     if found.outcome.failures:
         sys.exit(1)
 

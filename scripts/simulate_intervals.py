@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import gate, stats
-from dflash_bench.baselines import LIMITS
+from dflash_bench import stats
+from dflash_bench.gate import checks as gate
+from dflash_bench.gate.baselines import LIMITS
 from dflash_bench.metrics import TERMS, Cell
 
 NUM_SIMULATIONS, SPEEDUP, NOISE = 2_000, 3.0, 0.05

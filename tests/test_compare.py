@@ -13,7 +13,8 @@ from golden import assert_golden
 from rows import drafted, pair, plain
 from runs import answers, changed, slower, stored
 
-from dflash_bench import frame, published, store, zlab
+from dflash_bench import frame, store
+from dflash_bench.peers import published, zlab
 from dflash_bench.records import SCHEMA_VERSION
 
 Main = Callable[..., tuple[int, str, str]]

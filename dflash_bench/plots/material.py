@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from dflash_bench import published, rounds, store, zlab
+from dflash_bench import rounds, store
 from dflash_bench.document import Document
 from dflash_bench.errors import UserError
 from dflash_bench.metrics import BASELINE, Cell
+from dflash_bench.peers import published, zlab
 from dflash_bench.plots import along
 from dflash_bench.stats import Interval
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import baselines, compare, frame, stats
-from dflash_bench.baselines import LIMITS, Baseline, Limit
+from dflash_bench import frame, stats
+from dflash_bench.compare import changes
 from dflash_bench.errors import UserError
 from dflash_bench.frame import Results
+from dflash_bench.gate import baselines
+from dflash_bench.gate.baselines import LIMITS, Baseline, Limit
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
 
 ALPHA = 0.05
@@ -67,11 +69,11 @@ class Checked:
 
 def checked(run: Path, baseline: Path | None, limits: Path | None, allow: Sequence[str]) -> Checked:
     """One `check` command: read all three, and judge."""
-    compare.check_allowed(allow, ("damaged", "unfinished", "cells"))
+    changes.check_allowed(allow, ("damaged", "unfinished", "cells"))
     expected = baselines.read(baseline) if baseline else None
     own_limits = baselines.read_limits(limits) if limits else {}
     results = frame.read(run, allow=allow)
-    cells = compare.summarised(results)
+    cells = changes.summarised(results)
     return Checked(judge(results, cells, expected, own_limits, allow), cells)
 
 
@@ -132,7 +134,7 @@ def _floors(cell: Cell, limits: Mapping[str, Limit], with_timings: bool) -> Iter
 
 def _unlike(results: Results, baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """Another machine is no reason to refuse: less is judged then, and that is said."""
-    told = compare.refuse_unlike(baseline.as_results(), results, (*allow, "device"))
+    told = changes.refuse_unlike(baseline.as_results(), results, (*allow, "device"))
     other = [text for text in told if text.startswith("device")]
     if not other:
         return told
@@ -151,7 +153,7 @@ def _against(
         raise UserError(
             f"the baseline is for cells that {results.name} has not: {', '.join(missing)}; --allow cells skips them"
         )
-    same_machine = not any(kind == "device" for kind, _ in compare.differences(baseline.as_results(), results))
+    same_machine = not any(kind == "device" for kind, _ in changes.differences(baseline.as_results(), results))
     identity = results.info["identity"]
     fixed = identity["temperature"] == 0 and identity["dtype"] == "float32"
     kinds = [
@@ -169,7 +171,7 @@ def _against(
 def against_cell(
     then: Cell, now: Cell, kinds: Sequence[str], limits: Mapping[str, Limit], fixed: bool
 ) -> Iterator[Check]:
-    old_sums, new_sums = compare.on_common_prompts(then, now)
+    old_sums, new_sums = changes.on_common_prompts(then, now)
     if not len(old_sums):
         raise UserError(
             f"{now.suite} {now.method} shares no prompt with the baseline that was answered as often in both"
@@ -201,7 +203,7 @@ def _p(kind: str, old_sums: Any, new_sums: Any) -> float:
     if kind in TALLIES:
         difference = new_sums[:, TERMS.index(kind)] - old_sums[:, TERMS.index(kind)]
         return stats.mcnemar(int((difference < 0).sum()), int((difference > 0).sum()))
-    p = stats.p_of_ratio(np.concatenate([new_sums, old_sums], axis=1), compare.ratio_of(kind))
+    p = stats.p_of_ratio(np.concatenate([new_sums, old_sums], axis=1), changes.ratio_of(kind))
     # One prompt proves nothing: then only what is not random is judged.
     return 1.0 if p is None else p
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_bench.compare import MIN_EFFECT, Versus, over_suites, verdict
+from dflash_bench.compare.changes import MIN_EFFECT, Versus, over_suites, verdict
 from dflash_bench.metrics import FIGURES, Cell
 from dflash_bench.stats import Interval
 from dflash_bench.tables import ABSENT, aligned, p_value, with_interval

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree
 
-from dflash_bench.gate import Check, Outcome
+from dflash_bench.gate.checks import Check, Outcome
 from dflash_bench.metrics import BASELINE, FIGURES, Cell
 from dflash_bench.tables import aligned, markdown, p_value
 

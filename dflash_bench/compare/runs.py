@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import comparison_text, environment, frame, published, vllm_result, zlab
-from dflash_bench.compare import Versus, between, check_allowed, refuse_unlike, summarised, within
+from dflash_bench import environment, frame
+from dflash_bench.compare import text as texts
+from dflash_bench.compare.changes import Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.frame import Results
 from dflash_bench.metrics import Cell
+from dflash_bench.peers import published, vllm, zlab
 from dflash_bench.tables import aligned, number
 
 
@@ -28,7 +30,7 @@ def compared(
     """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
     check_allowed(allow)
     _refuse_what_has_no_effect(paths, by, against, compat)
-    served = [vllm_result.read(path) for path in paths if path.is_file()]
+    served = [vllm.read(path) for path in paths if path.is_file()]
     runs = [frame.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
     if not runs:
         raise UserError("compare needs the folder of at least one run")
@@ -74,8 +76,8 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison
 
 
 def _shown(cells: Sequence[Cell], changes: Sequence[Versus]) -> Comparison:
-    text = [comparison_text.cells_text(cells), *([comparison_text.versus_text(changes)] if changes else [])]
-    found = {"cells": comparison_text.cells_json(cells), "changes": comparison_text.versus_json(changes)}
+    text = [texts.cells_text(cells), *([texts.versus_text(changes)] if changes else [])]
+    found = {"cells": texts.cells_json(cells), "changes": texts.versus_json(changes)}
     return Comparison("\n\n".join(text), found)
 
 
@@ -123,7 +125,7 @@ def _against(run: Results, against: str) -> Comparison:
     return Comparison(text, {"against": "paper", "target": target, "figures": told})
 
 
-def _beside_served(runs: Sequence[Results], served: Sequence[vllm_result.Served]) -> Comparison:
+def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Comparison:
     """By formula id; al.pooled and accept_rate mean the same on both sides, the rest has one side only."""
     cells = [(run.name, cell) for run in runs for cell in summarised(run)]
     ids = list(dict.fromkeys(name for each in served for name in each.figures))
@@ -137,8 +139,8 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm_result.Served]
         for each in served
     ]
     told = [asdict(each) for each in served]
-    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(vllm_result.FORMULAS)}"
-    return Comparison(text, {"cells": comparison_text.cells_json([cell for _, cell in cells]), "served": told})
+    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(vllm.FORMULAS)}"
+    return Comparison(text, {"cells": texts.cells_json([cell for _, cell in cells]), "served": told})
 
 
 def _formulas(formulas: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import compare
+from dflash_bench.compare import changes
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.frame import Results
 from dflash_bench.metrics import FIGURES, TERMS, Cell
@@ -53,7 +53,7 @@ class Baseline:
     """By suite and prompt."""
 
     def as_results(self) -> Results:
-        """As far as `compare.differences` looks."""
+        """As far as `changes.differences` looks."""
         pandas: Any = import_module("pandas")
         rows = [(suite, prompt, text) for suite, found in self.hashes.items() for prompt, text in found.items()]
         return Results(
@@ -63,11 +63,11 @@ class Baseline:
 
 def write(results: Results, path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
     """Raises UserError for a run without plain answers."""
-    cells = compare.summarised(results)
+    cells = changes.summarised(results)
     gated = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
     kept = list(dict.fromkeys(["answers", *(term for each in gated for term in (*each.top, *each.bottom))]))
     hashes: dict[str, dict[str, str]] = {}
-    for suite, prompt, text in compare.hashes(results.rows).itertuples(index=False, name=None):
+    for suite, prompt, text in changes.hashes(results.rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
     environment = results.info.get("environment") or {}
     stored = {
