@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import store
+from dflash_bench import parts, store
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Record
 
@@ -58,8 +58,8 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
     tables, damaged = [], []
     # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda part: _read_part(part, by), store.parts(folder)):
-            if not isinstance(found, store.DamagedError):
+        for found in pool.map(lambda part: _read_part(part, by), parts.of(folder)):
+            if not isinstance(found, parts.DamagedError):
                 tables.append(found)
             elif "damaged" in allow:
                 damaged.append(str(found))
@@ -75,17 +75,17 @@ def _read_part(part: Path, by: str) -> Any:
     try:
         table = _table(part, COLUMNS, by)
         return _table(part, (*COLUMNS, "token_ids"), by) if table["num_tokens"].null_count else table
-    except store.DamagedError as error:
+    except parts.DamagedError as error:
         return error
 
 
 def _table(part: Path, columns: Sequence[str], by: str) -> Any:
-    return _concatenated([_scalars(batch, by) for batch in store.batches(part, columns, BATCH_ROWS)])
+    return _concatenated([_scalars(batch, by) for batch in parts.batches(part, columns, BATCH_ROWS)])
 
 
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:
     """The frame of what `store.append` would write."""
-    (batch,) = store.to_table(records).to_batches()
+    (batch,) = parts.to_table(records).to_batches()
     return _sliced(_frame([_scalars(batch, by)]), by)
 
 
@@ -223,7 +223,7 @@ def _flat(column: Any, lengths: Any, name: str) -> Any:
     if np.array_equal(own, lengths):
         return values
     if own[own != lengths].any():
-        raise store.DamagedError(f"an answer has more or fewer {name} than accepted")
+        raise parts.DamagedError(f"an answer has more or fewer {name} than accepted")
     spread = np.full(int(lengths.sum()), np.nan)
     spread[np.repeat(own > 0, lengths)] = values
     return spread

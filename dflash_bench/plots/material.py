@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from dflash_bench import rounds, store
+from dflash_bench import parts, rounds, store
 from dflash_bench.document import Document
 from dflash_bench.errors import UserError
 from dflash_bench.metrics import BASELINE, Cell
@@ -66,8 +66,8 @@ class Material:
     def _read(self, read: Callable[[Path], Part]) -> list[Part]:
         """What `read` makes of each part; one that is damaged was allowed to be, or the document was not made."""
         found = []
-        for part in store.parts(self.document.folder):
-            with suppress(store.DamagedError):
+        for part in parts.of(self.document.folder):
+            with suppress(parts.DamagedError):
                 found.append(read(part))
         return found
 
