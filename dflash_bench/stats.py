@@ -99,7 +99,7 @@ def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
     """Ratios of sums, and how likely so large a difference from 1 is where there is none; None without a value.
 
     The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
-    needs no draws, and agrees with the interval.
+    needs no draws; for many prompts it agrees with the interval.
     """
     used = sorted({at for sides in ratios for side in sides for at in side})
     place = {at: number for number, at in enumerate(used)}
