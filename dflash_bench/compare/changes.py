@@ -18,6 +18,8 @@ from dflash_bench.stats import Change, Interval
 ALPHA = 0.05
 MIN_EFFECT = 0.02
 """A smaller change is called none, however sure."""
+EQUAL = 0.05
+"""Sides are called the same where the whole interval is no further from 1."""
 GAINS = ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e", "speedup.decode", "speedup.e2e")
 """What two sides are compared by; each falls or rises on its own."""
 UNLIKE = {
@@ -52,15 +54,13 @@ class Versus:
 
 
 def verdict(figure_id: str, change: Change) -> str:
-    """One word; "better" and "worse" need a small p, an interval without 1, and an effect of at least `MIN_EFFECT`."""
-    if change.p is None:
-        return "unknown"
-    if abs(change.ratio.value - 1) < MIN_EFFECT:
-        return "same"
+    """One word. "better" and "worse" need a small p, an interval without 1 and an effect; "same" a narrow interval."""
     low, high = change.ratio.low, change.ratio.high
-    if change.p >= ALPHA or low is None or high is None or low <= 1 <= high:
-        return "unclear"
-    return "better" if (change.ratio.value > 1) == FIGURES[figure_id].higher_is_better else "worse"
+    if change.p is None or low is None or high is None:
+        return "unknown"
+    if change.p < ALPHA and not low <= 1 <= high and abs(change.ratio.value - 1) >= MIN_EFFECT:
+        return "better" if (change.ratio.value > 1) == FIGURES[figure_id].higher_is_better else "worse"
+    return "same" if low >= 1 - EQUAL and high <= 1 + EQUAL else "unclear"
 
 
 def within(cells: Sequence[Cell]) -> list[Versus]:

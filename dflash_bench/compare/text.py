@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_bench.compare.changes import MIN_EFFECT, Versus, over_suites, verdict
+from dflash_bench.compare.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
 from dflash_bench.metrics import FIGURES, Cell
 from dflash_bench.stats import Interval
 from dflash_bench.tables import ABSENT, aligned, p_value, with_interval
@@ -14,7 +14,7 @@ TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token"
 TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
 NO_CHANGE = (
     "better or worse: p < 0.05 (Holm, over all lines), an interval without 1, and a change of at least "
-    f"{MIN_EFFECT:.0%}; always on the same prompts"
+    f"{MIN_EFFECT:.0%}\nsame: the whole interval within {EQUAL:.0%} of 1; always on the same prompts"
 )
 
 

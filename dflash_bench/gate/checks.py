@@ -167,7 +167,9 @@ def _thinner(results: Results, cells: Sequence[Cell], baseline: Baseline, allow:
         for then in baseline.cells
         if then.place in own
     ]
-    few = ", ".join(f"{name} {found} of {wanted}" for name, found, wanted in counts if found < wanted)
+    thinner = [f"{name} {found} of {wanted}" for name, found, wanted in counts if found < wanted]
+    more = f" and {len(thinner) - 4} more cells" if len(thinner) > 4 else ""
+    few = ", ".join(thinner[:4]) + more
     if any(2 * found < wanted for _, found, wanted in counts) and "prompts" not in allow:
         raise UserError(
             f"{results.name} has too few of the baseline's prompts: {few}; run them all, or --allow prompts"
