@@ -145,7 +145,7 @@ def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
     found = {}
     for method in dict.fromkeys(cell.method for cell in cells if cell.method != BASELINE):
         own = [cell for cell in cells if cell.method == method and cell.num_prompts]
-        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].statistic) for cell in own])
+        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in own])
         if mean is not None and len(own) > 1:
             found[method] = mean
     return found
