@@ -90,7 +90,7 @@ def _wrong(run: Results) -> list[str]:
 
 def _few(cells: Sequence[Cell]) -> list[str]:
     few = [cell for cell in cells if 1 < cell.num_prompts < MIN_PROMPTS]
-    told = f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals are too narrow"
+    told = f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
     return [told] if few else []
 
 
