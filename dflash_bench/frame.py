@@ -64,6 +64,9 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
         raise UserError(
             f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
         )
+    for name in ("environment", "command"):
+        if name not in info:
+            raise UserError(f"{folder}/run.json says nothing of the {name}; it is not as dflash-bench run wrote it")
     tables, damaged = [], []
     # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
     with ThreadPoolExecutor(2) as pool:

@@ -201,6 +201,24 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None
     assert "absent holds no run" in told(main, "absent")
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"schema_version": "1"}, "cannot read run/run.json: not written by dflash-bench run"),
+        ({"identity": []}, "cannot read run/run.json: not written by dflash-bench run"),
+        ({"environment": None}, "run/run.json says nothing of the environment"),
+        ({"command": None}, "run/run.json says nothing of the command"),
+    ],
+)
+def test_a_run_json_that_was_edited_is_refused(
+    tmp_path: Path, main: Main, changes: dict[str, object], line: str
+) -> None:
+    path = stored(tmp_path / "run", answers()) / "run.json"
+    info = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in info.items() if value is not None}))
+    assert line in told(main, "run")
+
+
 # What stands above the table
 
 
