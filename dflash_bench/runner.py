@@ -12,6 +12,7 @@ from typing import Protocol
 
 from dflash_bench import scoring
 from dflash_bench.records import Divergence, Exactness, Generation, Message, Prompt, Record
+from dflash_bench.scoring.answers import Score
 from dflash_bench.store import Key, Run
 from dflash_bench.suites import Loaded, prompt_hash
 
@@ -116,7 +117,7 @@ class Conversation:
     run: Run
     report: Report
     warm_answer: Generation | None
-    scores: dict[str, scoring.Score] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
 
     def answer(self, turn: int) -> None:
         """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""

@@ -15,7 +15,8 @@ from dflash_bench import scoring
 from dflash_bench.errors import UserError
 from dflash_bench.records import Prompt
 from dflash_bench.sandbox import Limits
-from dflash_bench.scoring import Score, as_metric, check_references, score
+from dflash_bench.scoring import as_metric, check_references, score
+from dflash_bench.scoring.answers import Score
 
 
 def prompt(reference: str | None = None, row: Mapping[str, Any] | None = None) -> Prompt:
@@ -144,7 +145,7 @@ def test_a_formula_that_cannot_be_evaluated_in_time_fails_and_the_next_one_passe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(scoring, "_MATH_WALL_S", 1)
+        patched.setattr(scoring.formulas, "_WALL_S", 1)
         assert passed("math", "1", r"\boxed{9^{9^{9^{9}}} - 9^{9^{9^{9}}} + 1}") is False
     assert passed("math", "0.5", r"\boxed{\frac{1}{2}}") is True
 
@@ -179,7 +180,7 @@ WRONG = "def area(radius):\n    return radius\n"
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_CODE_LIMITS", Limits(cpu_s=2, wall_s=4.0))
+    monkeypatch.setattr(scoring.code, "LIMITS", Limits(cpu_s=2, wall_s=4.0))
 
 
 ANSWERS = {

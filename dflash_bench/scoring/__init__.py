@@ -1,0 +1,93 @@
+"""Whether an answer is right: `SCORERS` maps a suite's scorer name to a function of prompt and text.
+
+Numbers and formulas are compared by value, code by running its tests in the sandbox. What a model may write
+around its answer (prose, fences, units, several boxes) is dealt with here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Prompt
+from dflash_bench.sandbox import CageError, isolation
+from dflash_bench.scoring import code, formulas, numbers
+from dflash_bench.scoring.answers import Score, require_module
+
+Scorer = Callable[[Prompt, str], Score]
+
+
+def require(names: Collection[str]) -> None:
+    """Raises UserError if one of these scorers cannot work here: better before the first answer than after it."""
+    for name in names:
+        if name not in SCORERS:
+            raise unknown("scorer", name, list(SCORERS))
+    if "math" in names:
+        require_module("math_verify")
+    if CODE_SCORERS & set(names):
+        try:
+            isolation()
+        except CageError as error:
+            raise UserError(f"{error}; leave out the suites humaneval and mbpp") from error
+
+
+def check_references(name: str, prompts: Iterable[Prompt]) -> None:
+    """Raises UserError for a reference that no answer could equal."""
+    if name in NUMBER_SCORERS:
+        for prompt in prompts:
+            numbers.right_number(prompt)
+
+
+def score(name: str, prompt: Prompt, text: str) -> Score:
+    if name not in SCORERS:
+        raise unknown("scorer", name, list(SCORERS))
+    return SCORERS[name](prompt, text)
+
+
+def _score_nothing(_prompt: Prompt, _text: str) -> Score:
+    return Score(None, None)
+
+
+_TEXT_SCORERS: dict[str, Scorer] = {
+    "aime_integer": numbers.aime,
+    "gsm8k_number": numbers.gsm8k,
+    "math": formulas.math,
+}
+SCORERS: dict[str, Scorer] = {
+    **_TEXT_SCORERS,
+    "humaneval": code.humaneval,
+    "mbpp": code.mbpp,
+    "none": _score_nothing,
+}
+CODE_SCORERS = frozenset(("humaneval", "mbpp"))
+"""They run what the model wrote."""
+NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
+"""They compare by value."""
+
+
+def as_metric(name: str) -> Any:
+    """A scorer of text as an `evaluate.Metric`: compute(predictions, references) gives its accuracy."""
+    if name not in _TEXT_SCORERS:
+        raise unknown("metric", name, list(_TEXT_SCORERS))
+    require_module("evaluate")
+    import datasets
+    import evaluate
+
+    string = datasets.Value("string")
+    info = evaluate.MetricInfo(
+        description=f"Fraction of answers that dflash-bench's scorer {name} finds right.",
+        citation="",
+        features=datasets.Features({"predictions": string, "references": string}),
+    )
+
+    class Accuracy(evaluate.Metric):  # type: ignore[misc]
+        def _info(self) -> Any:
+            return info
+
+        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+            pairs = zip(predictions, references, strict=True)
+            scores = [score(name, Prompt(name, "", (), reference=right), text) for text, right in pairs]
+            return {"accuracy": sum(one.passed is True for one in scores) / len(scores)}
+
+    return Accuracy(keep_in_memory=True)

@@ -1,0 +1,64 @@
+"""Answers that are code: found among prose and fences, and run with the task's tests in the sandbox."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection
+
+from dflash_bench.records import Prompt
+from dflash_bench.sandbox import Limits, run_tests
+from dflash_bench.scoring.answers import Score
+
+_FENCED = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FIRST_CODE = re.compile(r"^(?:import|from|def|async def|class|@\w+)\b", re.MULTILINE)
+_PROSE = re.compile(r"^(?:[A-Z][\w']*,? [a-z]|\*\*|- )", re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+
+LIMITS = Limits(cpu_s=20, wall_s=30.0)  # several times what the slowest right solution takes
+
+
+def humaneval(prompt: Prompt, text: str) -> Score:
+    stub, name = prompt.row["prompt"], prompt.row["entry_point"]
+    code = _code(text, {name})
+    if _defines(code, {name}):
+        solution = stub.partition(f"def {name}(")[0] + code
+    else:  # only the body, or what follows the stub
+        solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
+    program = _join(solution, prompt.row["test"], f"check({name})")
+    return Score(code, run_tests(program, LIMITS).passed)
+
+
+def mbpp(prompt: Prompt, text: str) -> Score:
+    tests = prompt.row["test_list"]
+    code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
+    return Score(code, run_tests(_join(*prompt.row["test_imports"], code, *tests), LIMITS).passed)
+
+
+def _code(text: str, names: Collection[str]) -> str:
+    """The last Python block that defines one of `names`; failing that, the likeliest code there is."""
+    fenced = [(language.lower(), textwrap.dedent(body)) for language, body in _FENCED.findall(text)]
+    blocks = [body for _, body in fenced]
+    python = [body for language, body in fenced if language in {"python", "py", "python3"}]
+    likeliest = [b for b in python if _defines(b, names)] or [b for b in blocks if _defines(b, names)]
+    if blocks:
+        return (likeliest or python or blocks)[-1]
+    return _without_prose(text) if _defines(text, names) else text
+
+
+def _defines(code: str, names: Collection[str]) -> bool:
+    any_name = "|".join(map(re.escape, names))
+    return re.search(rf"^(?:async )?(?:def|class) (?:{any_name})\b", code, re.MULTILINE) is not None
+
+
+def _without_prose(text: str) -> str:
+    first = _FIRST_CODE.search(text)
+    start = first.start() if first else 0
+    end = _PROSE.search(text, start)
+    return text[start : end.start() if end else None]
+
+
+def _join(*parts: str) -> str:
+    """One program; Python wants imports from the future first."""
+    program = "\n\n".join(parts)
+    return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])
