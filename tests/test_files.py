@@ -75,7 +75,7 @@ class Bomb:
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(save: Any, tmp_path: Path) -> None:
     save({"fc.weight": Bomb(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is refused: a pickle .* can run code"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is refused: .* a pickle .* can run code"):
         read_tensors(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -91,7 +91,7 @@ def test_a_broken_pickle_is_refused(content: bytes, message: str, tmp_path: Path
 
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     torch.save({"optimizer": {"lr": 1.0}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="does not map names to tensors"):
+    with pytest.raises(UserError, match="does not map names to plain tensors"):
         read_tensors(tmp_path)
 
 
