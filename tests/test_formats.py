@@ -308,8 +308,8 @@ def test_a_body_that_would_draft_badly_is_refused(
 def test_an_eagle3_config_without_layers_taps_low_middle_and_high(tmp_path: Path) -> None:
     config = read(eagle_raw(), tmp_path)
     assert config == Eagle3Config(
-        **{**BODY, "head_dim": 4, "num_target_layers": None}, draft_vocab_size=30, target_layer_ids=(1, 5, 8), rms_norm_eps=1e-5,
-        max_positions=2048,
+        **{**BODY, "head_dim": 4, "num_target_layers": None}, draft_vocab_size=30, target_layer_ids=(1, 5, 8),
+        rms_norm_eps=1e-5, max_positions=2048,
     )  # fmt: skip
     # Section 3.3: the inputs of layers 2, 18, 33 of Qwen3-8B and 2, 16, 29 of Llama-3.1-8B.
     assert eagle3.default_target_layers(36) == (1, 17, 32)

@@ -137,7 +137,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
     _refuse_pointer(path)
     try:
         if not _start(path).startswith((PICKLED, ZIPPED)):
-            raise EOFError("it begins like neither")
+            raise EOFError("it begins with neither a zip archive nor a pickle")
         with warnings.catch_warnings():
             # What they say of its age is nothing that a reader could act on.
             warnings.simplefilter("ignore")
