@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import store
+from dflash_bench import parts, store
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Record
 
@@ -45,6 +45,15 @@ class Results:
     damaged: tuple[str, ...] = ()
     """What was wrong with the parts that were left out."""
 
+    @property
+    def missing(self) -> list[str]:
+        """What is not in the numbers, to be said above them."""
+        unfinished = self.info.get("state", "complete") != "complete"
+        return [
+            *([f"{self.name} is not finished"] if unfinished else []),
+            *(f"left out, damaged: {d}" for d in self.damaged),
+        ]
+
 
 def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Results:
     """Raises UserError for a run that is not finished, or has a damaged part, unless `allow` names that."""
@@ -55,18 +64,23 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
         raise UserError(
             f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
         )
+    for name in ("environment", "command"):
+        if name not in info:
+            raise UserError(f"{folder}/run.json says nothing of the {name}; it is not as dflash-bench run wrote it")
     tables, damaged = [], []
     # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda part: _read_part(part, by), store.parts(folder)):
-            if not isinstance(found, store.DamagedError):
+        for found in pool.map(lambda part: _read_part(part, by), parts.of(folder)):
+            if not isinstance(found, parts.DamagedError):
                 tables.append(found)
             elif "damaged" in allow:
                 damaged.append(str(found))
             else:
                 raise UserError(f"{found}; --allow damaged uses the other parts") from found
     if not tables or not sum(map(len, tables)):
-        raise UserError(f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else ""))
+        shown = " that show their rounds" if by == "output-position" else ""
+        told = f" but in {len(damaged)} damaged parts" if damaged else ""
+        raise UserError(f"{folder} holds no answers{shown}{told}")
     return Results(str(folder), info, _sliced(_frame(tables), by), tuple(damaged))
 
 
@@ -75,17 +89,17 @@ def _read_part(part: Path, by: str) -> Any:
     try:
         table = _table(part, COLUMNS, by)
         return _table(part, (*COLUMNS, "token_ids"), by) if table["num_tokens"].null_count else table
-    except store.DamagedError as error:
+    except parts.DamagedError as error:
         return error
 
 
 def _table(part: Path, columns: Sequence[str], by: str) -> Any:
-    return _concatenated([_scalars(batch, by) for batch in store.batches(part, columns, BATCH_ROWS)])
+    return _concatenated([_scalars(batch, by) for batch in parts.batches(part, columns, BATCH_ROWS)])
 
 
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:
     """The frame of what `store.append` would write."""
-    (batch,) = store.to_table(records).to_batches()
+    (batch,) = parts.to_table(records).to_batches()
     return _sliced(_frame([_scalars(batch, by)]), by)
 
 
@@ -223,7 +237,7 @@ def _flat(column: Any, lengths: Any, name: str) -> Any:
     if np.array_equal(own, lengths):
         return values
     if own[own != lengths].any():
-        raise store.DamagedError(f"an answer has more or fewer {name} than accepted")
+        raise parts.DamagedError(f"an answer has more or fewer {name} than accepted")
     spread = np.full(int(lengths.sum()), np.nan)
     spread[np.repeat(own > 0, lengths)] = values
     return spread

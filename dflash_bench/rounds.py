@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import store
+from dflash_bench import parts
 from dflash_bench.methods import drafts_trees
 from dflash_bench.records import Record
 
@@ -28,14 +28,14 @@ class AcceptAt:
     conditional: float | None
 
 
-def histograms(parts: Iterable[Path]) -> dict[tuple[str, str], Histogram]:
+def histograms(of: Iterable[Path]) -> dict[tuple[str, str], Histogram]:
     """By suite and method; answers that failed are left out."""
     columns = ["suite", "method", "error", "drafted", "accepted"]
-    return _counted(batch for part in parts for batch in store.batches(part, columns, 65_536))
+    return _counted(batch for part in of for batch in parts.batches(part, columns, 65_536))
 
 
 def of_records(records: Sequence[Record]) -> dict[tuple[str, str], Histogram]:
-    return _counted(store.to_table(records).to_batches())
+    return _counted(parts.to_table(records).to_batches())
 
 
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from dflash_bench import store
+from dflash_bench import parts, store
 from dflash_bench.environment import describe
 
 LIMIT_S, LIMIT_MB = 10.0, 1500
@@ -34,17 +34,17 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 def make(folder: Path, num_answers: int) -> None:
     """As a run would leave it: merged parts."""
     identity = {"schema_version": 1, "suites": {}, "temperature": 0.0, "dtype": "float32", "model": "made up"}
-    with store.create(folder, {"identity": identity, "environment": describe()}) as run:
+    with store.create(folder, {"identity": identity, "environment": describe(), "command": "made up"}) as run:
         rng = np.random.default_rng(0)
         for number, start in enumerate(range(0, num_answers, PART_ANSWERS)):
             table = part(rng, start, min(PART_ANSWERS, num_answers - start))
             first = number * store.MERGED_WHILE_RUNNING
-            store.write(table, folder / f"part-{first:06}-{first + store.MERGED_WHILE_RUNNING - 1:06}.parquet")
+            parts.write(table, folder / f"part-{first:06}-{first + store.MERGED_WHILE_RUNNING - 1:06}.parquet")
         run.mark_finished({})
 
 
 def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
-    schema = store.to_table([]).schema
+    schema = parts.to_table([]).schema
     at = np.arange(start, start + size)
     method = at % len(METHODS)
     suite, repeat = at // 3 % SUITES, at // (3 * SUITES) % REPEATS

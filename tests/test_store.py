@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import drafted, generation, pair, plain, record
 
-from dflash_bench import store
+from dflash_bench import parts, store
 from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
 
@@ -150,7 +150,7 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Record, Generation) for field in fields(kind)}
-    assert set(store.COLUMNS) == names - {"generation", "divergence"} | set(store.DIVERGENCE)
+    assert set(parts.COLUMNS) == names - {"generation", "divergence"} | set(parts.DIVERGENCE)
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
@@ -260,6 +260,30 @@ def test_many_small_parts_become_one_with_the_same_answers_in_the_same_order(
         run.mark_finished({})
     assert names(folder) == ["part-000000-000002", "part-000003-000004"]
     assert store.load(folder)[1] == before
+
+
+def test_parts_of_the_first_runs_are_read_and_merged_with_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lists were declared to hold nulls, which none does."""
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    folder = tmp_path / "run"
+    with store.create(folder, INFO) as run:
+        run.append([FULL])
+    part = folder / "part-000000.parquet"
+    table = parquet.read_table(part)
+    old = [
+        arrow.field(field.name, arrow.list_(field.type.value_type)) if arrow.types.is_list(field.type) else field
+        for field in table.schema
+    ]
+    parquet.write_table(table.cast(arrow.schema(old, table.schema.metadata)), part)
+    assert str(parquet.read_schema(part).field("accepted").type) == "list<element: int16>"
+    monkeypatch.setattr(store, "MERGED_WHILE_RUNNING", 2)
+    with store.resume(folder, INFO) as run:
+        assert [*run.stored.values()] == [FULL]
+        run.append(pair("p1", [1]))
+    assert names(folder) == ["part-000000-000001"]
+    assert store.load(folder)[1] == [*run.stored.values()]
 
 
 def test_a_merge_cut_short_leaves_every_answer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +406,7 @@ SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
 from rows import pair
-from dflash_bench import store
+from dflash_bench import parts, store
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

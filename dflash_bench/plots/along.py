@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import stats, store
+from dflash_bench import parts, stats
 from dflash_bench.frame import stretch_name, stretch_of
 from dflash_bench.metrics import BASELINE
 from dflash_bench.stats import Interval
@@ -22,14 +22,14 @@ BATCH_ROWS = 65_536
 
 def sums(part: Path) -> Any:
     """A pandas frame of tokens verified and rounds, by suite, method, prompt and stretch; failed answers left out."""
-    return _added([_of_batch(batch) for batch in store.batches(part, COLUMNS, BATCH_ROWS)])
+    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS, BATCH_ROWS)])
 
 
-def intervals(parts: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]]:
+def intervals(sums: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]]:
     """al.pooled by suite and method, then by stretch of the answer, with its interval over prompts."""
     found: dict[tuple[str, str], dict[str, Interval]] = {}
     pooled = stats.ratio([0], [1])
-    for (suite, method, stretch), rows in _added(parts).groupby(level=[0, 1, 3]):
+    for (suite, method, stretch), rows in _added(sums).groupby(level=[0, 1, 3]):
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
             found.setdefault((suite, method), {})[stretch_name(int(stretch))] = interval

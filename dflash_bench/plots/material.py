@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from dflash_bench import published, rounds, store, zlab
+from dflash_bench import parts, rounds, store
 from dflash_bench.document import Document
 from dflash_bench.errors import UserError
 from dflash_bench.metrics import BASELINE, Cell
+from dflash_bench.peers import published, zlab
 from dflash_bench.plots import along
 from dflash_bench.stats import Interval
 
@@ -65,8 +66,8 @@ class Material:
     def _read(self, read: Callable[[Path], Part]) -> list[Part]:
         """What `read` makes of each part; one that is damaged was allowed to be, or the document was not made."""
         found = []
-        for part in store.parts(self.document.folder):
-            with suppress(store.DamagedError):
+        for part in parts.of(self.document.folder):
+            with suppress(parts.DamagedError):
                 found.append(read(part))
         return found
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import store
+from dflash_bench import parts
 from dflash_bench.document import Document
 from dflash_bench.metrics import BASELINE
 from dflash_bench.report import tokens
@@ -71,12 +71,12 @@ def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[d
         places = compute.binary_join_element_wise(batch.column("suite"), batch.column("prompt_id"), "\0")
         return compute.is_in(places, names)
 
-    for part in store.parts(document.folder):
-        with suppress(store.DamagedError):  # it was allowed to be, or there would be no document
+    for part in parts.of(document.folder):
+        with suppress(parts.DamagedError):  # it was allowed to be, or there would be no document
             # Most parts of a large run hold none of them, which two columns tell.
-            keys = store.batches(part, ["suite", "prompt_id"], BATCH_ROWS)
+            keys = parts.batches(part, ["suite", "prompt_id"], BATCH_ROWS)
             if any(compute.any(chosen(batch)).as_py() for batch in keys):
-                for batch in store.batches(part, COLUMNS, BATCH_ROWS):
+                for batch in parts.batches(part, COLUMNS, BATCH_ROWS):
                     yield from batch.filter(chosen(batch)).to_pylist()
 
 

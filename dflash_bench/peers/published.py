@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.zlab import Official
+from dflash_bench.peers.zlab import Official
 
 SOURCES = ("paper",)
 FORMULAS = {
@@ -45,7 +45,7 @@ class Beside:
 
 
 def load() -> list[Published]:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent.parent
     packed, checkout = folder / "_results" / "published.csv", folder.parent / "results" / "published.csv"
     path = packed if packed.exists() else checkout
     if not path.exists():

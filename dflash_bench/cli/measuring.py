@@ -1,0 +1,96 @@
+"""`run`, and the suites it knows."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import typer
+
+from dflash_bench.cli import options
+from dflash_bench.errors import UserError
+
+app = typer.Typer()
+
+
+@app.command(cls=options.GroupedHelp)
+def run(
+    suite: options.Suites = None,
+    prompts: options.Prompts = None,
+    data: options.Data = None,
+    limit: options.Limit = None,
+    thinking: options.Thinking = None,
+    method: options.Methods = None,
+    model: options.Model = None,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    block_size: options.BlockSize = None,
+    repeats: options.Repeats = 1,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    dtype: options.Dtype = None,
+    attention: options.Attention = None,
+    threads: options.Threads = None,
+    out: options.Out = None,
+    resume: options.Resume = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Run suites under methods, side by side with plain decoding, and save every generation."""
+    from dflash_bench import frame, metrics, presets, report, session
+    from dflash_bench.findings import findings
+
+    request = session.Request(
+        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
+        data=data, prompts=prompts, limit=limit, seed=seed, max_new_tokens=max_new_tokens, temperature=temperature,
+        block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        attention=attention, thinking=thinking, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    if resume and out is None:
+        raise UserError("--resume needs --out FOLDER, the run to continue")
+    folder = (
+        out
+        or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
+    )
+    try:
+        session.perform(request, folder, resume)
+    except KeyboardInterrupt:
+        print(_stopped(folder), file=sys.stderr)
+        sys.exit(130)
+    results = frame.read(folder)
+    rows, cells = results.rows, metrics.summarise(results.rows)
+    notes = findings(rows, cells, results.info["identity"])
+    if as_json:
+        print(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
+    else:
+        print(report.text(cells, notes))
+        print(f"saved in {folder}")
+    if (rows["exactness"] == "mismatch").any():
+        sys.exit(1)
+
+
+def _stopped(folder: Path) -> str:
+    """Ctrl-C is no error: it says what is left, and the very command that goes on."""
+    if not (folder / "run.json").exists():
+        return "stopped; nothing was written yet"
+    words = sys.argv[1:]
+    if not any(word == "--out" or word.startswith("--out=") for word in words):
+        words = [*words, "--out", str(folder)]
+    if "--resume" not in words:
+        words = [*words, "--resume"]
+    return f"stopped; what was finished is saved. To continue: {shlex.join(['dflash-bench', *words])}"
+
+
+@app.command()
+def suites() -> None:
+    """List the suites: where their rows come from, how many are shipped, how they are scored."""
+    from dflash_bench import report
+    from dflash_bench.suites import known_groups, table
+
+    print(report.suites_text(table(), known_groups()))

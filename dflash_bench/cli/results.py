@@ -1,0 +1,171 @@
+"""What is made of finished runs: comparisons, gates, reports and plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from dflash_bench.cli import options
+from dflash_bench.errors import UserError, unknown
+
+app = typer.Typer()
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN...", help="Folders of runs; or result JSON of vllm bench serve.")
+    ],
+    by: Annotated[
+        str, Option(metavar="WHAT", help="suite, category, turn, prompt-length or output-position.")
+    ] = "suite",
+    against: Annotated[
+        str | None, Option(metavar="paper[:TARGET]", help="Set published figures beside the run, formula by formula.")
+    ] = None,
+    compat: Annotated[
+        str | None, Option(metavar="zlab", help="What the official harness would have printed for the same rows.")
+    ] = None,
+    allow: options.Allow = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compare methods within a run, or the same cells before and after, on the same prompts."""
+    from dflash_bench.compare.runs import compared
+
+    found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
+    print(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
+
+
+@app.command()
+def baseline(
+    run: options.Run,
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write, and to commit.")],
+    limits: options.Limits = None,
+    time_free: Annotated[
+        bool, Option("--time-free", help="Leave timings out: then any machine, however busy, can check.")
+    ] = False,
+) -> None:
+    """Write what a run reached as the expectation for later ones."""
+    from dflash_bench import frame
+    from dflash_bench.gate import baselines
+
+    found = baselines.read_limits(limits) if limits else {}
+    baselines.write(frame.read(run), output, with_timings=not time_free, limits=found)
+    print(f"wrote {output}")
+
+
+@app.command()
+def check(
+    run: options.Run,
+    baseline: Annotated[
+        Path | None, Option(metavar="FILE", help="What to hold it against; without one, only what any run must reach.")
+    ] = None,
+    limits: options.Limits = None,
+    allow: options.Allow = None,
+    junit: Annotated[Path | None, Option(metavar="FILE", help="Write JUnit XML as well.")] = None,
+    summary: Annotated[
+        Path | None, Option(metavar="FILE", help="Append Markdown to FILE as well, such as $GITHUB_STEP_SUMMARY.")
+    ] = None,
+    benchmark: Annotated[
+        Path | None, Option(metavar="FILE", help="Write customBiggerIsBetter JSON for github-action-benchmark as well.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Exit 1 if a run falls short of its baseline, or is dead, wrong or slower than plain decoding."""
+    from dflash_bench.gate import formats
+    from dflash_bench.gate.checks import checked
+
+    found = checked(run, baseline, limits, tuple(allow or ()))
+    _save(junit, "w", lambda: formats.junit(found.outcome, "dflash-bench"))
+    _save(summary, "a", lambda: formats.summary(found.outcome))
+    _save(benchmark, "w", lambda: formats.benchmark(found.cells))
+    if as_json:
+        print(json.dumps(formats.as_json(found.outcome), indent=1, allow_nan=False))
+    else:
+        print(formats.text(found.outcome))
+    if found.outcome.failures:
+        sys.exit(1)
+
+
+def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
+    if path is None:
+        return
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(made())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+@app.command()
+def report(
+    run: options.Run,
+    kind: Annotated[
+        str | None, Option("--format", metavar="F", help="table (if absent), markdown, json, csv or latex.")
+    ] = None,
+    html: Annotated[
+        Path | None, Option(metavar="FILE", help="Write one self-contained page with plots and answers.")
+    ] = None,
+    answers: Annotated[int | None, Option(metavar="N", min=1, help="Answers in the page; 300 if absent.")] = None,
+    tokenizer: Annotated[
+        Path | None, Option(metavar="PATH", help="tokenizer.json of the target, to colour tokens in the page.")
+    ] = None,
+    allow: options.AllowParts = None,
+) -> None:
+    """Show a finished run: as a table, Markdown, JSON, CSV or LaTeX, or as one HTML page."""
+    from dflash_bench.report import FORMATS, MOST_ANSWERS, read, write_page
+
+    if kind is not None and kind not in FORMATS:
+        raise unknown("format", kind, list(FORMATS))
+    if html is None and (answers is not None or tokenizer is not None):
+        raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
+    document = read(run, allow or ())
+    if html is not None:
+        write_page(document, html, answers or MOST_ANSWERS, tokenizer)
+        print(f"wrote {html}", file=sys.stderr)
+    if html is None or kind is not None:
+        print(FORMATS[kind or "table"](document), end="")
+
+
+@app.command()
+def card(
+    run: options.Run,
+    allow: options.AllowParts = None,
+) -> None:
+    """Print a run's result in ten lines, to share."""
+    from dflash_bench import report
+
+    print(report.card(report.read(run, allow or ())), end="")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="A run's folder; several give their trend.")],
+    out: Annotated[
+        Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots; RUN/plots if absent.")
+    ] = None,
+    kind: Annotated[str, Option("--format", metavar="F", help="png or svg.")] = "png",
+    allow: options.AllowParts = None,
+) -> None:
+    """Draw the plots of a run, or with several runs their trend."""
+    from dflash_bench import plots, report
+    from dflash_bench.bars import late
+
+    if len(runs) > 1 and out is None:
+        raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
+    plots.check_kind(kind)
+    read = [plots.Material(report.read(folder, allow or ())) for folder in late(runs, "reading runs")]
+    folder = out or runs[0] / "plots"
+    if len(runs) > 1:
+        print(plots.write_trend(read, folder, kind))
+        return
+    for name in late(list(plots.PLOTS), "drawing plots"):
+        try:
+            print(plots.write(read[0], name, folder, kind))
+        except plots.NothingToPlotError as error:
+            print(f"no plot '{name}': {error}", file=sys.stderr)

@@ -1,0 +1,143 @@
+"""Parquet parts of a run: a row per answer, in files that are whole or not there.
+
+A part holds the answers of one number, or of several when it was merged; from the moment a merged one is there, it
+stands for those that it names. The schema is `COLUMNS`; design section 5 says what the columns mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.atomic import cannot, write_whole
+from dflash_bench.errors import UserError
+from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
+
+PARTS = "part-*.parquet"
+
+# fmt: off
+COLUMNS = {
+    "suite": "string", "suite_version": "int32", "prompt_id": "string", "prompt_hash": "string",
+    "category": "string", "turn": "int32", "method": "string", "repeat": "int32", "order": "int64",
+    "token_ids": "list of int32", "text": "string", "finish_reason": "string", "num_prompt_tokens": "int32",
+    "prefill_s": "double", "decode_s": "double", "draft_prefill_s": "double",
+    "drafted": "list of int16", "accepted": "list of int16", "emitted": "list of int16",
+    "draft_s": "list of float", "verify_s": "list of float", "round_s": "list of float",
+    "peak_memory_bytes": "int64", "error": "string", "answer": "string", "passed": "bool",
+    "exactness": "string",
+    "first_divergence": "int32", "divergence_margin": "double", "divergence_drift": "double",
+}
+# fmt: on
+DIVERGENCE = {"first_divergence": "index", "divergence_margin": "margin", "divergence_drift": "drift"}
+FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "divergence"))
+
+
+class DamagedError(UserError):
+    """A part that cannot be read; a reader may go on without it."""
+
+
+def of(folder: Path) -> list[Path]:
+    """In the order in which they were stored, without those that a merged one stands for."""
+    found, last = [], -1
+    # A merged part's name sorts before that of the first one that it was made of.
+    for part in sorted(folder.glob(PARTS)):
+        if span(part)[1] > last:
+            found.append(part)
+            last = span(part)[1]
+    return found
+
+
+def write(table: Any, part: Path) -> None:
+    """A table in the schema of a run as a part of it, whole or not at all."""
+    parquet: Any = import_module("pyarrow.parquet")
+    # Times hardly repeat: byte by byte they take three quarters of a dictionary's space, and half the time to read.
+    times = [_leaf(name) for name, kind in COLUMNS.items() if kind.removeprefix("list of ") in ("float", "double")]
+    options = {
+        "compression": "zstd",
+        "write_page_checksum": True,
+        "use_dictionary": [leaf for leaf in map(_leaf, COLUMNS) if leaf not in times],
+        "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
+    }
+    write_whole(part, lambda file: parquet.write_table(table, file, **options))
+
+
+def batches(part: Path, columns: Sequence[str], num_rows: int) -> Iterator[Any]:
+    """Arrow record batches of these columns. Raises DamagedError, and UserError for a newer schema."""
+    with _opened(part) as file:
+        yield from file.iter_batches(num_rows, columns=list(columns))
+
+
+def to_table(records: Sequence[Record]) -> Any:
+    """As an Arrow table in the schema of a run."""
+    return import_module("pyarrow").Table.from_pylist([_row(record) for record in records], _schema())
+
+
+def span(part: Path) -> tuple[int, int]:
+    """The first and the last number that it holds, the same one unless it was merged."""
+    numbers = part.stem.split("-")[1:]
+    return int(numbers[0]), int(numbers[-1])
+
+
+def _leaf(name: str) -> str:
+    """How Parquet calls a column's values."""
+    return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
+
+
+def _schema(nullable: bool = False) -> Any:
+    """Lists hold no nulls; the first runs' files said that they might."""
+    arrow: Any = import_module("pyarrow")
+    columns = {name: arrow.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
+    lists = {
+        name: arrow.list_(arrow.field("element", columns[name], nullable=nullable))
+        for name, kind in COLUMNS.items()
+        if kind.startswith("list")
+    }
+    return arrow.schema(columns | lists, metadata={"schema_version": str(SCHEMA_VERSION)})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """What goes wrong while it is read is told as damage to this part."""
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            refuse_newer(path, int((file.schema_arrow.metadata or {}).get(b"schema_version", 0)))
+            if not any(file.schema_arrow.equals(_schema(nullable)) for nullable in (False, True)):
+                raise DamagedError(f"cannot read {path}: its columns are not those of a run")
+            yield file
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        raise DamagedError(str(cannot("read", path, error))) from error
+
+
+def read(part: Path) -> Any:
+    with _opened(part) as file:
+        return file.read().cast(_schema())
+
+
+def records(found: Sequence[Path]) -> list[Record]:
+    return [record_of(row) for part in found for row in read(part).to_pylist()]
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row = {name: getattr(record, name) for name in FLAT}
+    row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
+    return row | {column: getattr(record.divergence, name, None) for column, name in DIVERGENCE.items()}
+
+
+def record_of(row: dict[str, Any]) -> Record:
+    row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    divergence = {name: row[column] for column, name in DIVERGENCE.items()}
+    return Record(
+        **{name: row[name] for name in FLAT},
+        generation=Generation(**{field.name: row[field.name] for field in fields(Generation)}),
+        divergence=None if divergence["index"] is None else Divergence(**divergence),
+    )
+
+
+def refuse_newer(path: Path, schema_version: int) -> None:
+    if schema_version > SCHEMA_VERSION:
+        raise UserError(f"{path} has schema {schema_version}, this is {SCHEMA_VERSION}; update dflash-bench")
