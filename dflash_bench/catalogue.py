@@ -95,6 +95,7 @@ def _rows(each: Listing) -> list[str]:
         number, trained = (preset.num_drafts or {}).get(method), preset.trained_thinking.get(method)
         notes[method] = [f"{number} tokens a round"] if number else []
         notes[method] += [] if trained is None else [f"trained with thinking {'on' if trained else 'off'}"]
+        notes[method] += [f"not supported: {preset.unsupported[method]}"] if method in preset.unsupported else []
     references = {"target": preset.target, **preset.drafts}
     return [
         f"  {'*' if each.is_here[part] else ' '} {part:<7} {', '.join([_shown(reference), *notes[part]])}"
@@ -116,6 +117,7 @@ def as_json(listed: Sequence[Listing], machine: Machine) -> list[dict[str, Any]]
             "num_drafts": dict(each.preset.num_drafts or {}),
             "thinking": each.preset.thinking,
             "trained_thinking": dict(each.preset.trained_thinking),
+            "unsupported": dict(each.preset.unsupported),
             "max_new_tokens": each.preset.max_new_tokens,
             "billions": each.preset.billions,
             "source": each.preset.source,

@@ -28,6 +28,8 @@ class Preset:
     thinking: bool = False
     trained_thinking: Mapping[str, bool] = field(default_factory=dict)
     """Per method, did the answers that its draft was trained on think? Absent where nobody says."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Per method, why its draft is refused, as far as that is known before it is fetched."""
     billions: float | None = None
     """Parameters of the target."""
     source: str = ""
@@ -85,6 +87,7 @@ def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) ->
         drafts={**base.drafts, **drafts},
         num_drafts=_without(base.num_drafts or {}, drafts),
         trained_thinking=_without(base.trained_thinking, drafts),
+        unsupported=_without(base.unsupported, drafts),
         billions=None if target else base.billions,
     )
 

@@ -65,6 +65,7 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
         "    eagle3  AngelSlim/Qwen3-8B_eagle3, 7 tokens a round",
     ]
     assert "    target  Qwen/Qwen3.5-9B, thinking on\n" in out
+    assert "    dflash  z-lab/Qwen3.6-27B-DFlash, not supported: sliding-window layers\n" in out
     assert "Needed here (1 x GPU, bfloat16)" in blocks[-1]
 
 
@@ -89,7 +90,8 @@ def test_the_json_of_the_list_has_the_promised_keys(
     listed = json.loads(capsys.readouterr().out)
     assert [one["model"] for one in listed] == list(presets.table())
     promised = (
-        "model target drafts num_drafts thinking trained_thinking max_new_tokens billions source cached fits needs"
+        "model target drafts num_drafts thinking trained_thinking unsupported max_new_tokens billions source cached "
+        "fits needs"
     )
     assert {tuple(one) for one in listed} == {tuple(promised.split())}
     assert (listed[0]["cached"], listed[1]["cached"]) == (

@@ -295,10 +295,13 @@ def test_a_hub_id_without_a_network_is_one_line(here: Path, monkeypatch: Patch, 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "no cache"))
     own = write_lines(here / "p.jsonl", {"prompt": "a"})
-    for words in (("--model", "qwen3-8b"), ("--target", "a/b@v1", "--draft", "dflash=c/d")):
+    named = {
+        "z-lab/Qwen3-8B-DFlash-b16": ("--model", "qwen3-8b"),
+        "c/d": ("--target", "a/b@v1", "--draft", "dflash=c/d"),
+    }
+    for draft, words in named.items():
         told = refused("--prompts", own, *words)
-        assert told.startswith(f"cannot get {'Qwen/Qwen3-8B' if 'qwen3-8b' in words else 'a/b'} from the hub (")
-        assert "give a folder with --target or --draft" in told
+        assert told.startswith(f"cannot get {draft} from the hub (") and "give a folder in its place" in told
 
 
 def test_threads_have_no_effect_on_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:

@@ -65,6 +65,26 @@ def test_what_speculators_and_deepspec_can_both_hold_goes_both_ways(model: Path,
     assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "c" / "config.json").read_text()
 
 
+def test_what_is_left_out_and_what_is_added_is_told(model: Path, tmp_path: Path) -> None:
+    depth, name = "num_target_layers = 4", "the name of its target, Org/Target"
+    told = convert(str(model / "dflash"), tmp_path / "a", "speculators", str(model))
+    assert told == [f"speculators has no place for {depth}: it is left out"]
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "Org/Target"
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    assert convert(str(tmp_path / "a"), tmp_path / "b", "zlab", str(model)) == [
+        f"{depth} is that of --target; the draft declares none",
+        f"zlab has no place for {name}: it is left out",
+    ]
+    assert convert(str(model / "eagle3"), tmp_path / "c", "speculators", str(model)) == []
+
+
+def test_a_place_that_cannot_be_written_is_told(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*; name another place"):
+        convert(str(model / "dflash"), tmp_path / "file" / "x", "speculators", str(model))
+
+
 def test_what_cannot_be_converted_is_refused_and_nothing_is_written(model: Path, tmp_path: Path) -> None:
     dflash, eagle3, out = str(model / "dflash"), str(model / "eagle3"), tmp_path / "out"
     refusals = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_bench.errors import UserError
-from dflash_bench.models.files import only_maps, read_tensors
+from dflash_bench.models.files import only_maps, read_tensors, write
 
 TENSORS = {
     "fc.weight": torch.arange(6.0).view(2, 3).bfloat16(),
@@ -37,11 +39,20 @@ def sharded(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def pickled_shards(folder: Path) -> None:
+    shards = {"pytorch_model-1.bin": ("fc.weight", "d2t"), "pytorch_model-2.bin": ("norm.weight", "t2d")}
+    for file, names in shards.items():
+        torch.save({name: TENSORS[name] for name in names}, folder / file)
+    index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
 STORED: dict[str, Callable[[Path], Any]] = {
     "one file": lambda folder: save_file(TENSORS, folder / "model.safetensors"),
     "a prefix": lambda folder: save_file({f"model.{k}": v for k, v in TENSORS.items()}, folder / "model.safetensors"),
     "shards": sharded,
     "a pickle": lambda folder: torch.save(TENSORS, folder / "pytorch_model.bin"),
+    "a pickle in shards": lambda folder: pickled_shards(folder),
     "an old pickle": lambda folder: torch.save(
         TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
     ),
@@ -75,13 +86,18 @@ class Bomb:
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(save: Any, tmp_path: Path) -> None:
     save({"fc.weight": Bomb(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is refused: a pickle .* can run code"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is refused: .* a pickle .* can run code"):
         read_tensors(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"", "truncated or not a PyTorch file"), (b"PK\3\4 cut", "truncated|refused")]
+    ("content", "message"),
+    [
+        (b"", "truncated or not a PyTorch file"),
+        (b"PK\3\4 cut", "truncated|refused"),
+        (b"text", "neither a zip archive nor"),
+    ],
 )
 def test_a_broken_pickle_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(content)
@@ -89,10 +105,52 @@ def test_a_broken_pickle_is_refused(content: bytes, message: str, tmp_path: Path
         read_tensors(tmp_path)
 
 
-def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
-    torch.save({"optimizer": {"lr": 1.0}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="does not map names to tensors"):
+@pytest.mark.parametrize(
+    "content",
+    [{"optimizer": {"lr": 1.0}}, {1: torch.ones(2)}, {"fc.weight": torch.ones(2).to_sparse()}, [torch.ones(2)]],
+)
+def test_a_pickle_of_something_else_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="does not map names to plain tensors"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_pickle_with_any_byte_changed_is_read_or_refused(old: bool, tmp_path: Path) -> None:
+    """What torch raises for such files is of a dozen kinds; none of them reaches the user."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(TENSORS, path, _use_new_zipfile_serialization=not old)
+    whole, generator, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[generator.randrange(min(len(whole), 600))] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_tensors(tmp_path)
+        except UserError:
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n")
+    with pytest.raises(UserError, match=r"is a pointer of git-lfs and not the weights; run 'git lfs pull'"):
+        read_tensors(tmp_path)
+
+
+def test_a_type_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"norm.weight": {"dtype": "F4", "shape": [128], "data_offsets": [0, 64]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
+    with pytest.raises(UserError, match=r"model\.safetensors holds a type that torch cannot read"):
+        read_tensors(tmp_path, only_maps)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/x .*; name another place"):
+        write(tmp_path / "file" / "x", {}, TENSORS)
 
 
 def test_safetensors_are_preferred_to_a_pickle(tmp_path: Path) -> None:

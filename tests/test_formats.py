@@ -98,7 +98,9 @@ def test_a_saved_draft_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None
     save_draft(draft, tmp_path)
     again = load(tmp_path)
     assert type(again) is type(draft)
-    assert again.config == draft.config
+    # SafeAILab's format has no place for the depth of the target.
+    declared = draft.config if kind == "dflash" else replace(draft.config, num_target_layers=None)
+    assert again.config == declared
     assert again.state_dict().keys() == draft.state_dict().keys()
     for name, tensor in draft.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
@@ -306,8 +308,8 @@ def test_a_body_that_would_draft_badly_is_refused(
 def test_an_eagle3_config_without_layers_taps_low_middle_and_high(tmp_path: Path) -> None:
     config = read(eagle_raw(), tmp_path)
     assert config == Eagle3Config(
-        **{**BODY, "head_dim": 4}, draft_vocab_size=30, target_layer_ids=(1, 5, 8), rms_norm_eps=1e-5,
-        max_positions=2048,
+        **{**BODY, "head_dim": 4, "num_target_layers": None}, draft_vocab_size=30, target_layer_ids=(1, 5, 8),
+        rms_norm_eps=1e-5, max_positions=2048,
     )  # fmt: skip
     # Section 3.3: the inputs of layers 2, 18, 33 of Qwen3-8B and 2, 16, 29 of Llama-3.1-8B.
     assert eagle3.default_target_layers(36) == (1, 17, 32)
@@ -386,7 +388,7 @@ def test_a_truncated_file_is_refused(share: float, saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"version https://git-lfs.github.com/spec/v1\nsize 12\n", pickle.dumps({"fc.weight": [1.0]}), b"\0" * 64],
+    [pickle.dumps({"fc.weight": [1.0]}), b"\0" * 64],
 )
 def test_a_foreign_file_is_refused(content: bytes, saved: Path) -> None:
     (saved / "model.safetensors").write_bytes(content)

@@ -81,7 +81,9 @@ def test_without_a_network_one_line_says_what_to_do_and_nothing_waits(
     monkeypatch.setattr(hub, "ANSWER_WITHIN_S", 0.5)
     endpoint = {"none": "http://huggingface.invalid", "refusing": "http://127.0.0.1:9", "silent": silent}[kind]
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    with pytest.raises(UserError, match=r"^cannot get Qwen/Qwen3-4B from the hub .*; give a folder with") as told:
+    with pytest.raises(
+        UserError, match=r"^cannot get Qwen/Qwen3-4B from the hub .*; give a folder in its place"
+    ) as told:
         hub.fetch("Qwen/Qwen3-4B")
     assert "\n" not in str(told.value)
 

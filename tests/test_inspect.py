@@ -114,6 +114,56 @@ def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_ca
     assert "looked for config.json with speculators_model_type" in foreign.stderr
 
 
+def test_a_draft_with_another_tokenizer_does_not_fit(copied: Path) -> None:
+    draft, target = copied / "dflash", copied / "target"
+    shutil.copy(target / "tokenizer.json", draft)
+    assert inspect(str(draft), str(target)).problems == ()
+    content = json.loads((draft / "tokenizer.json").read_text())
+    tokens = {index: token for token, index in content["model"]["vocab"].items()}
+    content["model"]["vocab"] |= {tokens[300]: 301, tokens[301]: 300}
+    (draft / "tokenizer.json").write_text(json.dumps(content))
+    (problem,) = inspect(str(draft), str(target)).problems
+    assert problem.startswith("made for another tokenizer: 2 of 1000 ids differ; 300 is ")
+    assert inspect(str(draft)).problems == ()
+
+
+def test_a_target_without_a_tokenizer_does_not_fit(copied: Path) -> None:
+    for path in (copied / "target").glob("tokenizer*"):
+        path.unlink()
+    (problem,) = inspect(str(copied / "dflash"), str(copied / "target")).problems
+    assert "has no tokenizer that reads text" in problem
+
+
+def test_another_verifier_is_a_line(copied: Path) -> None:
+    edit(copied / "eagle3", speculators_config={"verifier": {"name_or_path": "Org/Other-8B"}})
+    told = "its config names Org/Other-8B as its target, this one is "
+    assert told + "nano" in inspect(str(copied / "eagle3"), "nano").notes
+    assert told + "model" in text(inspect(str(copied / "eagle3"), str(copied)))
+    edit(copied / "eagle3", speculators_config={"verifier": {"name_or_path": "Org/Model"}})
+    assert "its config names" not in text(inspect(str(copied / "eagle3"), str(copied)))
+
+
+def test_a_model_is_no_draft_and_its_drafts_are_named() -> None:
+    with pytest.raises(UserError, match=r"qwen3-8b is a model and not a draft; its drafts are z-lab/Qwen3-8B-DFlash"):
+        inspect("qwen3-8b")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "abc"}, "cannot load a causal language model .*expected int, got str"),
+        ({"num_hidden_layers": 5}, "cannot load a causal language model .*num_hidden_layers"),
+        ({"num_attention_heads": 0}, r"is no target: num_attention_heads in its config\.json cannot be 0"),
+        ({"vocab_size": -1}, r"is no target: vocab_size in its config\.json cannot be -1"),
+    ],
+)
+def test_a_target_whose_config_is_damaged_is_refused(change: dict[str, Any], message: str, copied: Path) -> None:
+    edit(copied / "target", **change)
+    with pytest.raises(UserError, match=message) as told:
+        inspect(str(copied / "dflash"), str(copied / "target"))
+    assert "\n" not in str(told.value)
+
+
 def test_a_target_that_is_none_is_refused(copied: Path) -> None:
     with pytest.raises(UserError, match="unknown model 'nowhere'"):
         inspect(str(copied / "dflash"), "nowhere")

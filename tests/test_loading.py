@@ -20,6 +20,7 @@ from dflash_bench import presets
 from dflash_bench.errors import UserError
 from dflash_bench.models import loading
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import save_draft
 
 
@@ -145,7 +146,7 @@ def own_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_in_a_checkpoint_never_runs_unless_it_is_trusted(own_code: Path) -> None:
-    with pytest.raises(UserError, match=r"runs only if you trust it: add --trust-remote-code$"):
+    with pytest.raises(UserError, match=r"needs code of its own, which runs only in a run with --trust-remote-code$"):
         load(own_code)
     assert not list(own_code.rglob("it_ran"))
     assert type(load(own_code, trust_remote_code=True).target).__name__ == "Mine"
@@ -236,6 +237,12 @@ def without_a_tensor(target: Path) -> None:
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
+def with_a_bias(target: Path) -> None:
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.bias"] = torch.ones(48)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated weights": (halve("model.safetensors"), "weights are truncated or not safetensors"),
     "foreign weights": (foreign("model.safetensors"), "weights are truncated or not safetensors"),
@@ -249,9 +256,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated config": (halve("config.json"), "config.json is not valid JSON"),
     "a foreign config": (foreign("config.json"), "config.json is not text"),
     "a config that is a list": (lambda target: (target / "config.json").write_text("[]") and None, "no JSON object"),
-    "a truncated tokenizer": (halve("tokenizer.json"), "cannot load a causal language model"),
-    "a foreign tokenizer": (foreign("tokenizer.json"), "cannot load a causal language model"),
+    "a truncated tokenizer": (halve("tokenizer.json"), r"tokenizer\.json is not a vocabulary"),
+    "a foreign tokenizer": (foreign("tokenizer.json"), r"tokenizer\.json is not a vocabulary"),
+    "an empty tokenizer": (lambda target: (target / "tokenizer.json").write_text("{}") and None, "not a vocabulary"),
     "no tokenizer": (without("tokenizer.json"), "cannot load a causal language model"),
+    "no file of a tokenizer": (
+        lambda target: [path.unlink() for path in target.glob("tokenizer*")] and None,
+        "has no tokenizer that reads text",
+    ),
+    "fewer layers than its weights": (
+        configured(num_hidden_layers=5, layer_types=["full_attention"] * 5),
+        r"config\.json has no place for model\.layers\.5\.input_layernorm\.weight \(11 such tensors\)",
+    ),
+    "a bias that no layer has": (with_a_bias, r"has no place for model\.layers\.3\.mlp\.up_proj\.bias \(1 such"),
+    "no heads": (configured(num_attention_heads=0), "cannot load a causal language model"),
 }
 
 
@@ -272,6 +290,50 @@ def test_a_damaged_draft_is_refused(model: Path) -> None:
 
 def test_a_draft_for_another_target_is_refused(model: Path) -> None:
     config = json.loads((model / "dflash" / "config.json").read_text())
-    (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 96}))
-    with pytest.raises(UserError, match="vocabulary of 96, the target's is 97"):
+    (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 98}))
+    with pytest.raises(UserError, match="vocabulary of 98, the target's is 97"):
         load(model, "dflash")
+
+
+@pytest.fixture
+def with_eagle3(model: Path) -> Path:
+    config = Eagle3Config(
+        hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=97,
+        draft_vocab_size=40, target_layer_ids=(1, 2, 3), num_target_layers=6,
+    )  # fmt: skip
+    draft = Eagle3Draft(config)
+    initialise(draft, 0)
+    save_draft(draft, model / "eagle3")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("dflash", "eagle3", r"eagle3 is an EAGLE-3 draft and dflash needs a DFlash one; give it as --draft eagle3=/"),
+        ("eagle3", "dflash", r"dflash is a DFlash draft and eagle3 needs an EAGLE-3 one; give it as --draft dflash=/"),
+    ],
+)
+def test_a_draft_of_another_kind_is_told_where_it_belongs(
+    method: str, given: str, message: str, with_eagle3: Path
+) -> None:
+    chosen = presets.combine(str(with_eagle3), None, {method: str(with_eagle3 / given)})
+    assert set(load(with_eagle3, "dflash", "eagle3").drafts) == {"dflash", "eagle3"}
+    with pytest.raises(UserError, match=message):
+        loading.load(chosen, [method], "cpu", torch.float32)
+
+
+def test_drafts_are_checked_before_the_target_is_fetched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((model / "dflash" / "config.json").read_text())
+    fetched: list[str] = []
+    fetch = loading.hub.fetch
+    monkeypatch.setattr(loading.hub, "fetch", lambda ref, **how: fetched.append(Path(ref).name) or fetch(ref, **how))
+    for change, message in (
+        ({"layer_types": ["sliding_attention"]}, "sliding-window layers"),
+        ({"intermediate_size": 40}, "config.json says"),
+        ({"architectures": ["DFlash2DraftModel"]}, "is DFlash 2"),
+    ):
+        (model / "dflash" / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UserError, match=message):
+            load(model, "dflash")
+    assert fetched == ["dflash"] * 3

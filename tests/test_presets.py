@@ -23,7 +23,7 @@ def test_every_preset_is_well_formed(name: str) -> None:
     assert one.drafts and one.drafts.keys() <= KNOWN.keys() - {"ar"}
     numbers = one.num_drafts or {}
     assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())
-    assert one.trained_thinking.keys() <= one.drafts.keys()
+    assert one.trained_thinking.keys() | one.unsupported.keys() <= one.drafts.keys()
     # What a run does by itself is what the drafts were trained for.
     assert all(trained == one.thinking for trained in one.trained_thinking.values())
     assert one.source and one.billions is not None and one.billions > 0
@@ -61,6 +61,7 @@ def test_a_draft_of_ones_own_brings_none_of_the_settings_of_the_one_it_replaces(
     assert one.num_drafts == {"dflash": 15}
     two = presets.combine("qwen3.5-9b", None, {"dflash": "me/mine"})
     assert (two.thinking, two.trained_thinking, two.num_drafts) == (True, {}, {})
+    assert presets.combine("qwen3.6-27b", None, {"dflash": "me/mine"}).unsupported == {}
 
 
 def test_a_target_alone_is_a_model_without_drafts_and_beside_a_model_is_in_the_place_of_its_own() -> None:

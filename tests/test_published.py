@@ -28,6 +28,8 @@ OURS: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 60,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_positions": 512, "num_target_layers": 12,
 }  # fmt: skip
+UNDECLARED = {**OURS, "num_target_layers": None}
+"""Speculators files say nothing of their target's depth."""
 DFLASH_LAYER = {
     "input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,), "self_attn.q_proj.weight": (32, 16),
     "self_attn.k_proj.weight": (16, 16), "self_attn.v_proj.weight": (16, 16), "self_attn.o_proj.weight": (16, 32),
@@ -147,7 +149,7 @@ def test_speculators_dflash_with_a_reduced_vocabulary(tmp_path: Path) -> None:
     draft = load(published(tmp_path, SPECULATORS, shapes, **MAP))
     # Layers are named by their input here.
     assert draft.config == DFlashConfig(
-        **OURS, num_layers=2, block_size=8, mask_token_id=57, target_layer_ids=(1, 5, 9), own_embedding=True,
+        **UNDECLARED, num_layers=2, block_size=8, mask_token_id=57, target_layer_ids=(1, 5, 9), own_embedding=True,
         own_head=True, draft_vocab_size=5,
     )  # fmt: skip
     assert draft.target_ids(torch.arange(5)).tolist() == REDUCED
@@ -308,7 +310,7 @@ OWN = {"embed_tokens.weight": (60, 16)}
 def test_speculators_eagle3(tmp_path: Path) -> None:
     draft = load(published(tmp_path, EAGLE_SPECULATORS, {**eagle_tensors("layers.0"), **OWN}, **MAP))
     assert draft.config == Eagle3Config(
-        **OURS, draft_vocab_size=5, target_layer_ids=(1, 5, 8), norm_before_residual=True, own_embedding=True
+        **UNDECLARED, draft_vocab_size=5, target_layer_ids=(1, 5, 8), norm_before_residual=True, own_embedding=True
     )
     holds(draft, tmp_path, ("layers.0.", "midlayer."))
 

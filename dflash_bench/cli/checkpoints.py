@@ -56,5 +56,6 @@ def convert(
     """Write a draft in another publisher's format, bit for bit; what the format cannot hold is refused by name."""
     from dflash_bench.models import conversion
 
-    conversion.convert(source, destination, to, target)
+    for note in conversion.convert(source, destination, to, target):
+        print(note)
     print(f"saved in {destination}")

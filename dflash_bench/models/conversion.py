@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,13 @@ SHARED = {"dflash": (targets.EMBEDDING, targets.HEAD), "eagle3": (targets.EMBEDD
 """Tensors that a draft may take from its target; EAGLE-3's head is always its own."""
 
 
-def convert(reference: str, destination: Path, to: str, target: str | None) -> None:
-    """Raises UserError for a checkpoint that is not whole, and for what the format cannot hold.
+WANTS_DEPTH = ("zlab",)
+"""Formats whose own readers fail without `num_target_layers`, even where the layers are named (z-lab's model.py)."""
+
+
+def convert(reference: str, destination: Path, to: str, target: str | None) -> list[str]:
+    """What the new files say less, or more, than the old. UserError for a checkpoint that is not whole, and for what
+    the format cannot hold.
 
     A format that carries the target's embedding and head gets them from `target`; one that leaves them to the target
     is rid of them if `target` shows that they are copies.
@@ -37,7 +42,24 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> N
         raise UserError(f"{folder} is in the {to} format already")
     if checkpoint.derived_taps:
         raise UserError(f"{folder} does not name the layers it taps; give --target, whose depth decides them")
-    files.write(destination, *goal.write(adapted(checkpoint, goal, targets.vocabulary_of(home) if home else {})))
+    ready = adapted(checkpoint, goal, targets.vocabulary_of(home) if home else {})
+    notes = []
+    if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
+        ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
+        notes = [f"num_target_layers = {shape.num_layers} is that of --target; the draft declares none"]
+    files.write(destination, *goal.write(ready))
+    return notes + [f"{goal.name} has no place for {what}: it is left out" for what in _lost(ready, destination)]
+
+
+def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
+    """What the config declared and the new one does not."""
+    _, again = formats.read(destination, None, headers_only=True)
+    for field in fields(written.config):
+        value = getattr(written.config, field.name)
+        if value is not None and getattr(again.config, field.name) != value:
+            yield f"{field.name} = {value}"
+    if written.trained_for != again.trained_for:
+        yield f"the name of its target, {written.trained_for}"
 
 
 def adapted(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:

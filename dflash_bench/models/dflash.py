@@ -35,7 +35,7 @@ class DFlashConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    """None where neither the checkpoint nor a target says."""
+    """As the checkpoint declares it; None where it does not."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 4096

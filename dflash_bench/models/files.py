@@ -1,4 +1,4 @@
-"""The files of a checkpoint: config.json, and its tensors in whichever of three ways they are stored.
+"""The files of a checkpoint: config.json, and its tensors in whichever of four ways they are stored.
 
 Tensors are read whole, or as their headers say: shapes and types on torch's "meta" device, with no memory behind
 them. No file runs code: safetensors holds none, and a pickle is opened with `weights_only`.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +22,12 @@ from torch import Tensor
 
 from dflash_bench.errors import UserError
 
-WHOLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+POINTER = b"version https://git-lfs"
+"""How the stand-in for a large file begins, where git brought the folder and git-lfs did not."""
+PICKLED, ZIPPED = b"\x80", b"PK"
+"""How what torch.save writes begins, before version 1.6 and since."""
 
 
 def everything(_name: str) -> bool:
@@ -45,6 +52,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON (line {error.lineno})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object")
     return config
@@ -58,9 +67,11 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> di
     if (folder / WHOLE).exists():
         stored = _safetensors(folder / WHOLE, wanted)
     elif (folder / INDEX).exists():
-        stored = _shards(folder / INDEX, wanted)
+        stored = _shards(folder / INDEX, lambda path: _safetensors(path, wanted))
     elif (folder / PICKLE).exists():
         stored = _pickled(folder / PICKLE)
+    elif (folder / PICKLE_INDEX).exists():
+        stored = _shards(folder / PICKLE_INDEX, _pickled)
     else:
         raise UserError(f"no weights: {folder / WHOLE} is missing (nor is there {INDEX} or {PICKLE})")
     tensors = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
@@ -71,17 +82,27 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> di
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WHOLE, metadata={"format": "pt"})
+    """Raises UserError for a place that cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WHOLE, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {folder} ({error}); name another place") from error
 
 
 def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    _refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: _tensor(file, name, wanted) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from error
+    except RuntimeError as error:
+        # Types of less than a byte have no slices in torch.
+        raise UserError(
+            f"{path} holds a type that torch cannot read ({_first_line(error)}); use the original"
+        ) from error
 
 
 def _tensor(file: Any, name: str, wanted: Callable[[str], bool]) -> Tensor:
@@ -93,7 +114,7 @@ def _tensor(file: Any, name: str, wanted: Callable[[str], bool]) -> Tensor:
     return torch.empty(shape, dtype=part[:0].dtype, device="meta")
 
 
-def _shards(index: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def _shards(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The index says which file holds which tensor; what it says must be so."""
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -103,7 +124,7 @@ def _shards(index: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         path = index.parent / name
         if Path(name).name != name or not path.exists():
             raise UserError(f"{index} names the file {name}, which is not beside it; copy the checkpoint again")
-        held = _safetensors(path, wanted)
+        held = read(path)
         expected = {tensor for tensor, file in listed.items() if file == name}
         if held.keys() != expected:
             odd = min(held.keys() ^ expected)
@@ -113,19 +134,46 @@ def _shards(index: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 
 
 def _pickled(path: Path) -> dict[str, Tensor]:
+    _refuse_pointer(path)
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not _start(path).startswith((PICKLED, ZIPPED)):
+            raise EOFError("it begins with neither a zip archive nor a pickle")
+        with warnings.catch_warnings():
+            # What they say of its age is nothing that a reader could act on.
+            warnings.simplefilter("ignore")
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path} is refused: a pickle that holds more than tensors can run code when it is opened; "
-            "ask its publisher for safetensors"
+            f"{path} is refused: it is damaged, or a pickle that holds more than tensors and can run code when it is "
+            "opened; copy it again, or ask its publisher for safetensors"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise UserError(f"{path} is truncated or not a PyTorch file ({_first_line(error)})") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise UserError(f"{path} does not map names to tensors; it is no checkpoint of a draft")
+    except (
+        # All that torch's reader of pickles lets through where the bytes make no sense.
+        RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError,
+        ArithmeticError, MemoryError, struct.error,
+    ) as error:  # fmt: skip
+        raise UserError(f"{path} is truncated or not a PyTorch file ({_first_line(error)}); copy it again") from error
+    if not isinstance(tensors, dict) or not all(isinstance(k, str) and _is_plain(v) for k, v in tensors.items()):
+        raise UserError(f"{path} does not map names to plain tensors; it is no checkpoint of a draft")
     return tensors
 
 
-def _first_line(error: Exception) -> str:
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _refuse_pointer(path: Path) -> None:
+    if _start(path) == POINTER:
+        raise UserError(f"{path} is a pointer of git-lfs and not the weights; run 'git lfs pull' where it came from")
+
+
+def _start(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER))
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror})") from error
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -79,7 +79,7 @@ def _cannot_get(name: str, revision: str, error: BaseException) -> UserError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return UserError(
         f"cannot get {name} from the hub ({reason}), and it is not in the cache; "
-        "give a folder with --target or --draft, or use --model nano, which needs no network"
+        "give a folder in its place, or use nano, which needs no network"
     )
 
 

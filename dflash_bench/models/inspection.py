@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from dflash_bench.models import formats, targets
+from dflash_bench.errors import UserError
+from dflash_bench.models import formats, pairing, targets
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format
 
@@ -49,7 +51,8 @@ class Inspection:
 def inspect(reference: str, target: str | None = None) -> Inspection:
     """Raises UserError for what is no draft at all, or is of a kind that is not supported."""
     folder = targets.find_draft(reference)
-    shape = targets.shape_of(targets.find_target(target)) if target is not None else None
+    home = targets.find_target(target) if target is not None else None
+    shape = targets.shape_of(home) if home else None
     form, checkpoint = formats.read(folder, shape, headers_only=True)
     config = checkpoint.config
     dflash = config if isinstance(config, DFlashConfig) else None
@@ -75,10 +78,25 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
         size_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held})),
         trained_for=_trained_for(checkpoint),
-        notes=checkpoint.notes,
+        notes=checkpoint.notes + _doubts(folder, target),
         target=target,
-        problems=tuple(_problems(form, checkpoint, shape)),
+        problems=(*_problems(form, checkpoint, shape), *_other_tokenizer(folder, home)),
     )
+
+
+def _other_tokenizer(folder: Path, home: Path | None) -> list[str]:
+    if home is None:
+        return []
+    try:
+        problem = pairing.other_tokenizer(folder, targets.tokenizer_of(home).get_vocab())
+    except UserError as error:
+        return [str(error)]
+    return [problem] if problem else []
+
+
+def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:
+    doubt = pairing.other_verifier(formats.read_config(folder), targets.name_of(target)) if target is not None else None
+    return (doubt,) if doubt else ()
 
 
 def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dflash_bench.errors import UserError
-from dflash_bench.models import hub, pairing
+from dflash_bench.models import formats, hub, pairing, targets
 from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, read_config
 from dflash_bench.models.layout import lay_out
 from dflash_bench.presets import Preset, preset, require_drafts
@@ -40,6 +40,7 @@ class Placement:
 
 
 PLAIN = Placement()
+KINDS = {"dflash": "a DFlash", "eagle3": "an EAGLE-3"}
 
 
 def load(
@@ -55,8 +56,8 @@ def load(
     """
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, methods)
+    fetched = {method: _fetch_draft(method, chosen.drafts[method]) for method in methods}
     checkpoint = hub.fetch(chosen.target, code=placement.trust_remote_code)
-    fetched = {method: hub.fetch(chosen.drafts[method], pickles=True) for method in methods}
     target, tokenizer = _load_target(checkpoint.folder, device, dtype, placement)
     config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
     shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
@@ -64,7 +65,8 @@ def load(
     lay_out(target)
     drafts, verifiers = {}, {}
     for method, draft in fetched.items():
-        pairing.check_tokenizer(draft.folder, vocabulary)
+        if problem := pairing.other_tokenizer(draft.folder, vocabulary):
+            raise UserError(f"{draft.folder}: {problem}")
         drafts[method] = load_draft(draft.folder, shape, target.dtype, str(embedding.device))
         lay_out(drafts[method])
         if named := pairing.verifier(read_config(draft.folder)):
@@ -73,38 +75,50 @@ def load(
     return Models(target, tokenizer, drafts, revisions, verifiers)
 
 
+def _fetch_draft(method: str, reference: str) -> hub.Checkpoint:
+    """Checked by its headers as far as goes without its target, which is larger and slower to come by."""
+    draft = hub.fetch(reference, pickles=True)
+    form, checkpoint = formats.read(draft.folder, None, headers_only=True)
+    if form.kind != method:
+        raise UserError(
+            f"{reference} is {KINDS[form.kind]} draft and {method} needs {KINDS[method]} one; "
+            f"give it as --draft {form.kind}={reference}"
+        )
+    for problem in formats.problems(form, checkpoint, None):
+        raise UserError(f"{draft.folder}: {problem}")
+    return draft
+
+
 def _load_target(folder: Path, device: str, dtype: torch.dtype | str, placement: Placement) -> tuple[Any, Any]:
-    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     _check_code(folder, placement.trust_remote_code)
     options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
     if placement.spread:
         _require_accelerate()
         options["device_map"] = "auto"
+    tokenizer = targets.tokenizer_of(folder, placement.trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=placement.trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=placement.attention, output_loading_info=True,
             ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     except SafetensorError as error:
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        raise _cannot_load(folder, error) from error
+    except targets.UNREADABLE as error:
+        raise targets.cannot_load(folder, error) from error
     # Of these transformers would make up weights, with a warning.
     unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     if unfit:
         raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
+    # And these it would leave out, but for those that it knows to belong to other uses of the same checkpoint.
+    if surplus := report["unexpected_keys"]:
+        raise UserError(
+            f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
+            "it belongs to other weights, or they are to be removed"
+        )
     return (_spread(folder, model) if placement.spread else model.to(device)), tokenizer
-
-
-def _cannot_load(folder: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
-    if "trust_remote_code" in reason:
-        return UserError(f"{folder} needs code of its own, which runs only if you trust it: add --trust-remote-code")
-    return UserError(f"cannot load a causal language model from {folder}: {reason}")
 
 
 def _check_code(folder: Path, trusted: bool) -> None:

@@ -1,7 +1,8 @@
 """The DFlash network laid out for decoding: one product where the checkpoint's tensors make two or three.
 
 Small operations, not arithmetic, are what a draft of a few layers spends its time on at batch one. The parameters of
-the network become views of the packed tensors, so nothing is held twice.
+the network become views of the packed tensors, so nothing is held twice; but each drafter of the same draft packs a
+copy of its own (dflash:7 beside dflash:15), and the network's parameters are then views of the last.
 """
 
 from __future__ import annotations

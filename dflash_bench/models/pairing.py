@@ -10,25 +10,26 @@ from typing import Any
 from dflash_bench.errors import UserError
 
 
-def check_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> None:
-    """Raise UserError where the draft's own tokenizer gives an id of the target's `vocabulary` to another token.
+def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> str | None:
+    """What is wrong where the draft's own tokenizer gives an id of the target's `vocabulary` to another token.
 
     A draft without a tokenizer reads the target's. Tokens that only one of them has do no harm: drafts were published
     with a mask token added, and targets are fine-tuned with a few more.
     """
-    own = _vocabulary(folder)
+    own = vocabulary_in(folder)
     tokens = {index: token for token, index in vocabulary.items()}
     differing = {index: token for token, index in own.items() if tokens.get(index, token) != token}
-    if differing:
-        first = min(differing)
-        raise UserError(
-            f"{folder} was made for another tokenizer: {len(differing)} of {len(own)} ids differ; {first} is "
-            f"{differing[first]!r} to the draft and {tokens[first]!r} to the target; use the target's own draft"
-        )
+    if not differing:
+        return None
+    first = min(differing)
+    return (
+        f"made for another tokenizer: {len(differing)} of {len(own)} ids differ; {first} is "
+        f"{differing[first]!r} to the draft and {tokens[first]!r} to the target; use the target's own draft"
+    )
 
 
-def _vocabulary(folder: Path) -> dict[str, int]:
-    """Token to id, from tokenizer.json or else vocab.json; empty where the draft ships neither."""
+def vocabulary_in(folder: Path) -> dict[str, int]:
+    """Token to id, from tokenizer.json or else vocab.json; none where neither is there. UserError for a damaged one."""
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
         if not path.exists():
@@ -47,6 +48,14 @@ def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
     pairs = listed.items() if isinstance(listed, dict) else ((token, i) for i, (token, _) in enumerate(listed))
     added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
     return {str(token): int(index) for token, index in (*pairs, *added)}
+
+
+def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
+    """A line for a draft whose config names another target; the same model may lie in a folder of any name."""
+    named = verifier(config)
+    if named is None or named.rpartition("/")[2].lower() == target.rpartition("/")[2].lower():
+        return None
+    return f"its config names {named} as its target, this one is {target}"
 
 
 def verifier(config: Mapping[str, Any]) -> str | None:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from dflash_bench import presets
 from dflash_bench.errors import UserError
-from dflash_bench.models import files, hub
+from dflash_bench.models import files, hub, pairing
 from dflash_bench.models.formats import TargetShape
-from dflash_bench.presets import preset
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+UNREADABLE = (
+    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError,
+)  # fmt: skip
+"""All that transformers raises for a folder whose files make no sense."""
+
+
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 
 
 def find_draft(reference: str) -> Path:
     """A folder as it is, or a hub id's snapshot."""
+    if reference in presets.table():
+        drafts = presets.table()[reference].drafts.values()
+        raise UserError(f"{reference} is a model and not a draft; its drafts are {', '.join(drafts)}")
     folder = Path(reference).expanduser()
     return folder if folder.is_dir() else hub.fetch(reference, pickles=True).folder
 
@@ -26,7 +38,33 @@ def find_target(name: str) -> Path:
     if (folder / "config.json").exists():
         return folder
     is_hub_id = "/" in name and not folder.exists()
-    return hub.fetch(name if is_hub_id else preset(name).target).folder
+    return hub.fetch(name if is_hub_id else presets.preset(name).target).folder
+
+
+def name_of(name: str) -> str:
+    """Of the target that `find_target` takes this for."""
+    return presets.name(presets.table()[name].target if name in presets.table() else name)
+
+
+def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Raises UserError for a damaged one, and where there is none: transformers would make one up."""
+    from transformers import AutoTokenizer
+
+    pairing.vocabulary_in(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise cannot_load(folder, error) from error
+    if set(tokenizer.encode("a", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
+        raise UserError(f"{folder} has no tokenizer that reads text; copy its tokenizer files from where it came from")
+    return tokenizer
+
+
+def cannot_load(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return UserError(f"{folder} needs code of its own, which runs only in a run with --trust-remote-code")
+    return UserError(f"cannot load a causal language model from {folder}: {reason or type(error).__name__}")
 
 
 def shape_of(folder: Path) -> TargetShape:
@@ -36,8 +74,12 @@ def shape_of(folder: Path) -> TargetShape:
     files.read_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no target: {' '.join(str(error).split())}") from error
+        sizes = {name: getattr(config, name) for name in SIZES}
+    except UNREADABLE as error:
+        raise cannot_load(folder, error) from error
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise UserError(f"{folder} is no target: {name} in its config.json cannot be {size!r}")
     stored = _stored(folder, headers_only=True)
     rows = stored[EMBEDDING].shape[0] if EMBEDDING in stored else config.vocab_size
     return TargetShape(config.hidden_size, rows, config.num_hidden_layers)

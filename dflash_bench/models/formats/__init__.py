@@ -7,6 +7,7 @@ what is missing, surplus, misshapen or made for another target is refused by nam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import files
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.files import read_config
-from dflash_bench.models.formats import checks
+from dflash_bench.models.formats import checks, fields
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftModel, Format, TargetShape
 from dflash_bench.models.formats.detect import FORMATS, detect
 
@@ -46,6 +47,7 @@ def read(folder: Path, target: TargetShape | None, headers_only: bool = False) -
     """The description of a folder, not yet checked for wholeness or fit (`problems`)."""
     config, path = read_config(folder), folder / "config.json"
     tensors = files.read_tensors(folder, files.only_maps if headers_only else files.everything)
+    checks.check_map(str(folder), tensors)
     try:
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
@@ -53,16 +55,15 @@ def read(folder: Path, target: TargetShape | None, headers_only: bool = False) -
         raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
     except KeyError as error:
         raise UserError(f"{path} lacks {error}") from error
-    except (AttributeError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+    except (AttributeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise UserError(f"{path} holds a value of the wrong type ({error})") from error
     checks.check_values(str(path), checkpoint.config)
-    return form, checkpoint
+    return form, replace(checkpoint, tensors=fields.with_whole_map(checkpoint.config, checkpoint.tensors))
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[str]:
-    """All that keeps it from being run, each in one line with its remedy."""
-    if target is not None:
-        yield from checks.misfits(checkpoint.config, target)
+    """All that keeps it from being run, each in one line with its remedy; without a target, by what it says itself."""
+    yield from checks.misfits(checkpoint.config, target or checks.own_target(checkpoint.config))
     yield from checks.unsound_tensors(checkpoint, form.layer)
 
 

@@ -30,7 +30,11 @@ class TargetShape:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A draft, whoever published it. `tensors` carry the names of our networks."""
+    """A draft, whoever published it. `tensors` carry the names of our networks.
+
+    `config` holds what the file declares; the depth of a target that is given decides the taps which the file leaves
+    to it, as the formats say, and nothing else.
+    """
 
     config: DraftConfig
     tensors: Tensors

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from dflash_bench.errors import UserError
+from dflash_bench.models.common import frequencies
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, DraftModel, TargetShape
 
-OPTIONAL = ("num_target_layers", "draft_vocab_size", "target_hidden_size")
+LARGEST = {"num_layers": 1 << 10, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 12}
+LARGEST_OTHER = 1 << 24
+"""Beyond any network there is. A damaged number must not become memory, or a loop without an end."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 FLAGS = (
     "attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", "norm_before_residual",
     "norm_before_fc", "fc_norm", "norm_output",
@@ -35,6 +42,8 @@ def check_values(where: str, config: DraftConfig) -> None:
         raise UserError(f"{where}: a block of {config.block_size} drafts nothing")
     if isinstance(config, Eagle3Config) and config.norm_before_fc and config.fc_norm:
         raise UserError(f"{where}: norm_before_fc and fc_norm exclude each other")
+    if config.rope_scaling is not None:
+        _check_scaling(where, config)
 
 
 def _is_sound(name: str, kind: object, value: object) -> bool:
@@ -45,10 +54,34 @@ def _is_sound(name: str, kind: object, value: object) -> bool:
     if name in FLAGS:
         return isinstance(value, bool)
     if kind == "float":
-        return isinstance(value, int | float) and value > 0
+        return type(value) in (int, float) and 0 < value < 1e30  # type: ignore[operator]
     if value is None:
-        return name in OPTIONAL
-    return type(value) is int and value >= (0 if name == "mask_token_id" else 1)
+        return "None" in str(kind)
+    lowest, highest = 0 if name == "mask_token_id" else 1, LARGEST.get(name, LARGEST_OTHER)
+    return type(value) is int and lowest <= value <= highest
+
+
+def _check_scaling(where: str, config: DraftConfig) -> None:
+    """Is there a number where one must be, and does the formula give angles with them?"""
+    scaling = dict(config.rope_scaling or {})
+    for key, value in scaling.items():
+        sound = value is None or (isinstance(value, int | float) and abs(value) < 1e30)
+        if key != "rope_type" and not sound:
+            raise UserError(f"{where}: {key} of its rotary scaling cannot be {value!r}")
+    try:
+        inverse, amplitude = frequencies(config.head_dim, config.rope_theta, scaling)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"{where}: no angles come of rotary scaling {scaling} ({error})") from error
+    if not (inverse.isfinite() & (inverse > 0)).all() or not 0 < amplitude < math.inf:
+        raise UserError(f"{where}: no angles come of rotary scaling {scaling}")
+
+
+def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError for a vocabulary map that is none, before anything is reckoned with it."""
+    d2t = tensors.get("d2t")
+    if d2t is not None and (d2t.ndim != 1 or d2t.dtype not in SIGNED):
+        kind = str(d2t.dtype).removeprefix("torch.")
+        raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one offset for each token of the draft")
 
 
 def skeleton(config: DraftConfig) -> DraftModel:
@@ -68,7 +101,7 @@ def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[str]:
         tensor, shape = held[name], list(wanted[name].shape)
         if list(tensor.shape) != shape:
             yield f"{_filed(name, layer)} is {list(tensor.shape)}, config.json says {shape}: one of them is not its own"
-        elif tensor.is_floating_point() != wanted[name].is_floating_point():
+        elif (tensor.dtype in FLOATS) != wanted[name].is_floating_point() or tensor.is_complex():
             yield f"{_filed(name, layer)} holds {tensor.dtype}: quantised drafts are not supported; use the original"
     if "d2t" in held and "t2d" in held:
         yield from _unsound_map(checkpoint.config, held["d2t"], held["t2d"])
@@ -84,6 +117,12 @@ def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[str]
         yield f"d2t leaves the target's vocabulary of {config.vocab_size}: it belongs to another target"
     elif ids.tolist() != t2d.nonzero().flatten().tolist():
         yield "d2t and t2d name different tokens: copy the checkpoint again"
+
+
+def own_target(config: DraftConfig) -> TargetShape:
+    """The target that the file itself speaks of; where it names no depth, one that is deep enough."""
+    depth = config.num_target_layers or max(config.target_layer_ids) + 2
+    return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
 
 
 def misfits(config: DraftConfig, target: TargetShape) -> Iterator[str]:

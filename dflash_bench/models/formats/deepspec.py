@@ -22,26 +22,25 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     return dflash.checkpoint(
         config,
         tensors,
+        depth,
         config.get("_name_or_path"),
         target_layer_ids=_taps(config),
-        num_target_layers=config.get("num_target_layers", depth),
         shifted_labels=True,
     )
 
 
-def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+def read_eagle3(config: Json, tensors: Tensors, _depth: int | None) -> Checkpoint:
     fields.refuse(config, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
     draft = Eagle3Config(
         draft_vocab_size=config["vocab_size"],
         target_layer_ids=_taps(config),
-        num_target_layers=config.get("num_target_layers", depth),
+        num_target_layers=config.get("num_target_layers"),
         attention_bias=config.get("attention_bias", False),
         qk_norm=True,
         own_embedding="embed_tokens.weight" in tensors,
         **fields.body(config, "an EAGLE-3 draft"),
     )
-    own = fields.with_whole_map(draft, fields.renamed(tensors, LAYER, "midlayer."))
-    return Checkpoint(draft, own, config.get("_name_or_path"))
+    return Checkpoint(draft, fields.renamed(tensors, LAYER, "midlayer."), config.get("_name_or_path"))
 
 
 def _taps(config: Json) -> tuple[int, ...]:

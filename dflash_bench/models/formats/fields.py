@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.errors import UserError
+from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Json, Tensors
 
 SCALINGS = {
@@ -17,6 +18,8 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 """Rotary scalings that do not depend on the length of the text, and what each must say."""
+FROM_LENGTH = ("yarn", "llama3")
+"""Those that start from the length that the body was trained with."""
 
 
 def refuse(config: Json, what: str, *variants: str) -> None:
@@ -73,7 +76,7 @@ def _rotary(config: Json) -> dict[str, Any]:
     theta = float(settings.pop("rope_theta", config.get("rope_theta", 10000.0)))
     length = config.get("max_position_embeddings", 4096)
     kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    if {**config, **settings}.get("partial_rotary_factor", 1.0) != 1.0:
+    if {**config, **settings}.get("partial_rotary_factor") not in (None, 1.0):
         raise UserError("a draft with partial_rotary_factor in config.json is not supported")
     plain = {"rope_theta": theta, "max_positions": length, "rope_scaling": None}
     if kind == "default":
@@ -82,8 +85,9 @@ def _rotary(config: Json) -> dict[str, Any]:
         raise UserError(f"a draft with rotary scaling '{kind}' is not supported; {', '.join(SCALINGS)} are")
     scaling = {"rope_type": kind, **{key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
     for key in SCALINGS[kind]:
-        float(scaling[key])
-    scaling.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings") or length)
+        scaling[key]
+    if kind in FROM_LENGTH and scaling.get("original_max_position_embeddings") is None:
+        scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or length
     return {**plain, "rope_scaling": scaling}
 
 
@@ -96,10 +100,15 @@ def shifted(ids: Sequence[int], by: int) -> tuple[int, ...]:
 
 
 def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """A draft of the whole vocabulary may leave its map out, and any draft the half that follows from the other."""
-    tensors = dict(tensors)
-    size = config.draft_vocab_size or config.vocab_size
-    if size == config.vocab_size:
+    """A draft of the whole vocabulary may leave its map out, and any draft the half that follows from the other.
+
+    A DFlash draft of the whole vocabulary has no map at all, and one of a reduced vocabulary the first ids if it
+    names none. Sizes must have been checked: this is memory.
+    """
+    tensors, size = dict(tensors), config.draft_vocab_size
+    if size is None:
+        return without_whole_map(config, tensors) if "d2t" in tensors and not tensors["d2t"].any() else tensors
+    if size == config.vocab_size or isinstance(config, DFlashConfig):
         tensors.setdefault("d2t", torch.zeros(size, dtype=torch.int64))
     if "d2t" in tensors and "t2d" not in tensors:
         covered = torch.zeros(config.vocab_size, dtype=torch.bool)

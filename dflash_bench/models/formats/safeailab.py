@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dflash_bench.errors import UserError
 from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
-from dflash_bench.models.formats import fields
+from dflash_bench.models.formats import dflash, fields
 from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
 
 FORMULA = "1, n//2 - 1, n - 4"
@@ -26,8 +26,8 @@ def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     own = fields.renamed(tensors, "layers.0.", "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=both["draft_vocab_size"],
-        target_layer_ids=named_taps(listed) if listed else default_target_layers(depth or 36),
-        num_target_layers=depth,
+        target_layer_ids=named_taps(listed) if listed else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
+        num_target_layers=None,
         # Publishers copy attention_bias from the target whatever their layer is.
         attention_bias="midlayer.self_attn.q_proj.bias" in own,
         norm_before_residual=both.get("norm_before_residual") or False,
@@ -40,7 +40,7 @@ def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     notes = [f"eagle_aux_hidden_state_layer_ids {list(listed)}: {_convention(listed)}"] if listed else []
     notes += [OLDER_NAME] if draft.norm_output else []
     formula = None if listed or depth else FORMULA
-    return Checkpoint(draft, fields.with_whole_map(draft, own), None, tuple(notes), formula)
+    return Checkpoint(draft, own, None, tuple(notes), formula)
 
 
 def named_taps(listed: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ of that class and not that the thing is absent.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dflash_bench.errors import UserError
@@ -26,13 +27,13 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     read = dflash.checkpoint(
         {**body, "block_size": config.get("block_size", 8), "mask_token_id": config["mask_token_id"]},
         tensors,
+        depth,
         _verifier(config),
-        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or 36),
-        num_target_layers=depth,
+        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
         shifted_labels=config.get("sample_from_anchor") or False,
         draft_vocab_size=reduced,
     )
-    return read if taps or depth else _without_taps(read)
+    return read if taps or depth else replace(read, derived_taps=safeailab.FORMULA)
 
 
 def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
@@ -41,8 +42,8 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     own = fields.renamed(tensors, LAYER, "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=config["draft_vocab_size"],
-        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or 36),
-        num_target_layers=depth,
+        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
+        num_target_layers=None,
         attention_bias=body["attention_bias"],
         qk_norm=body["model_type"] == "qwen3",
         norm_before_residual=config.get("norm_before_residual") or False,
@@ -53,12 +54,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         **fields.body(body, safeailab.WHAT),
     )
     notes = () if "norm_before_residual" in config else (NO_FLAG,)
-    read = Checkpoint(draft, fields.with_whole_map(draft, own), _verifier(config), notes)
-    return read if taps or depth else _without_taps(read)
-
-
-def _without_taps(read: Checkpoint) -> Checkpoint:
-    return Checkpoint(read.config, read.tensors, read.trained_for, read.notes, safeailab.FORMULA)
+    return Checkpoint(draft, own, _verifier(config), notes, None if taps or depth else safeailab.FORMULA)
 
 
 def _body(config: Json) -> dict[str, Any]:

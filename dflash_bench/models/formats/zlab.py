@@ -15,12 +15,7 @@ def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     both = {**config, **(config.get("dflash_config") or {})}
     variants = ("causal", "is_causal", "use_swa", "projector_type", "attention_sink_bias", "attention_value_scale")
     fields.refuse(both, dflash.WHAT, *variants, "shift_label", "sample_from_anchor")
-    return dflash.checkpoint(
-        both,
-        tensors,
-        target_layer_ids=tuple(both.get("target_layer_ids") or ()),
-        num_target_layers=both.get("num_target_layers", depth),
-    )
+    return dflash.checkpoint(both, tensors, depth, target_layer_ids=tuple(both.get("target_layer_ids") or ()))
 
 
 def write(checkpoint: Checkpoint) -> Stored:
