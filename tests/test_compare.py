@@ -243,11 +243,61 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     assert "unknown target of published figures 'nano'; known: " in told(main, "run", "--against", "paper")
-    code, shown, _ = main("compare", "run", "--against", "paper:qwen3-4b")
-    assert code == 0
-    assert "note: the run's target is nano, the published figures are of Qwen3-4B" in shown
+    note = "the run's target is nano, the published figures are of Qwen3-4B"
+    assert f"note: {note}" in main("compare", "run", "--against", "paper:qwen3-4b")[1]
+    assert note in found(main, "run", "--against", "paper:qwen3-4b")["notes"]
     stored(tmp_path / "warm", answers(), temperature=0.7)
-    assert "nothing was published for Qwen3-4B at temperature 0.7" in told(main, "warm", "--against", "paper:Qwen3-4B")
+    line = told(main, "warm", "--against", "paper:Qwen3-4B")
+    assert "nothing was published for Qwen3-4B without thinking at temperature 0.7" in line
+
+
+def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "other", answers(), model="qwen3-8b", target="my/Other-7B")
+    assert "unknown target of published figures 'my/Other-7B'" in told(main, "other", "--against", "paper")
+    assert found(main, "other", "--against", "paper:qwen3-8b")["notes"][0] == (
+        "the run's target is my/Other-7B, the published figures are of Qwen3-8B"
+    )
+    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
+    assert not any("target" in note for note in found(main, "same", "--against", "paper:qwen3-8b")["notes"])
+    assert published.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "shown"), [(True, {"on"}), (False, {"off"}), (None, {"off"})], ids=["on", "off", "no switch"]
+)
+def test_published_figures_are_those_of_the_runs_thinking_mode(
+    tmp_path: Path, main: Main, thinking: bool | None, shown: set[str]
+) -> None:
+    stored(tmp_path / "run", answers(suite="math500"), target="Qwen/Qwen3-8B", thinking=thinking)
+    figures = found(main, "run", "--against", "paper")["figures"]
+    assert {each["published"]["thinking"] for each in figures} == shown
+
+
+def test_a_run_that_thinks_where_nobody_published_that_finds_nothing(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(suite="mbpp"), target="Qwen/Qwen3-8B", thinking=True)
+    line = told(main, "run", "--against", "paper")
+    assert "nothing was published for Qwen3-8B with thinking at temperature 0 on mbpp ar, mbpp dflash" in line
+
+
+@pytest.mark.parametrize(
+    ("method", "configs"),
+    [
+        ("eagle3", {"RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7"}),
+        ("eagle3-tree:60", {"tree 16, steps 7, top-k 10", "tree 60, steps 7, top-k 10"}),
+    ],
+)
+def test_chains_stand_beside_chains_and_trees_beside_trees(
+    tmp_path: Path, main: Main, method: str, configs: set[str]
+) -> None:
+    rows = [replace(row, method=method) if row.method == "dflash" else row for row in answers()]
+    number = 59 if "tree" in method else 7
+    stored(tmp_path / "run", rows, target="Qwen/Qwen3-8B", methods={method: {"num_drafts": number}})
+    shown = found(main, "run", "--against", "paper")
+    figures = [each["published"] for each in shown["figures"] if each["method"] == method]
+    assert {each["config"] for each in figures} == configs
+    assert {each["num_drafts"] for each in figures} == ({15, 59} if "tree" in method else {7})
+    note = f"{method} drafts 59 tokens a round in this run, 15 in some published figures"
+    assert shown["notes"] == ([note] if "tree" in method else [])
 
 
 def test_every_published_figure_has_a_formula_and_a_source() -> None:

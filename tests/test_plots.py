@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rows import generation, pair, record
@@ -14,6 +15,7 @@ from dflash_bench import frame, metrics, plots
 from dflash_bench.plots import acceptance, speed, style
 from dflash_bench.plots.material import Material
 from dflash_bench.plots.trend import trend
+from dflash_bench.records import Record
 from dflash_bench.report import read
 
 Main = Callable[..., tuple[int, str, str]]
@@ -34,15 +36,34 @@ def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> N
     assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k", "math500"]
 
 
-def test_a_published_figure_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
+def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str]:
+    (legend,) = speed.speedup(Material(read(stored(folder, rows, **identity)))).legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def drafting(**num_drafts: int) -> dict[str, Any]:
+    """As a run of these methods is stored, each with its tokens a round."""
+    return {"methods": {label.replace("_", "-"): {"num_drafts": number} for label, number in num_drafts.items()}}
+
+
+def test_a_published_figure_of_the_same_configuration_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
     rows = answers(12)
-    made = Material(read(stored(tmp_path / "run", rows, model="qwen3-8b")))
-    figure = speed.speedup(made)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "dflash", "published, speedup.zlab", "this run, speedup.zlab",
+    assert legend_of(tmp_path / "run", rows, target="Qwen/Qwen3-8B", **drafting(dflash=15)) == [
+        "dflash", "published, speedup.zlab: z-lab/Qwen3-8B-DFlash-b16, block 16, 1 step", "this run, speedup.zlab",
+        "published, speedup.zlab: block 16, 5 layers",
     ]  # fmt: skip
-    assert not Material(read(stored(tmp_path / "nano", rows))).published
+    assert legend_of(tmp_path / "short", rows, target="Qwen/Qwen3-8B", **drafting(dflash=4)) == ["dflash"]
+    other = legend_of(tmp_path / "other", rows, model="qwen3-8b", target="my/Other-7B", **drafting(dflash=15))
+    assert other == ["dflash"]
+
+
+def test_a_tree_is_marked_beside_trees_of_its_size_and_a_chain_beside_chains(tmp_path: Path) -> None:
+    rows = [replace(row, method="eagle3-tree") if row.method == "dflash" else row for row in answers(12)]
+    tree = legend_of(tmp_path / "tree", rows, target="Qwen/Qwen3-8B", **drafting(eagle3_tree=59))
+    assert tree[1] == "published, speedup.zlab: tree 60, steps 7, top-k 10" and len(tree) == 3
+    rows = [replace(row, method="eagle3") if row.method == "dflash" else row for row in answers(12)]
+    chain = legend_of(tmp_path / "chain", rows, target="Qwen/Qwen3-8B", **drafting(eagle3=7))
+    assert chain[1] == "published, speedup.zlab: RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7" and len(chain) == 3
 
 
 def test_the_shares_of_rounds_add_up_and_stand_at_what_was_kept(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dflash_bench.tables import aligned, number
 class Comparison:
     text: str
     json: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def compared(
@@ -69,7 +70,7 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison
     """What the reader must know stands above the tables."""
     lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
     told = [f"left out, damaged: {text}" for run in runs for text in run.damaged]
-    told += [f"allowed, though unlike: {text}" for text in notes]
+    told += [*(f"allowed, though unlike: {text}" for text in notes), *shown.notes]
     lines += [f"note: {text}" for text in told]
     head = "\n".join(lines)
     return Comparison(f"{head}\n\n{shown.text}\n", {"runs": [run.name for run in runs], "notes": told} | shown.json)
@@ -108,21 +109,37 @@ def _compat(run: Results) -> Comparison:
 
 def _against(run: Results, against: str) -> Comparison:
     identity = run.info["identity"]
-    asked = against.partition(":")[2]
-    target = published.target_of(asked or identity["model"])
-    found = published.beside(zlab.official(run.rows), target, identity["temperature"])
-    other = f"note: the run's target is {identity['model']}, the published figures are of {target}\n\n" if asked else ""
-    heads = ["suite", "method", "formula", "this run", "published", "published for", "conc.", "hardware", "source"]
+    model = published.model_of(identity)
+    target = published.target_of(against.partition(":")[2] or model)
+    found = published.beside(zlab.official(run.rows), target, identity)
+    heads = [
+        "suite", "method", "drafts", "formula", "this run", "published", "drafts", "published for", "thinking",
+        "conc.", "hardware", "source",
+    ]  # fmt: skip
     rows = [
-        [b.suite, b.method, b.published.formula, number(b.own), number(b.published.value), b.published.config,
-         str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
+        [b.suite, b.method, number(b.num_drafts, 0), b.published.formula, number(b.own), number(b.published.value),
+         number(b.published.num_drafts, 0), b.published.config, b.published.thinking, str(b.published.concurrency),
+         b.published.hardware, b.published.source] for b in found
     ]  # fmt: skip
     formulas = _formulas(
         {k: v for k, v in (zlab.FORMULAS | published.FORMULAS).items() if any(k in row for row in rows)}
     )
     told = [asdict(each) for each in found]
-    text = f"{other}{aligned(heads, rows, left=3)}\n\n{formulas}\nn/a: no formula of ours is that one"
-    return Comparison(text, {"against": "paper", "target": target, "figures": told})
+    text = (
+        f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
+        "n/a: not published, or no formula of ours is that one"
+    )
+    return Comparison(
+        text, {"against": "paper", "target": target, "figures": told}, tuple(_unlike_published(model, target, found))
+    )
+
+
+def _unlike_published(model: str, target: str, found: Sequence[published.Beside]) -> Iterator[str]:
+    if not published.is_target(model, target):
+        yield f"the run's target is {model}, the published figures are of {target}"
+    longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in found if not b.is_as_long)
+    for method, own, theirs in longer:
+        yield f"{method} drafts {number(own, 0)} tokens a round in this run, {theirs} in some published figures"
 
 
 def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Comparison:

@@ -76,7 +76,7 @@ class Material:
         """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
         identity = self.info["identity"]
         try:
-            target = published.target_of(identity.get("target") or identity["model"])
-            return published.beside(zlab.official(self.document.results.rows), target, identity["temperature"])
+            target = published.target_of(published.model_of(identity))
+            return published.beside(zlab.official(self.document.results.rows), target, identity)
         except UserError:
             return ()

@@ -12,6 +12,8 @@ from dflash_bench.plots.style import INK, MUTED, PAPER, PARTS, NothingToPlotErro
 
 MOST_POINTS = 400
 MOST_LABELS = 16
+PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
+"""Hollow, one for each published configuration."""
 BARS = 0.8
 """Width of the bars of a suite together."""
 
@@ -59,15 +61,22 @@ def _one(height: float) -> tuple[Any, Any]:
 
 
 def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[Any]:
-    """Never one formula beside another: a published mark comes with ours by the same formula."""
-    found = [each for each in material.published if each.published.formula == "speedup.zlab" and each.suite in shown]
+    """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
+    found = [
+        each
+        for each in material.published
+        if each.published.formula == "speedup.zlab" and each.suite in shown and each.is_as_long
+    ]
+    configs = list(dict.fromkeys(each.published.config for each in found))
     handles = {}
     for each in found:
         x = _place(material, shown.index(each.suite), each.method) + 0.3 * BARS / len(material.drafting)
+        config = each.published.config
         style = {"linestyle": "none", "zorder": 4}
         theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
+        theirs["marker"] = PUBLISHED_MARKERS[configs.index(config) % len(PUBLISHED_MARKERS)]
         ours = {"color": INK, "markeredgecolor": PAPER, "markersize": 9}
-        handles["published, speedup.zlab"] = axes.plot(x, each.published.value, "D", **theirs, **style)[0]
+        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, each.published.value, **theirs, **style)[0]
         if each.own is not None:
             handles["this run, speedup.zlab"] = axes.plot(x, each.own, "X", **ours, **style)[0]
     for label, handle in handles.items():

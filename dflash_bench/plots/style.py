@@ -85,7 +85,8 @@ def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "",
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
-    across = 4 if sum(len(handle.get_label()) for handle in handles) < 40 else 2
+    labels = [len(handle.get_label()) for handle in handles]
+    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
     legend = figure.legend(
         handles=list(handles), loc="outside lower left", ncols=across, title="; ".join(notes) or None
     )
