@@ -13,7 +13,7 @@ from golden import assert_golden
 from rows import drafted, pair, plain
 from runs import answers, changed, slower, stored
 
-from dflash_bench import frame, store
+from dflash_bench import frame, parts, store
 from dflash_bench.peers import published, zlab
 from dflash_bench.records import SCHEMA_VERSION
 
@@ -178,7 +178,8 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
     tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(store, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+        for module in (store, parts):
+            newer.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         stored(tmp_path / "run", answers())
     assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")
     info = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -328,6 +329,52 @@ def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> Non
     assert "serve.json (Qwen/Qwen3-8B)" in main("compare", "run", "serve.json")[1]
 
 
+def columns_of(shown: str) -> list[dict[str, str]]:
+    """The rows of the table that begins with `what`, by column; its names hold no two spaces."""
+    lines = shown.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("what"))
+    table = lines[start : lines.index("", start)]
+    heads, *rows = ([text.strip() for text in line.split("  ") if text.strip()] for line in table)
+    return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def test_how_a_server_was_loaded_and_what_failed_is_shown(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    loaded = SERVED | {"max_concurrency": 8, "failed": 30}
+    (tmp_path / "loaded.json").write_text(json.dumps(loaded))
+    (tmp_path / "open.json").write_text(json.dumps(SERVED | {"max_concurrency": None}))
+    ar, _, first, second = columns_of(main("compare", "run", "loaded.json", "open.json")[1])
+    assert [(row["failed"], row["conc."]) for row in (ar, first, second)] == [
+        ("0", "1"), ("30", "8"), ("n/a", "no limit"),
+    ]  # fmt: skip
+    assert [each["num_failed"] for each in found(main, "run", "loaded.json", "open.json")["served"]] == [30, None]
+
+
+def test_acceptance_by_position_stands_beside_the_servers(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [row for name in "ab" for row in pair(name, [4, 4, 0, 1])])
+    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
+    _, own, theirs = columns_of(main("compare", "run", "serve.json")[1])
+    assert [(row["accept_at[1]"], row["accept_at[2]"]) for row in (own, theirs)] == [("0.75", "0.50"), ("0.90", "0.80")]
+    (_, cell) = found(main, "run", "serve.json")["cells"]
+    assert cell["accept_at"] == {"accept_at[1]": 0.75, **{f"accept_at[{k}]": 0.5 for k in (2, 3, 4)}}
+
+
+def test_a_server_without_speculation_does_not_hide_the_runs_acceptance(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [row for name in "ab" for row in pair(name, [4, 4, 0, 1])])
+    bare = {key: value for key, value in SERVED.items() if not key.startswith("spec_decode")}
+    (tmp_path / "serve.json").write_text(json.dumps(bare))
+    _, own, theirs = columns_of(main("compare", "run", "serve.json")[1])
+    assert (own["al.pooled"], own["accept_rate"], theirs["al.pooled"]) == ("3.25", "0.56", "n/a")
+
+
+def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
+    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
+    stored(tmp_path / "run", answers())
+    assert found(main, "run", "serve.json")["notes"] == ["the target of run is nano, serve.json is of Qwen/Qwen3-8B"]
+    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
+    assert found(main, "same", "serve.json")["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("text", "told_of"),
     [
@@ -335,6 +382,22 @@ def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> Non
         ("[", "cannot read serve.json: "),
         (json.dumps(SERVED | {"completed": 0}), "serve.json: no request was completed"),
         (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it is of another formula"),
+        *[
+            (json.dumps(SERVED | {key: value}), f"serve.json: {key} is no ")
+            for key, value in {
+                "output_throughput": "fast",
+                "completed": "many",
+                "failed": True,
+                "max_concurrency": 1.5,
+                "mean_tpot_ms": float("nan"),
+                "mean_ttft_ms": -1,
+                "spec_decode_acceptance_rate": "38",
+                "spec_decode_num_drafts": 10**400,
+                "spec_decode_accepted_tokens": [1],
+                "spec_decode_per_position_acceptance_rates": {"a": 1},
+            }.items()
+        ],
+        (json.dumps(SERVED | {"spec_decode_per_position_acceptance_rates": [0.9, "0.8"]}), "rates is no number"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, main: Main, text: str, told_of: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import environment, frame
+from dflash_bench import environment, frame, rounds
 from dflash_bench.compare import text as texts
 from dflash_bench.compare.changes import Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.errors import UserError, unknown
@@ -143,21 +143,46 @@ def _unlike_published(model: str, target: str, found: Sequence[published.Beside]
 
 
 def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Comparison:
-    """By formula id; al.pooled and accept_rate mean the same on both sides, the rest has one side only."""
-    cells = [(run.name, cell) for run in runs for cell in summarised(run)]
-    ids = list(dict.fromkeys(name for each in served for name in each.figures))
-    heads = ["what", "answers", *ids]
-    rows = [
-        [f"{name} {cell.suite} {cell.method}", f"{cell.num_prompts} prompts", *(number(cell.value(i)) for i in ids)]
-        for name, cell in cells
-    ]
+    """By formula id; acceptance means the same on both sides, the rest has one side only."""
+    ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for each in served for name in each.figures))))
+    heads = ["what", "answers", "failed", "conc.", *ids]
+    rows, cells = [], []
+    for run in runs:
+        reached, own = _accept_at(run), summarised(run)
+        for cell, shown in zip(own, texts.cells_json(own), strict=True):
+            positions = reached.get((cell.suite, cell.method), {})
+            figures = (positions.get(name, cell.value(name)) for name in ids)
+            what = f"{run.name} {cell.suite} {cell.method}"
+            # This engine answers one prompt at a time.
+            rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
+            cells.append(shown | {"accept_at": positions})
     rows += [
-        [f"{each.name} ({each.model})", f"{each.num_requests} requests", *(number(each.figures.get(i)) for i in ids)]
-        for each in served
-    ]
+        [f"{each.name} ({each.model})", f"{each.num_requests} requests", number(each.num_failed, 0),
+         str(each.concurrency or "no limit"), *(number(each.figures.get(name)) for name in ids)] for each in served
+    ]  # fmt: skip
+    text = f"{aligned(heads, rows, left=1)}\n\n{_formulas(vllm.FORMULAS)}\nconc. = most requests at once"
     told = [asdict(each) for each in served]
-    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(vllm.FORMULAS)}"
-    return Comparison(text, {"cells": texts.cells_json([cell for _, cell in cells]), "served": told})
+    return Comparison(text, {"cells": cells, "served": told}, tuple(_other_models(runs, served)))
+
+
+def _accept_at(run: Results) -> dict[tuple[str, str], dict[str, float]]:
+    """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
+    return {
+        place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[1])}
+        for place, counts in rounds.of_run(Path(run.name)).items()
+    }
+
+
+def _other_models(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Iterator[str]:
+    for run in runs:
+        target = published.model_of(run.info["identity"])
+        for each in served:
+            if _last_part(each.model) != _last_part(target):
+                yield f"the target of {run.name} is {target}, {each.name} is of {each.model}"
+
+
+def _last_part(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].lower()
 
 
 def _formulas(formulas: dict[str, str]) -> str:
