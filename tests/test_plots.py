@@ -156,6 +156,25 @@ def test_plot_writes_every_plot_and_names_it(tmp_path: Path, main: Main) -> None
     assert Path("there/trend.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "a", answers(4))
+    stored(tmp_path / "b", answers(4, suite="math500"), suites={"math500": {"version": 1}})
+    stored(tmp_path / "c", answers(4, suite="math500"), suites={"math500": {"version": 2}}, dtype="bfloat16")
+    code, shown, told = main("plot", "a", "b", "c", "-o", "there", "--allow", "dtype")
+    assert (code, shown) == (2, "")
+    assert told.endswith(
+        "b and c are unlike: suite: version of math500 1 and 2. To compare all the same: --allow suite\n"
+    )
+    words = ["a", "b", "c", "-o", "there", "--format", "svg", "--allow", "dtype", "--allow", "suite"]
+    code, shown, told = main("plot", *words)
+    assert (code, shown) == (0, "there/trend.svg\n")
+    assert told.splitlines() == [
+        "note: allowed, though unlike: dtype: dtype float32 and bfloat16",
+        "note: allowed, though unlike: suite: version of math500 1 and 2",
+    ]
+    assert "the runs differ in dtype, suite" in Path("there/trend.svg").read_text()
+
+
 def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -> None:
     rows = [row for row in answers(4) if row.method == "ar"]
     rows += [record("server", f"p{number:03}", generation(None)) for number in range(4)]
@@ -172,6 +191,8 @@ def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
     for words, told in [
         (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
         (["run", "run"], "say where with -o DIR"),
+        (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, unfinished"),
+        (["run", "run", "-o", "there", "--allow", "all"], "unknown difference 'all'"),
     ]:
         code, shown, text = main("plot", *words)
         assert (code, shown, text.count("\n")) == (2, "", 1)

@@ -39,8 +39,9 @@ def write(material: Material, name: str, folder: Path, kind: str) -> Path:
     return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
 
-def write_trend(runs: Sequence[Material], folder: Path, kind: str) -> Path:
-    return _write(trend, runs, folder / f"trend.{kind}")
+def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[str] = ()) -> Path:
+    """`unlike`, as "kind: what", is how the runs differ; the plot says so."""
+    return _write(lambda runs: trend(runs, unlike), runs, folder / f"trend.{kind}")
 
 
 def svg(material: Material, name: str) -> str:

@@ -11,8 +11,8 @@ from dflash_bench.plots.style import NothingToPlotError, errors, finish, looks, 
 FIGURES = ("speedup.decode", "al.pooled")
 
 
-def trend(runs: Sequence[Material]) -> Any:
-    """speedup.decode and al.pooled with intervals, a panel for each suite and figure."""
+def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
+    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` as "kind: what"."""
     over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
     suites = list(dict.fromkeys(suite for run in over_time for suite in run.suites))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
@@ -29,7 +29,9 @@ def trend(runs: Sequence[Material]) -> Any:
         axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
         axes.set_ylim(bottom=0)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, f"Over {len(over_time)} runs", handles, "bars: 95 % over prompts", len(names) - len(axes_of))
+    kinds = dict.fromkeys(each.partition(":")[0] for each in unlike)
+    note = "bars: 95 % over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
 def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_id: str, look: dict[str, Any]) -> None:
