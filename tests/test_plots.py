@@ -97,6 +97,29 @@ def test_each_prompt_is_a_point(tmp_path: Path) -> None:
     assert points[:, 0] == pytest.approx([10.0] * 12)
 
 
+def test_the_lines_that_are_drawn_are_those_that_are_named(tmp_path: Path) -> None:
+    slow = speed.prompts(Material(read(stored(tmp_path / "slow", slower(answers(12, noise=0), 5)))))
+    fast = speed.prompts(Material(read(stored(tmp_path / "fast", slower(answers(12, noise=0), 0.5)))))
+    near = speed.prompts(Material(read(stored(tmp_path / "near", slower(answers(12, noise=0), 1.2)))))
+    drawn = [[text.get_text() for text in figure.axes[0].texts] for figure in (slow, fast, near)]
+    named = [figure.legends[0].get_title().get_text() for figure in (slow, fast, near)]
+    assert drawn == [["1×"], ["4×"], []]
+    assert named == ["dashed: 1× as fast as plain decoding", "dashed: 4× as fast as plain decoding", ""]
+    assert not any("×" in caption for caption in plots.CAPTIONS.values())
+
+
+@pytest.mark.parametrize("name", ["acceptance", "positions", "output", "prompts", "trend"])
+def test_every_row_of_panels_has_its_label_and_its_ticks(tmp_path: Path, name: str) -> None:
+    made = Material(read(stored(tmp_path / "run", [row for at in range(3) for row in answers(4, suite=f"s{at}")])))
+    figure = style.with_style(lambda: trend([made]) if name == "trend" else plots.PLOTS[name](made))
+    figure.draw_without_rendering()
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(shown) == (6 if name == "trend" else 3)
+    assert all(axes.get_ylabel() for axes in shown[::2])
+    for axes in shown:
+        assert any(tick.label1.get_visible() and tick.label1.get_text() for tick in axes.xaxis.get_major_ticks())
+
+
 def test_of_very_many_prompts_a_draw_is_shown_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "MOST_POINTS", 5)
     figure = speed.prompts(Material(read(stored(tmp_path / "run", answers(12)))))

@@ -25,7 +25,7 @@ CAPTIONS = {
     "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
     "output": "A line that falls means that the draft loses its way in long answers.",
     "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",
-    "prompts": "Each point is a prompt; above the 1× line it was slower than plain decoding.",
+    "prompts": "Each point is a prompt: the lower it lies for how far right it is, the more drafting gained.",
 }
 
 

@@ -8,7 +8,18 @@ import numpy as np
 
 from dflash_bench.metrics import BASELINE, TERMS, Cell
 from dflash_bench.plots.material import Material
-from dflash_bench.plots.style import INK, MUTED, PAPER, PARTS, NothingToPlotError, errors, finish, looks, panels
+from dflash_bench.plots.style import (
+    INK,
+    MUTED,
+    PAPER,
+    PARTS,
+    NothingToPlotError,
+    errors,
+    finish,
+    looks,
+    name_axes,
+    panels,
+)
 
 MOST_POINTS = 400
 MOST_LABELS = 16
@@ -120,14 +131,12 @@ def prompts(material: Material) -> Any:
             found = points.get((suite, method), np.zeros((0, 2)))
             axes.plot(*found.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
                       markersize=5.5, markeredgewidth=0)  # fmt: skip
-        axes.set_xlabel("plain ms / token")
-    _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
-    next(iter(axes_of.values())).set_ylabel("ms / token")
-    drawn = max(len(found) for found in points.values())
-    note = "lines: so many times as fast; below the line is faster"
-    note += f"; {MOST_POINTS:,} prompts of each cell" if drawn == MOST_POINTS else ""
+    name_axes(axes_of, "plain ms / token", "ms / token")
+    lines = _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
+    notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
+    notes += [f"{MOST_POINTS:,} prompts of each cell"] if max(map(len, points.values())) == MOST_POINTS else []
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Prompt by prompt", handles, note, len(shown) - len(axes_of))
+    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(shown) - len(axes_of))
 
 
 def _per_token(cell: Cell) -> Any:
@@ -140,15 +149,17 @@ def _per_token(cell: Cell) -> Any:
     return 1000 * np.column_stack([sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]])
 
 
-def _speedup_lines(all_axes: list[Any], points: Any) -> None:
+def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
+    """Draws those that end inside the axes, and says which."""
     plain, own = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
+    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
+    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and 0.97 * right / times < top]
     for axes in all_axes:
-        axes.set_xlim(0.92 * points[:, 0].min(), 1.06 * plain)
-        axes.set_ylim(0, 1.12 * own)
-        right = axes.get_xlim()[1]
-        for times in (1, 2, 4, 8, 16):
-            if times <= max(1, fastest) and 0.97 * right / times < 1.12 * own:
-                axes.plot([0, right], [0, right / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-                axes.annotate(f"{times}×", (right, right / times), (2, 0), textcoords="offset points", fontsize=9.5,
-                              color=MUTED, va="center", annotation_clip=False)  # fmt: skip
+        axes.set_xlim(left, right)
+        axes.set_ylim(0, top)
+        for times in drawn:
+            axes.plot([0, right], [0, right / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.annotate(f"{times}×", (right, right / times), (2, 0), textcoords="offset points", fontsize=9.5,
+                          color=MUTED, va="center", annotation_clip=False)  # fmt: skip
+    return drawn

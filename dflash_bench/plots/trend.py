@@ -28,6 +28,7 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
             _line(axes, over_time, suite, method, figure_id, look[method])
         axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
         axes.set_ylim(bottom=0)
+        axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     kinds = dict.fromkeys(each.partition(":")[0] for each in unlike)
     note = "bars: 95 % over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
@@ -44,4 +45,5 @@ def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_i
 
 
 def _day(run: Material) -> str:
-    return str(run.info.get("started") or run.document.folder.name)[:16].replace("T", " ")[5:]
+    started = run.info.get("started")
+    return str(started)[5:16].replace("T", " ") if started else run.document.folder.name
