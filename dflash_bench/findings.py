@@ -61,6 +61,10 @@ class Case:
     good: Any
     identity: Mapping[str, Any]
     """What the run was made with, as `run.json` has it; empty where that is not known."""
+    has_plain: bool
+    """Has its suite an answer of plain decoding that did not fail?"""
+    opens_run: bool
+    """Has its suite the first answers of the run, which alone can be a warm-up?"""
 
     @property
     def is_baseline(self) -> bool:
@@ -81,7 +85,9 @@ class Case:
 
 def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
     """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
-    cases = [_case(rows, cell, identity or {}) for cell in cells]
+    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    first = rows["suite"].iloc[int(rows["order"].to_numpy().argmin())]
+    cases = [_case(rows, cell, identity or {}, cell.suite in plain, cell.suite == first) for cell in cells]
     alike: dict[tuple[str, str], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
@@ -95,9 +101,9 @@ def _finding(alike: Sequence[Seen]) -> Finding:
     return Finding(first.kind, f"{first.where}: {first.text}{likewise}", first.remedy)
 
 
-def _case(rows: Any, cell: Cell, identity: Mapping[str, Any]) -> Case:
+def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
     own = metrics.select(rows, suite=cell.suite, slice=cell.slice, method=cell.method)
-    return Case(cell, own, metrics.without_errors(own), identity)
+    return Case(cell, own, metrics.without_errors(own), identity, has_plain, opens_run)
 
 
 def _mismatch(case: Case) -> Seen | None:
@@ -124,6 +130,13 @@ def _failed(case: Case) -> Seen | None:
     first = (errors.iloc[0].splitlines() or ["no message"])[0]
     text = f"{len(errors)} of {_answers(case.rows)} failed and are in no number; the first: {first[:160]}"
     return case.seen("failed", text, "remove the cause and run again with another --out")
+
+
+def _no_baseline(case: Case) -> Seen | None:
+    if case.has_plain or not case.cell.num_prompts:
+        return None
+    text = "its suite has no answers of plain decoding (ar), so there is no speed-up"
+    return case.seen("no_baseline", text, "finish the run with --resume, or run it again")
 
 
 def _near_ties(case: Case) -> Seen | None:
@@ -223,6 +236,8 @@ def _saturated(case: Case) -> Seen | None:
 
 
 def _first_is_slow(case: Case) -> Seen | None:
+    if not case.opens_run:
+        return None
     steps = _seconds_per_step(case.good.sort_values("order", kind="stable"))
     known = steps[~np.isnan(steps)]
     if len(known) < MIN_ANSWERS_OVER_TIME or not steps[0] > SLOW_FIRST * np.median(known):
@@ -233,8 +248,9 @@ def _first_is_slow(case: Case) -> Seen | None:
 
 
 def _outliers(case: Case) -> Seen | None:
-    over_time = case.good.sort_values("order", kind="stable")
-    steps = _seconds_per_step(over_time)[1:]  # the first has a finding of its own
+    # The first of the run has a finding of its own.
+    over_time = case.good.sort_values("order", kind="stable").iloc[int(case.opens_run) :]
+    steps = _seconds_per_step(over_time)
     known = ~np.isnan(steps)
     if known.sum() < MIN_ANSWERS_OVER_TIME:
         return None
@@ -243,7 +259,7 @@ def _outliers(case: Case) -> Seen | None:
         return None
     worst = int(np.argmax(np.where(slow, steps, 0)))
     times = steps[worst] / np.median(steps[known])
-    where = f"prompt {over_time['prompt_id'].iloc[worst + 1]} turn {over_time['turn'].iloc[worst + 1]}"
+    where = f"prompt {over_time['prompt_id'].iloc[worst]} turn {over_time['turn'].iloc[worst]}"
     text = f"{slow.sum()} of {_answers(case.good)} took far longer a step; worst {where}, {times:.1f} times the median"
     return case.seen("outliers", text, "they are in the numbers; keep the machine free of other work and run again")
 
@@ -296,8 +312,8 @@ def _wide_interval(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft, _slower_than_plain,
-    _saturated, _first_is_slow, _outliers, _drift, _truncated, _few_prompts, _wide_interval,
+    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft,
+    _slower_than_plain, _saturated, _first_is_slow, _outliers, _drift, _truncated, _few_prompts, _wide_interval,
 )  # fmt: skip
 
 
