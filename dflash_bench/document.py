@@ -61,7 +61,7 @@ def over_all(cells: Sequence[Cell], method: str) -> tuple[Interval | None, float
     own = [cell for cell in cells if cell.method == method and cell.num_prompts]
     if not own:
         return None, None
-    speedup = FIGURES["speedup.decode"].statistic
+    speedup = FIGURES["speedup.decode"].places
     terms = sum(cell.sums.sum(axis=0) for cell in own)
     verified, rounds = (float(terms[TERMS.index(name)]) for name in ("verified", "rounds"))
     return stats.geometric_mean([(cell.sums, speedup) for cell in own]), verified / rounds if rounds else None

@@ -45,6 +45,15 @@ class Results:
     damaged: tuple[str, ...] = ()
     """What was wrong with the parts that were left out."""
 
+    @property
+    def missing(self) -> list[str]:
+        """What is not in the numbers, to be said above them."""
+        unfinished = self.info.get("state", "complete") != "complete"
+        return [
+            *([f"{self.name} is not finished"] if unfinished else []),
+            *(f"left out, damaged: {d}" for d in self.damaged),
+        ]
+
 
 def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Results:
     """Raises UserError for a run that is not finished, or has a damaged part, unless `allow` names that."""
@@ -55,6 +64,9 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
         raise UserError(
             f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
         )
+    for name in ("environment", "command"):
+        if name not in info:
+            raise UserError(f"{folder}/run.json says nothing of the {name}; it is not as dflash-bench run wrote it")
     tables, damaged = [], []
     # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
     with ThreadPoolExecutor(2) as pool:
@@ -66,7 +78,9 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
             else:
                 raise UserError(f"{found}; --allow damaged uses the other parts") from found
     if not tables or not sum(map(len, tables)):
-        raise UserError(f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else ""))
+        shown = " that show their rounds" if by == "output-position" else ""
+        told = f" but in {len(damaged)} damaged parts" if damaged else ""
+        raise UserError(f"{folder} holds no answers{shown}{told}")
     return Results(str(folder), info, _sliced(_frame(tables), by), tuple(damaged))
 
 

@@ -45,10 +45,10 @@ TERMS = (
     "answers", "tokens", "decode_tokens", "decode_s", "e2e_tokens", "e2e_s", "rounds", "verified", "accepted",
     "drafted", "emitted", "rounds_of_shown", "shown", "al_sum", "draft_s", "draft_rounds", "verify_s", "verify_rounds",
     "other_s", "model_s", "timed_rounds", "exact", "compared", "passed", "scored", "lost", "gained",
-    "plain_s", "plain_tokens", "own_s", "own_tokens", "plain_e2e_s", "plain_e2e_tokens", "own_e2e_s", "own_e2e_tokens",
-    "log_ratio", "log_ratios",
+    "paired", "plain_s", "plain_tokens", "own_s", "own_tokens", "plain_e2e_s", "plain_e2e_tokens", "own_e2e_s",
+    "own_e2e_tokens", "log_ratio", "log_ratios",
 )  # fmt: skip
-"""Per prompt: sums over its turns and repeats. `plain_` and `own_` are of answers that both sides have."""
+"""Per prompt: sums over its turns and repeats. `plain_` and `own_` are of `paired` answers, which both sides have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +270,7 @@ def _paired_terms(good: Any) -> dict[str, Any]:
     terms = {"lost": plain["passed"] > own["passed"], "gained": plain["passed"] < own["passed"]}
     for pair in costs:
         both = ~np.isnan(sum(side[name] for side in (plain, own) for name in pair))
+        terms.setdefault("paired", both)
         terms |= {f"plain_{name}": np.where(both, plain[name], 0) for name in pair}
         terms |= {f"own_{name}": np.where(both, own[name], 0) for name in pair}
     return {name: np.asarray(values, dtype=np.float64) for name, values in terms.items()}

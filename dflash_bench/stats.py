@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 LEVEL = 0.95
 NUM_DRAWS = 10_000
 SEED = 0
+APART = 997
 MAX_UNITS = 1_000
 """More prompts are dealt into so many groups, and the groups are drawn: the width is then known to about 2 %."""
 OUTLIER = 10.0
@@ -80,9 +81,10 @@ def exp_mean(total: int, count: int) -> Statistic:
     return lambda sums: np.exp(mean(sums))
 
 
-def geometric_mean(parts: Sequence[tuple[Floats, Statistic]]) -> Interval | None:
-    """Over suites, each with its own prompts and so its own draws; each suite counts once."""
-    values = [_value(statistic, columns.sum(axis=0)) for columns, statistic in parts]
+def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
+    """Of a ratio over suites, each with its own prompts and so its own draws; each suite counts once."""
+    narrow = [_narrowed(columns, [sides]) for columns, sides in parts]
+    values = [_value(ratio(*sides), columns.sum(axis=0)) for columns, (sides,) in narrow]
     known = [value for value in values if value is not None and value > 0]
     if not known or len(known) < len(values):
         return None
@@ -90,7 +92,8 @@ def geometric_mean(parts: Sequence[tuple[Floats, Statistic]]) -> Interval | None
     middle = float(np.exp(np.mean(np.log(known))))
     if fewest < 2:
         return Interval(middle, None, None)
-    drawn = [statistic(resampled(columns, SEED + n)) for n, (columns, statistic) in enumerate(parts)]
+    # Each suite's draws are paired with other draws of the next: as independent as new ones, and made only once.
+    drawn = [np.roll(ratio(*sides)(resampled(columns)), n * APART) for n, (columns, (sides,)) in enumerate(narrow)]
     with np.errstate(divide="ignore", invalid="ignore"):
         return _between(middle, np.exp(np.mean(np.log(drawn), axis=0)), fewest)
 
@@ -99,14 +102,18 @@ def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
     """Ratios of sums, and how likely so large a difference from 1 is where there is none; None without a value.
 
     The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
-    needs no draws, and agrees with the interval.
+    needs no draws; for many prompts it agrees with the interval.
     """
-    used = sorted({at for sides in ratios for side in sides for at in side})
-    place = {at: number for number, at in enumerate(used)}
-    narrow = [([place[at] for at in top], [place[at] for at in bottom]) for top, bottom in ratios]
-    columns = columns[:, used]  # what is not used need not be drawn
+    columns, narrow = _narrowed(columns, ratios)
     found = intervals(columns, [ratio(*sides) for sides in narrow])
     return [_change(columns, sides, interval) for sides, interval in zip(narrow, found, strict=True)]
+
+
+def _narrowed(columns: Floats, ratios: Sequence[Ratio]) -> tuple[Floats, list[Ratio]]:
+    """What is not used need not be drawn."""
+    used = sorted({at for sides in ratios for side in sides for at in side})
+    place = {at: number for number, at in enumerate(used)}
+    return columns[:, used], [([place[at] for at in top], [place[at] for at in bottom]) for top, bottom in ratios]
 
 
 def _change(columns: Floats, sides: Ratio, found: Interval | None) -> Change | None:

@@ -174,15 +174,16 @@ def _write_info(folder: Path, info: Info) -> None:
 def read_info(folder: Path) -> Info:
     path = folder / "run.json"
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no run (no run.json)") from error
     except (OSError, ValueError) as error:
         raise cannot("read", path, error) from error
-    if not isinstance(info, dict) or not {"identity", "schema_version"} <= info.keys():
+    whole = isinstance(info, dict) and isinstance(info.get("identity"), dict)
+    if not whole or not isinstance(info.get("schema_version"), int):
         raise UserError(f"cannot read {path}: not written by dflash-bench run")
     parts.refuse_newer(path, info["schema_version"])
-    return info
+    return dict(info)
 
 
 def _differences(then: Any, now: Any, path: str = "") -> Iterator[str]:

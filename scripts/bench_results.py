@@ -34,7 +34,7 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 def make(folder: Path, num_answers: int) -> None:
     """As a run would leave it: merged parts."""
     identity = {"schema_version": 1, "suites": {}, "temperature": 0.0, "dtype": "float32", "model": "made up"}
-    with store.create(folder, {"identity": identity, "environment": describe()}) as run:
+    with store.create(folder, {"identity": identity, "environment": describe(), "command": "made up"}) as run:
         rng = np.random.default_rng(0)
         for number, start in enumerate(range(0, num_answers, PART_ANSWERS)):
             table = part(rng, start, min(PART_ANSWERS, num_answers - start))

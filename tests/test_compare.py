@@ -201,6 +201,55 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None
     assert "absent holds no run" in told(main, "absent")
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"schema_version": "1"}, "cannot read run/run.json: not written by dflash-bench run"),
+        ({"identity": []}, "cannot read run/run.json: not written by dflash-bench run"),
+        ({"environment": None}, "run/run.json says nothing of the environment"),
+        ({"command": None}, "run/run.json says nothing of the command"),
+    ],
+)
+def test_a_run_json_that_was_edited_is_refused(
+    tmp_path: Path, main: Main, changes: dict[str, object], line: str
+) -> None:
+    path = stored(tmp_path / "run", answers()) / "run.json"
+    info = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in info.items() if value is not None}))
+    assert line in told(main, "run")
+
+
+# What stands above the table
+
+
+def test_wrong_and_missing_answers_are_told_and_every_run_is_shown(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers())
+    stored(tmp_path / "now", changed(answers(), exactness="mismatch", passed=False))
+    told = found(main, "then", "now")
+    assert told["notes"] == ["now: 24 answers are not the target's own output (gsm8k dflash)"]
+    exact = {(cell["run"], cell["method"]): cell["exact"] for cell in told["cells"]}
+    assert (exact["then", "dflash"], exact["now", "dflash"]) == ([24, 24], [0, 24])
+    info = json.loads((tmp_path / "now" / "run.json").read_text())
+    (tmp_path / "now" / "run.json").write_text(json.dumps(info | {"state": "running"}))
+    assert found(main, "then", "now", "--allow", "unfinished")["notes"][0] == "now is not finished"
+
+
+def test_of_many_lines_without_a_change_none_looks_like_one(tmp_path: Path, main: Main) -> None:
+    """Noise alone: one line in twenty would have p < 0.05."""
+    suites = [f"suite{number}" for number in range(12)]
+    for name, seed in (("then", 100), ("now", 200)):
+        rows = [row for n, suite in enumerate(suites) for row in answers(8, 0.1, seed + n, suite=suite)]
+        stored(tmp_path / name, rows)
+    ratios = [each for change in found(main, "then", "now")["changes"] for each in change["ratios"].values()]
+    assert len(ratios) == 12 * 8
+    assert {each["verdict"] for each in ratios} <= {"same", "unclear"}
+
+
+def test_allowing_a_difference_of_a_single_run_is_refused(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    assert "--allow model has no effect on a single run" in told(main, "run", "--allow", "model")
+
+
 # The official harness, and published figures
 
 

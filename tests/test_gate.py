@@ -52,7 +52,34 @@ def test_fewer_prompts_are_compared_with_the_same_ones(gate: Main) -> None:
     assert kinds["al.pooled"]["expected"] == kinds["al.pooled"]["found"]
 
 
+def test_too_few_of_the_prompts_are_refused_or_told(main: Main, gate: Main) -> None:
+    code, out, err = gate(answers()[:4])
+    assert (code, out) == (2, "")
+    few = "gsm8k ar 2 of 24, gsm8k dflash 2 of 24"
+    assert f"now has too few of the baseline's prompts: {few}; run them all, or --allow prompts" in err
+    code, shown, _ = main("check", "now", "--baseline", "base.json", "--allow", "prompts", "--json")
+    assert code == 0
+    assert json.loads(shown)["notes"] == [f"fewer prompts than the baseline's are judged: {few}"]
+
+
+def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main) -> None:
+    rows = [row for row in answers() if row.method == "dflash" or row.prompt_id >= "p010"]
+    code, shown, _ = gate(rows, "--json")
+    found = {each["kind"]: each for each in json.loads(shown)["checks"] if not each["is_floor"]}
+    assert code == 0
+    # A baseline keeps ten digits of a second.
+    assert found["speedup.decode"]["found"] == pytest.approx(found["speedup.decode"]["expected"], rel=1e-9)
+    assert json.loads(shown)["notes"] == [
+        "fewer prompts than the baseline's are judged: gsm8k ar 14 of 24, gsm8k dflash 14 of 24"
+    ]
+
+
 # Each kind of loss
+
+
+def _one_less(row: Record) -> tuple[int, ...]:
+    accepted = row.generation.accepted or ()
+    return (*accepted[:-1], accepted[-1] - 1)
 
 
 PLANTED: dict[str, tuple[Callable[[list[Record]], list[Record]], set[str]]] = {
@@ -68,6 +95,9 @@ PLANTED: dict[str, tuple[Callable[[list[Record]], list[Record]], set[str]]] = {
     ),
     "accuracy": (lambda rows: changed(rows, first=4, passed=False), {"dflash passed"}),
     "failures": (lambda rows: [*rows, failed("dflash", "p000", "boom", turn=1)], {"dflash failed"}),
+    "control": (lambda rows: changed(rows, "ar", first=1, exactness="mismatch"), {"ar mismatch"}),
+    "plain failures": (lambda rows: [*rows, failed("ar", "p000", "boom", turn=1)], {"ar failed"}),
+    "one token": (lambda rows: changed(rows, first=12, accepted=_one_less), {"dflash al.pooled"}),
     "plain speed": (lambda rows: slower(slower(rows, 1.2), 1.2, "ar"), {"ar tps.decode", "dflash tps.decode"}),
 }
 
@@ -114,6 +144,11 @@ def test_a_limits_file_replaces_what_the_baseline_lets_pass(tmp_path: Path, gate
         ('["al.pooled"]\nfal = 1\n', "unknown key in limits.toml al.pooled: 'fal'; known: at_least, fall"),
         ("[al]\nfall = 1\n", "unknown figure in limits.toml: 'al'; known: al.pooled, exact, passed"),
         ('"al.pooled" = 1\n', 'al.pooled needs a table, such as ["al.pooled"]'),
+        ('["al.pooled"]\nfall = 5\n', "al.pooled fall is a share below 1, such as 0.05 for 5 %, not 5"),
+        ('["al.pooled"]\nfall = nan\n', "al.pooled fall must be a number from 0 up, not nan"),
+        ('["al.pooled"]\nat_least = inf\n', "al.pooled at_least must be a number from 0 up, not inf"),
+        ('["al.pooled"]\nfall = 0.1\n', "limits.toml has no effect without --baseline: nothing in it has at_least"),
+        ("", "limits.toml holds no limits"),
         ('["al.pooled"]\nfall = "x"\n', "al.pooled fall must be a number from 0 up, not 'x'"),
         ("[", "cannot read limits.toml: "),
     ],
@@ -216,6 +251,8 @@ def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> N
         ("b", "{", "cannot read b: "),
         ("c", '{"format": 99, "cells": []}', "c has format 99, this is 1; update dflash-bench"),
         ("d", '{"format": 1, "cells": []}', "d holds no cells"),
+        ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 1; update dflash-bench"),
+        ("f", '{"format": 1, "cells": [1]}', "f is damaged (KeyError('identity')); write it again with: dflash-bench"),
     ]:
         (tmp_path / name).write_text(text)
         code, _, err = main("check", "run", "--baseline", name)

@@ -244,7 +244,7 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
     hidden = record("server", "a", generation(None))
     parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", {"identity": {}, "environment": {}, "command": ""}) as run:
         for part in parts:
             run.append(part)
         run.mark_finished({})

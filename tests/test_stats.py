@@ -163,11 +163,20 @@ def test_outliers_are_far_above_the_median_only() -> None:
 
 def test_the_geometric_mean_over_suites_counts_each_once() -> None:
     def part(value: float, num: int) -> Any:
-        return np.column_stack([np.full(num, value), np.ones(num)]), stats.ratio([0], [1])
+        return np.column_stack([np.full(num, value), np.ones(num)]), ([0], [1])
 
     assert stats.geometric_mean([part(2, 10), part(8, 500)]) == Interval(*[pytest.approx(4)] * 3)
     assert stats.geometric_mean([part(2, 1), part(8, 500)]) == Interval(pytest.approx(4), None, None)
-    assert stats.geometric_mean([part(2, 5), (np.zeros((5, 2)), stats.ratio([0], [1]))]) is None
+    assert stats.geometric_mean([part(2, 5), (np.zeros((5, 2)), ([0], [1]))]) is None
+
+
+def test_suites_are_drawn_apart_so_that_a_mean_of_four_is_known_twice_as_well() -> None:
+    seconds = np.random.default_rng(0).lognormal(0, 0.1, 200)
+    part = np.column_stack([seconds, np.ones(200)]), ([0], [1])
+    one, four = stats.geometric_mean([part]), stats.geometric_mean([part] * 4)
+    assert one is not None
+    assert four is not None
+    assert (four.half_width or 0) / (one.half_width or 1) == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(("num_prompts", "at_least"), [(5, 0.85), (15, 0.90), (60, 0.92)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import Any
 
@@ -18,6 +18,8 @@ from dflash_bench.stats import Change, Interval
 ALPHA = 0.05
 MIN_EFFECT = 0.02
 """A smaller change is called none, however sure."""
+EQUAL = 0.05
+"""Sides are called the same where the whole interval is no further from 1."""
 GAINS = ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e", "speedup.decode", "speedup.e2e")
 """What two sides are compared by; each falls or rises on its own."""
 UNLIKE = {
@@ -52,14 +54,13 @@ class Versus:
 
 
 def verdict(figure_id: str, change: Change) -> str:
-    """One word; "better" and "worse" need both a small p and an effect of at least `MIN_EFFECT`."""
-    if change.p is None:
+    """One word. "better" and "worse" need a small p, an interval without 1 and an effect; "same" a narrow interval."""
+    low, high = change.ratio.low, change.ratio.high
+    if change.p is None or low is None or high is None:
         return "unknown"
-    if abs(change.ratio.value - 1) < MIN_EFFECT:
-        return "same"
-    if change.p >= ALPHA:
-        return "unclear"
-    return "better" if (change.ratio.value > 1) == FIGURES[figure_id].higher_is_better else "worse"
+    if change.p < ALPHA and not low <= 1 <= high and abs(change.ratio.value - 1) >= MIN_EFFECT:
+        return "better" if (change.ratio.value > 1) == FIGURES[figure_id].higher_is_better else "worse"
+    return "same" if low >= 1 - EQUAL and high <= 1 + EQUAL else "unclear"
 
 
 def within(cells: Sequence[Cell]) -> list[Versus]:
@@ -68,7 +69,7 @@ def within(cells: Sequence[Cell]) -> list[Versus]:
     for _, members in groupby(cells, key=lambda cell: (cell.suite, cell.slice)):
         pairs = combinations([cell for cell in members if cell.num_prompts], 2)
         found += [made for before, after in pairs if (made := _versus(before, after, before.method, after.method))]
-    return found
+    return _adjusted(found)
 
 
 def between(before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str]) -> list[Versus]:
@@ -80,7 +81,17 @@ def between(before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str
     found = [made for old, new in shared if (made := _versus(old, new, *names, cell=new))]
     if not found:
         raise UserError(f"{names[0]} and {names[1]} have no prompt in common that was answered as often in both")
-    return found
+    return _adjusted(found)
+
+
+def _adjusted(found: Sequence[Versus]) -> list[Versus]:
+    """With p by Holm over all that is compared: of many lines without a change, one in twenty would look like one."""
+    known = [(v, name) for v, versus in enumerate(found) for name, each in versus.changes.items() if each.p is not None]
+    ps = stats.holm([found[v].changes[name].p or 0.0 for v, name in known])
+    adjusted = [dict(versus.changes) for versus in found]
+    for (v, name), p in zip(known, ps, strict=True):
+        adjusted[v][name] = replace(adjusted[v][name], p=p)
+    return [replace(versus, changes=changes) for versus, changes in zip(found, adjusted, strict=True)]
 
 
 def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = None) -> Versus | None:
@@ -102,11 +113,17 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
 
 
 def on_common_prompts(old: Cell, new: Cell) -> tuple[Any, Any]:
-    """The sums of both, prompt by prompt; a prompt that is not answered as often in both is left out."""
+    """The sums of both, prompt by prompt; a prompt that is not answered as often in both is left out.
+
+    So is one whose plain counterpart is missing on one side, where both sides know of counterparts.
+    """
     places = {prompt: place for place, prompt in enumerate(old.prompts)}
     pairs = np.array([(places[p], n) for n, p in enumerate(new.prompts) if p in places], dtype=np.int64).reshape(-1, 2)
     old_sums, new_sums = old.sums[pairs[:, 0]], new.sums[pairs[:, 1]]
-    alike = old_sums[:, 0] == new_sums[:, 0]  # `answers` comes first in TERMS
+    answers, paired = TERMS.index("answers"), TERMS.index("paired")
+    alike = old_sums[:, answers] == new_sums[:, answers]
+    if old_sums[:, paired].any() and new_sums[:, paired].any():
+        alike &= old_sums[:, paired] == new_sums[:, paired]
     return old_sums[alike], new_sums[alike]
 
 
@@ -128,7 +145,7 @@ def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
     found = {}
     for method in dict.fromkeys(cell.method for cell in cells if cell.method != BASELINE):
         own = [cell for cell in cells if cell.method == method and cell.num_prompts]
-        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].statistic) for cell in own])
+        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in own])
         if mean is not None and len(own) > 1:
             found[method] = mean
     return found

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_bench import environment, frame, rounds
 from dflash_bench.compare import text as texts
-from dflash_bench.compare.changes import Versus, between, check_allowed, refuse_unlike, summarised, within
+from dflash_bench.compare.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.findings import MIN_PROMPTS
 from dflash_bench.frame import Results
 from dflash_bench.metrics import Cell
 from dflash_bench.peers import published, vllm, zlab
@@ -30,6 +31,9 @@ def compared(
 ) -> Comparison:  # fmt: skip
     """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
     check_allowed(allow)
+    idle = [name for name in allow if name in UNLIKE]
+    if idle and sum(path.is_dir() for path in paths) < 2:
+        raise UserError(f"--allow {idle[0]} has no effect on a single run")
     _refuse_what_has_no_effect(paths, by, against, compat)
     served = [vllm.read(path) for path in paths if path.is_file()]
     runs = [frame.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
@@ -43,13 +47,14 @@ def compared(
         return _with_notes(runs, [], _beside_served(runs, served))
     if len(runs) == 1:
         cells = summarised(runs[0])
-        return _with_notes(runs, [], _shown(cells, within(cells)))
-    notes = [note for after in runs[1:] for note in refuse_unlike(runs[0], after, allow)]
-    first, *others = (summarised(run) for run in runs)
-    names = [run.name for run in runs]
-    pairs = zip(names[1:], others, strict=True)
-    changes = [made for name, after in pairs for made in between(first, after, (names[0], name))]
-    return _with_notes(runs, notes, _shown(first, changes))
+        return _with_notes(runs, _few(cells), _shown({runs[0].name: cells}, within(cells)))
+    unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
+    notes = [f"allowed, though unlike: {text}" for text in unlike]
+    cells_of = {run.name: summarised(run) for run in runs}
+    first, *others = cells_of
+    changes = [made for name in others for made in between(cells_of[first], cells_of[name], (first, name))]
+    every = [cell for cells in cells_of.values() for cell in cells]
+    return _with_notes(runs, [*notes, *_few(every)], _shown(cells_of, changes))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -69,17 +74,34 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
 def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison) -> Comparison:
     """What the reader must know stands above the tables."""
     lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
-    told = [f"left out, damaged: {text}" for run in runs for text in run.damaged]
-    told += [*(f"allowed, though unlike: {text}" for text in notes), *shown.notes]
+    told = [text for run in runs for text in [*run.missing, *_wrong(run)]]
+    told += [*notes, *shown.notes]
     lines += [f"note: {text}" for text in told]
     head = "\n".join(lines)
     return Comparison(f"{head}\n\n{shown.text}\n", {"runs": [run.name for run in runs], "notes": told} | shown.json)
 
 
-def _shown(cells: Sequence[Cell], changes: Sequence[Versus]) -> Comparison:
-    text = [texts.cells_text(cells), *([texts.versus_text(changes)] if changes else [])]
-    found = {"cells": texts.cells_json(cells), "changes": texts.versus_json(changes)}
-    return Comparison("\n\n".join(text), found)
+def _wrong(run: Results) -> list[str]:
+    """A comparison of numbers that mean nothing says so."""
+    wrong = run.rows[run.rows["exactness"] == "mismatch"]
+    cells = wrong[["suite", "method"]].drop_duplicates().itertuples(index=False, name=None)
+    where = ", ".join(" ".join(cell) for cell in cells)
+    return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
+
+
+def _few(cells: Sequence[Cell]) -> list[str]:
+    few = [cell for cell in cells if 1 < cell.num_prompts < MIN_PROMPTS]
+    told = f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
+    return [told] if few else []
+
+
+def _shown(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> Comparison:
+    """The cells of each run, and after that what changed."""
+    several = len(cells_of) > 1
+    text = [(f"{name}\n\n" if several else "") + texts.cells_text(cells) for name, cells in cells_of.items()]
+    text += [texts.versus_text(changes)] if changes else []
+    named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in texts.cells_json(cells)]
+    return Comparison("\n\n".join(text), {"cells": named, "changes": texts.versus_json(changes)})
 
 
 def _compat(run: Results) -> Comparison:
@@ -155,7 +177,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Co
             what = f"{run.name} {cell.suite} {cell.method}"
             # This engine answers one prompt at a time.
             rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
-            cells.append(shown | {"accept_at": positions})
+            cells.append({"run": run.name, **shown, "accept_at": positions})
     rows += [
         [f"{each.name} ({each.model})", f"{each.num_requests} requests", number(each.num_failed, 0),
          str(each.concurrency or "no limit"), *(number(each.figures.get(name)) for name in ids)] for each in served

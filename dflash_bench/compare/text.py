@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_bench.compare.changes import MIN_EFFECT, Versus, over_suites, verdict
+from dflash_bench.compare.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
 from dflash_bench.metrics import FIGURES, Cell
 from dflash_bench.stats import Interval
 from dflash_bench.tables import ABSENT, aligned, p_value, with_interval
 
 TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
 TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
-NO_CHANGE = f"better or worse: p < 0.05 and a change of at least {MIN_EFFECT:.0%}, on the same prompts"
+NO_CHANGE = (
+    "better or worse: p < 0.05 (Holm, over all lines), an interval without 1, and a change of at least "
+    f"{MIN_EFFECT:.0%}\nsame: the whole interval within {EQUAL:.0%} of 1; always on the same prompts"
+)
 
 
 def cells_text(cells: Sequence[Cell]) -> str:
@@ -56,7 +59,7 @@ def versus_text(found: Sequence[Versus]) -> str:
             if FIGURES[name].is_timing == is_timing
         ]
         if rows:
-            heads = ["suite", "slice", "before", "after", "figure", "ratio [95 %]", "p", ""]
+            heads = ["suite", "slice", "before", "after", "figure", "ratio [95 %]", "p (Holm)", ""]
             parts += [f"{title}\n{aligned(heads, rows, left=5)}"]
     answers = [[*_sides(v), str(v.lost), str(v.gained), p_value(v.p_passed)] for v in found if v.lost or v.gained]
     if answers:

@@ -10,42 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache, rotations
+from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import CachedDrafter
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.packed import PackedDFlash
 
 
-class DFlashDrafter:
+class DFlashDrafter(CachedDrafter):
     """`embedding` and `head` are the target's; a draft that brings its own uses those."""
 
     def __init__(
         self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, block_size: int | None = None
     ) -> None:
-        self.draft, self.config = draft.eval(), draft.config
+        self.block_size = block_size or draft.config.block_size
+        super().__init__(draft, self.block_size)
         self.network = PackedDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.head = draft.lm_head if self.config.own_head else head
-        self.block_size = block_size or self.config.block_size
         self.num_drafts = self.config.num_drafts(self.block_size)
-        self.taps = self.config.target_layer_ids
-        self.device = draft.fc.weight.device
-        self.cache = KVCache(0, 0, self.device)
-        self.starts: list[int] = []
 
-    def begin(self, num_rows: int, capacity: int) -> None:
-        self.starts = [0] * num_rows
-        capacity += self.block_size
-        if self.cache.serves(num_rows, capacity):
-            return
-        self.cache = KVCache(num_rows, capacity, self.device)
-        weight = self.draft.fc.weight
-        config = self.config
-        self.rotary = Rotary(
-            config.head_dim, config.rope_theta, capacity, self.device, weight.dtype, config.rope_scaling
-        )
+    def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
         self.columns = torch.arange(capacity, device=self.device)
 
@@ -56,7 +42,7 @@ class DFlashDrafter:
         for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
             self.cache.write(layer, keys, values)
         self.block[:, 0] = committed.anchor
-        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
+        self.advance(committed)
 
     def propose(self) -> Draft:
         # The block is written behind the context and covers whatever stale context lies there.

@@ -10,40 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache, causal_mask, rotations, to_device
+from dflash_bench.engine.cache import causal_mask, rotations, to_device
 from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import CachedDrafter
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.common import Rotary
 from dflash_bench.models.eagle3 import Eagle3Draft
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(CachedDrafter):
     """`embedding` is the target's, unless the draft brings one; the head is the draft's."""
 
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
-        self.draft, self.config = draft.eval(), draft.config
+        super().__init__(draft, num_drafts)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.num_drafts = num_drafts
-        self.num_scratch = num_drafts
-        """Places in the cache that a proposal writes to behind what is committed."""
-        self.taps = self.config.target_layer_ids
-        self.device = draft.fc.weight.device
-        self.cache = KVCache(0, 0, self.device)
-        self.starts: list[int] = []
 
-    def begin(self, num_rows: int, capacity: int) -> None:
-        self.starts = [0] * num_rows
-        capacity += self.num_scratch
-        if self.cache.serves(num_rows, capacity):
-            return
-        self.cache = KVCache(num_rows, capacity, self.device)
-        weight = self.draft.fc.weight
-        config = self.config
-        self.rotary = Rotary(
-            config.head_dim, config.rope_theta, capacity, self.device, weight.dtype, config.rope_scaling
-        )
+    def allocate(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)
-        self.hidden = weight.new_zeros(num_rows, 1, self.config.hidden_size)
+        self.hidden = self.weight.new_zeros(num_rows, 1, self.config.hidden_size)
         self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.device)
 
     def observe(self, committed: Committed) -> None:
@@ -54,7 +38,7 @@ class Eagle3Drafter:
             self.hidden = read[:, last[0] : last[0] + 1]
         else:
             self.hidden = read[self.rows, to_device(last, self.device)][:, None]
-        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
+        self.advance(committed)
 
     def propose(self) -> Draft:
         hidden = self.hidden

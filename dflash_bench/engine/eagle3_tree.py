@@ -32,17 +32,14 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         super().__init__(draft, embedding, min(num_drafts, self.num_found))
         self.num_scratch = self.steps * k
 
-    def begin(self, num_rows: int, capacity: int) -> None:
-        cache = self.cache
-        super().begin(num_rows, capacity)
-        if self.cache is cache:
-            return
+    def allocate(self, num_rows: int, capacity: int) -> None:
+        super().allocate(num_rows, capacity)
         k, hidden = self.top_k, self.hidden
         hides = torch.finfo(hidden.dtype).min
-        self.room = hidden.new_zeros(num_rows, 1, k, self.cache.capacity)
+        self.room = hidden.new_zeros(num_rows, 1, k, capacity)
         self.unseen = hidden.new_full((num_rows, 1, self.num_scratch), hides)
         self.oneself = torch.full_like(self.room[0, 0, :, :k], hides).fill_diagonal_(0)
-        self.columns = torch.arange(self.cache.capacity, device=self.device)
+        self.columns = torch.arange(capacity, device=self.device)
         self.no_score = torch.zeros(num_rows, 1, device=self.device)
         # Every node found, in the order of finding, so that parents come before children; and the frontier among them.
         self.scores = torch.zeros(num_rows, self.num_found, device=self.device)

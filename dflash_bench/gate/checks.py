@@ -40,10 +40,16 @@ class Check:
     """How likely so large a fall is without a cause; None where nothing is random."""
     failed: bool
     reason: str = ""
+    is_floor: bool = False
+    """`expected` is what any run must reach, not what the baseline did."""
 
     @property
     def name(self) -> str:
-        return f"{self.suite} {self.method} {self.kind}"
+        return f"{self.suite} {self.method} {self.figure}"
+
+    @property
+    def figure(self) -> str:
+        return f"{self.kind} floor {self.expected:g}" if self.is_floor else self.kind
 
     @property
     def change(self) -> float:
@@ -72,6 +78,10 @@ def checked(run: Path, baseline: Path | None, limits: Path | None, allow: Sequen
     changes.check_allowed(allow, ("damaged", "unfinished", "cells"))
     expected = baselines.read(baseline) if baseline else None
     own_limits = baselines.read_limits(limits) if limits else {}
+    if limits and not own_limits:
+        raise UserError(f"{limits} holds no limits")
+    if limits and expected is None and all(limit.at_least is None for limit in own_limits.values()):
+        raise UserError(f"{limits} has no effect without --baseline: nothing in it has at_least")
     results = frame.read(run, allow=allow)
     cells = changes.summarised(results)
     return Checked(judge(results, cells, expected, own_limits, allow), cells)
@@ -83,15 +93,16 @@ def judge(
 ) -> Outcome:  # fmt: skip
     """Raises UserError for a baseline of other cells or prompts, an unlike run, and where nothing can be judged."""
     drafted = [cell for cell in cells if cell.method != BASELINE]
-    notes = [f"left out, damaged: {text}" for text in results.damaged]
+    notes = results.missing
     with_timings = baseline is None or baseline.with_timings
     if not with_timings:
         notes.append("the baseline holds no timings, so none is judged")
-    checks = [made for cell in drafted for made in alarms(results, cell, with_timings)]
+    checks = [made for cell in cells for made in alarms(results, cell, with_timings)]
     merged = dict(baseline.limits if baseline else {}) | dict(limits or {})
     checks += [made for cell in cells for made in _floors(cell, merged, with_timings)]
     if baseline is not None:
         notes += _unlike(results, baseline, allow)
+        notes += _thinner(results, cells, baseline, allow)
         checks += _against(results, cells, baseline, merged, allow)
     if not drafted or not any(check.kind in FIGURES for check in checks):
         raise UserError(f"{results.name}: nothing to check: no method but plain decoding has figures")
@@ -104,10 +115,14 @@ def alarms(results: Results, cell: Cell, with_timings: bool) -> Iterator[Check]:
     rows = results.rows
     own = rows[(rows["suite"] == cell.suite) & (rows["method"] == cell.method)]
     num_wrong = int((own["exactness"] == "mismatch").sum())
-    lost = f"{num_wrong} answers are not the target's own output" if num_wrong else ""
+    told = "plain decoding disagrees with itself" if cell.method == BASELINE else "not the target's own output"
+    lost = f"{num_wrong} answers: {told}" if num_wrong else ""
     yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=lost)
     failed = f"{cell.num_errors} answers failed" if cell.num_errors else ""
     yield Check(**place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0, reason=failed)
+    if cell.method == BASELINE:
+        return
+    place["is_floor"] = True
     al, speedup = cell.value("al.pooled"), cell.figures.get("speedup.decode")
     if al is not None:
         dead = "almost nothing that the draft proposes is accepted" if al < DEAD_AL else ""
@@ -128,7 +143,7 @@ def _floors(cell: Cell, limits: Mapping[str, Limit], with_timings: bool) -> Iter
             raise UserError(f"{cell.suite} {cell.method} has no {kind}, for which the limits have at_least")
         low = value < limit.at_least
         reason = f"below at_least {limit.at_least:g} of the limits" if low else ""
-        place: dict[str, Any] = {"suite": cell.suite, "method": cell.method, "kind": kind}
+        place: dict[str, Any] = {"suite": cell.suite, "method": cell.method, "kind": kind, "is_floor": True}
         yield Check(**place, found=value, expected=limit.at_least, failed=low, reason=reason)
 
 
@@ -142,6 +157,24 @@ def _unlike(results: Results, baseline: Baseline, allow: Sequence[str]) -> list[
     return [text for text in told if text not in other] + [
         f"the baseline is from another machine: {ratios} ({other[0]})"
     ]
+
+
+def _thinner(results: Results, cells: Sequence[Cell], baseline: Baseline, allow: Sequence[str]) -> list[str]:
+    """Few prompts prove little: fewer than the baseline's are told, and fewer than half of them refused."""
+    own = {cell.place: cell for cell in cells}
+    counts = [
+        (f"{then.suite} {then.method}", len(changes.on_common_prompts(then, own[then.place])[0]), then.num_prompts)
+        for then in baseline.cells
+        if then.place in own
+    ]
+    thinner = [f"{name} {found} of {wanted}" for name, found, wanted in counts if found < wanted]
+    more = f" and {len(thinner) - 4} more cells" if len(thinner) > 4 else ""
+    few = ", ".join(thinner[:4]) + more
+    if any(2 * found < wanted for _, found, wanted in counts) and "prompts" not in allow:
+        raise UserError(
+            f"{results.name} has too few of the baseline's prompts: {few}; run them all, or --allow prompts"
+        )
+    return [f"fewer prompts than the baseline's are judged: {few}"] if few else []
 
 
 def _against(

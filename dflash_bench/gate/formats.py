@@ -14,7 +14,7 @@ from dflash_bench.metrics import BASELINE, FIGURES, Cell
 from dflash_bench.tables import aligned, markdown, p_value
 
 COUNTS = ("mismatch", "failed")
-HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pass", "p", "why")
+HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pass", "p (Holm)", "why")
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -33,11 +33,20 @@ def headline(outcome: Outcome) -> str:
 def _row(check: Check) -> list[str]:
     counted = check.kind in COUNTS
     shown = f"{check.found:g}" if counted else f"{check.found:.4g}"
-    change = "-" if counted else f"{check.change:+.1%}".replace("-0.0%", "+0.0%")
+    absolute = counted or check.is_floor
+    change = "-" if absolute else f"{check.change:+.1%}".replace("-0.0%", "+0.0%")
     return [
-        "FAIL" if check.failed else "ok", check.suite, check.method, check.kind, shown, f"{check.expected:.4g}", change,
-        "-" if counted else f"{check.tolerance:.1%}", "-" if check.p is None else p_value(check.p), check.reason or "-",
-    ]  # fmt: skip
+        "FAIL" if check.failed else "ok",
+        check.suite,
+        check.method,
+        check.figure,
+        shown,
+        f"{check.expected:.4g}",
+        change,
+        "-" if absolute else f"{check.tolerance:.1%}",
+        "-" if check.p is None else p_value(check.p),
+        check.reason or "-",
+    ]
 
 
 def summary(outcome: Outcome) -> str:
@@ -60,8 +69,8 @@ def junit(outcome: Outcome, name: str) -> str:
     for suite in dict.fromkeys(check.suite for check in outcome.checks):
         checks = [check for check in outcome.checks if check.suite == suite]
         inner = ElementTree.SubElement(root, "testsuite", _counts(checks) | {"name": _xml(suite)})
-        for place, check in enumerate(checks):
-            at = {"classname": _xml(f"{name}.{check.suite}.{check.method}"), "name": f"{place} {check.kind}"}
+        for check in checks:
+            at = {"classname": _xml(f"{name}.{check.suite}.{check.method}"), "name": check.figure}
             case = ElementTree.SubElement(inner, "testcase", at | {"time": "0"})
             if check.failed:
                 told = {"type": check.kind, "message": _xml(check.reason)}
@@ -80,7 +89,7 @@ def _xml(text: str) -> str:
 
 def _sentence(check: Check) -> str:
     row = dict(zip(HEADS, _row(check), strict=True))
-    seen = f"{row['found']}, expected {row['expected']} (change {row['change']}, p {row['p']})"
+    seen = f"{row['found']}, expected {row['expected']} (change {row['change']}, {HEADS[8]} {row[HEADS[8]]})"
     return f"{check.name}: {seen}: {check.reason}"
 
 

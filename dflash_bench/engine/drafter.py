@@ -1,0 +1,40 @@
+"""What drafters share that keep keys and values of their own: the cache, its places, and when it is made anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.decoding import Committed
+from dflash_bench.models.common import Rotary
+
+
+class CachedDrafter:
+    """`num_scratch` places in the cache are what a proposal writes to behind what is committed."""
+
+    def __init__(self, draft: Any, num_scratch: int) -> None:
+        self.draft, self.config = draft.eval(), draft.config
+        self.num_scratch = num_scratch
+        self.taps = self.config.target_layer_ids
+        self.weight, self.device = draft.fc.weight, draft.fc.weight.device
+        self.cache = KVCache(0, 0, self.device)
+        self.starts: list[int] = []
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.starts = [0] * num_rows
+        capacity += self.num_scratch
+        if self.cache.serves(num_rows, capacity):
+            return
+        config = self.config
+        self.cache = KVCache(num_rows, capacity, self.device)
+        self.rotary = Rotary(
+            config.head_dim, config.rope_theta, capacity, self.device, self.weight.dtype, config.rope_scaling
+        )
+        self.allocate(num_rows, capacity)
+
+    def allocate(self, num_rows: int, capacity: int) -> None:
+        """Tensors of a drafter's own, as many rows and places as the cache has."""
+        raise NotImplementedError
+
+    def advance(self, committed: Committed) -> None:
+        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
