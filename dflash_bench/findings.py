@@ -166,13 +166,14 @@ def _other_mode(case: Case) -> Seen | None:
 
 def _other_target(case: Case) -> Seen | None:
     verifier, target = case.draft.get("verifier"), case.identity.get("target")
-    if not verifier or not target or _last_part(verifier) == _last_part(target):
+    if not verifier or not target or last_part(verifier) == last_part(target):
         return None
     text = f"its draft names {verifier} as its target, this one is {target}"
     return case.seen("other_target", text, f"expect less than with --target {verifier}")
 
 
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
+    """What tells models apart, however they are named: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are one."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 

@@ -11,7 +11,7 @@ from dflash_bench import environment, frame, rounds
 from dflash_bench.compare import text as texts
 from dflash_bench.compare.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.findings import MIN_PROMPTS
+from dflash_bench.findings import MIN_PROMPTS, last_part
 from dflash_bench.frame import Results
 from dflash_bench.metrics import Cell
 from dflash_bench.peers import published, vllm, zlab
@@ -135,8 +135,8 @@ def _against(run: Results, against: str) -> Comparison:
     target = published.target_of(against.partition(":")[2] or model)
     found = published.beside(zlab.official(run.rows), target, identity)
     heads = [
-        "suite", "method", "drafts", "formula", "this run", "published", "drafts", "published for", "thinking",
-        "conc.", "hardware", "source",
+        "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
+        "thinking", "conc.", "hardware", "source",
     ]  # fmt: skip
     rows = [
         [b.suite, b.method, number(b.num_drafts, 0), b.published.formula, number(b.own), number(b.published.value),
@@ -199,12 +199,8 @@ def _other_models(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Ite
     for run in runs:
         target = published.model_of(run.info["identity"])
         for each in served:
-            if _last_part(each.model) != _last_part(target):
+            if last_part(each.model) != last_part(target):
                 yield f"the target of {run.name} is {target}, {each.name} is of {each.model}"
-
-
-def _last_part(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2].lower()
 
 
 def _formulas(formulas: dict[str, str]) -> str:

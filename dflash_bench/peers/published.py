@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.findings import last_part
 from dflash_bench.peers.zlab import Official
 
 SOURCES = ("paper",)
@@ -103,7 +104,7 @@ def target_of(model: str) -> str:
 
 def is_target(model: str, target: str) -> bool:
     """Does the paper call this model `target`? It leaves out "-Instruct"."""
-    return model.rstrip("/").rpartition("/")[2].lower() in (target.lower(), f"{target.lower()}-instruct")
+    return last_part(model) in (target.lower(), f"{target.lower()}-instruct")
 
 
 def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) -> list[Beside]:
