@@ -132,7 +132,7 @@ ANSWER = ["suite", "slice", "prompt_id", "turn", "repeat"]
 
 
 def summarise(rows: Any) -> list[Cell]:
-    """One cell per suite, slice and method as they first appear, the baseline first in each."""
+    """One cell per suite, slice and method as they first appear in the run, the baseline first in each."""
     counts = _counts(rows)
     sums = _prompt_sums(without_errors(rows))
     by_cell = dict(iter(sums.groupby(level=[0, 1, 2], observed=True)))
@@ -145,8 +145,9 @@ def _places(rows: Any) -> list[tuple[str, str, str]]:
     found = list(rows[PLACE].drop_duplicates().itertuples(index=False, name=None))
     suites = list(dict.fromkeys(suite for suite, _, _ in found))
     slices = list(rows["slice"].cat.categories)
-    # Sorting keeps the methods of a slice in the order in which they appear.
-    return sorted(found, key=lambda p: (suites.index(p[0]), slices.index(p[1]), p[2] != BASELINE))
+    # Those of the run: within a slice the methods take turns in being first.
+    methods = [BASELINE, *dict.fromkeys(method for _, _, method in found if method != BASELINE)]
+    return sorted(found, key=lambda p: (suites.index(p[0]), slices.index(p[1]), methods.index(p[2])))
 
 
 def _counts(rows: Any) -> Any:

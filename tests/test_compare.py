@@ -293,11 +293,61 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     assert "unknown target of published figures 'nano'; known: " in told(main, "run", "--against", "paper")
-    code, shown, _ = main("compare", "run", "--against", "paper:qwen3-4b")
-    assert code == 0
-    assert "note: the run's target is nano, the published figures are of Qwen3-4B" in shown
+    note = "the run's target is nano, the published figures are of Qwen3-4B"
+    assert f"note: {note}" in main("compare", "run", "--against", "paper:qwen3-4b")[1]
+    assert note in found(main, "run", "--against", "paper:qwen3-4b")["notes"]
     stored(tmp_path / "warm", answers(), temperature=0.7)
-    assert "nothing was published for Qwen3-4B at temperature 0.7" in told(main, "warm", "--against", "paper:Qwen3-4B")
+    line = told(main, "warm", "--against", "paper:Qwen3-4B")
+    assert "nothing was published for Qwen3-4B without thinking at temperature 0.7" in line
+
+
+def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "other", answers(), model="qwen3-8b", target="my/Other-7B")
+    assert "unknown target of published figures 'my/Other-7B'" in told(main, "other", "--against", "paper")
+    assert found(main, "other", "--against", "paper:qwen3-8b")["notes"][0] == (
+        "the run's target is my/Other-7B, the published figures are of Qwen3-8B"
+    )
+    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
+    assert not any("target" in note for note in found(main, "same", "--against", "paper:qwen3-8b")["notes"])
+    assert published.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "shown"), [(True, {"on"}), (False, {"off"}), (None, {"off"})], ids=["on", "off", "no switch"]
+)
+def test_published_figures_are_those_of_the_runs_thinking_mode(
+    tmp_path: Path, main: Main, thinking: bool | None, shown: set[str]
+) -> None:
+    stored(tmp_path / "run", answers(suite="math500"), target="Qwen/Qwen3-8B", thinking=thinking)
+    figures = found(main, "run", "--against", "paper")["figures"]
+    assert {each["published"]["thinking"] for each in figures} == shown
+
+
+def test_a_run_that_thinks_where_nobody_published_that_finds_nothing(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(suite="mbpp"), target="Qwen/Qwen3-8B", thinking=True)
+    line = told(main, "run", "--against", "paper")
+    assert "nothing was published for Qwen3-8B with thinking at temperature 0 on mbpp ar, mbpp dflash" in line
+
+
+@pytest.mark.parametrize(
+    ("method", "configs"),
+    [
+        ("eagle3", {"RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7"}),
+        ("eagle3-tree:60", {"tree 16, steps 7, top-k 10", "tree 60, steps 7, top-k 10"}),
+    ],
+)
+def test_chains_stand_beside_chains_and_trees_beside_trees(
+    tmp_path: Path, main: Main, method: str, configs: set[str]
+) -> None:
+    rows = [replace(row, method=method) if row.method == "dflash" else row for row in answers()]
+    number = 59 if "tree" in method else 7
+    stored(tmp_path / "run", rows, target="Qwen/Qwen3-8B", methods={method: {"num_drafts": number}})
+    shown = found(main, "run", "--against", "paper")
+    figures = [each["published"] for each in shown["figures"] if each["method"] == method]
+    assert {each["config"] for each in figures} == configs
+    assert {each["num_drafts"] for each in figures} == ({15, 59} if "tree" in method else {7})
+    note = f"{method} drafts 59 tokens a round in this run, 15 in some published figures"
+    assert shown["notes"] == ([note] if "tree" in method else [])
 
 
 def test_every_published_figure_has_a_formula_and_a_source() -> None:
@@ -328,6 +378,52 @@ def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> Non
     assert "serve.json (Qwen/Qwen3-8B)" in main("compare", "run", "serve.json")[1]
 
 
+def columns_of(shown: str) -> list[dict[str, str]]:
+    """The rows of the table that begins with `what`, by column; its names hold no two spaces."""
+    lines = shown.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("what"))
+    table = lines[start : lines.index("", start)]
+    heads, *rows = ([text.strip() for text in line.split("  ") if text.strip()] for line in table)
+    return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def test_how_a_server_was_loaded_and_what_failed_is_shown(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    loaded = SERVED | {"max_concurrency": 8, "failed": 30}
+    (tmp_path / "loaded.json").write_text(json.dumps(loaded))
+    (tmp_path / "open.json").write_text(json.dumps(SERVED | {"max_concurrency": None}))
+    ar, _, first, second = columns_of(main("compare", "run", "loaded.json", "open.json")[1])
+    assert [(row["failed"], row["conc."]) for row in (ar, first, second)] == [
+        ("0", "1"), ("30", "8"), ("n/a", "no limit"),
+    ]  # fmt: skip
+    assert [each["num_failed"] for each in found(main, "run", "loaded.json", "open.json")["served"]] == [30, None]
+
+
+def test_acceptance_by_position_stands_beside_the_servers(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [row for name in "ab" for row in pair(name, [4, 4, 0, 1])])
+    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
+    _, own, theirs = columns_of(main("compare", "run", "serve.json")[1])
+    assert [(row["accept_at[1]"], row["accept_at[2]"]) for row in (own, theirs)] == [("0.75", "0.50"), ("0.90", "0.80")]
+    (_, cell) = found(main, "run", "serve.json")["cells"]
+    assert cell["accept_at"] == {"accept_at[1]": 0.75, **{f"accept_at[{k}]": 0.5 for k in (2, 3, 4)}}
+
+
+def test_a_server_without_speculation_does_not_hide_the_runs_acceptance(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [row for name in "ab" for row in pair(name, [4, 4, 0, 1])])
+    bare = {key: value for key, value in SERVED.items() if not key.startswith("spec_decode")}
+    (tmp_path / "serve.json").write_text(json.dumps(bare))
+    _, own, theirs = columns_of(main("compare", "run", "serve.json")[1])
+    assert (own["al.pooled"], own["accept_rate"], theirs["al.pooled"]) == ("3.25", "0.56", "n/a")
+
+
+def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
+    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
+    stored(tmp_path / "run", answers())
+    assert found(main, "run", "serve.json")["notes"] == ["the target of run is nano, serve.json is of Qwen/Qwen3-8B"]
+    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
+    assert found(main, "same", "serve.json")["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("text", "told_of"),
     [
@@ -335,6 +431,22 @@ def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> Non
         ("[", "cannot read serve.json: "),
         (json.dumps(SERVED | {"completed": 0}), "serve.json: no request was completed"),
         (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it is of another formula"),
+        *[
+            (json.dumps(SERVED | {key: value}), f"serve.json: {key} is no ")
+            for key, value in {
+                "output_throughput": "fast",
+                "completed": "many",
+                "failed": True,
+                "max_concurrency": 1.5,
+                "mean_tpot_ms": float("nan"),
+                "mean_ttft_ms": -1,
+                "spec_decode_acceptance_rate": "38",
+                "spec_decode_num_drafts": 10**400,
+                "spec_decode_accepted_tokens": [1],
+                "spec_decode_per_position_acceptance_rates": {"a": 1},
+            }.items()
+        ],
+        (json.dumps(SERVED | {"spec_decode_per_position_acceptance_rates": [0.9, "0.8"]}), "rates is no number"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, main: Main, text: str, told_of: str) -> None:

@@ -179,7 +179,16 @@ def test_cells_come_as_they_appear_with_the_baseline_first() -> None:
     rows = [record(method, "a", generation([1], 1), suite=suite) for suite, method in
             [("b", "dflash"), ("a", "eagle3"), ("b", "ar"), ("b", "eagle3"), ("a", "dflash")]]  # fmt: skip
     cells = [(cell.suite, cell.method) for cell in summarise(rows)]
-    assert cells == [("b", "ar"), ("b", "dflash"), ("b", "eagle3"), ("a", "eagle3"), ("a", "dflash")]
+    assert cells == [("b", "ar"), ("b", "dflash"), ("b", "eagle3"), ("a", "dflash"), ("a", "eagle3")]
+
+
+def test_methods_that_take_turns_stand_in_one_order_in_every_slice() -> None:
+    turns = [("dflash", "eagle3", "ar"), ("eagle3", "ar", "dflash")]
+    rows = [record(method, str(turn), generation([1], 1), turn=turn) for turn in (0, 1) for method in turns[turn]]
+    cells = metrics.summarise(frame.from_records(rows, by="turn"))
+    assert [(c.slice, c.method) for c in cells] == [
+        (slice_, method) for slice_ in ("turn 1", "turn 2") for method in ("ar", "dflash", "eagle3")
+    ]
 
 
 def test_a_cell_holds_every_number() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rows import generation, pair, record
@@ -14,6 +15,7 @@ from dflash_bench import frame, metrics, plots
 from dflash_bench.plots import acceptance, speed, style
 from dflash_bench.plots.material import Material
 from dflash_bench.plots.trend import trend
+from dflash_bench.records import Record
 from dflash_bench.report import read
 
 Main = Callable[..., tuple[int, str, str]]
@@ -34,15 +36,34 @@ def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> N
     assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k", "math500"]
 
 
-def test_a_published_figure_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
+def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str]:
+    (legend,) = speed.speedup(Material(read(stored(folder, rows, **identity)))).legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def drafting(**num_drafts: int) -> dict[str, Any]:
+    """As a run of these methods is stored, each with its tokens a round."""
+    return {"methods": {label.replace("_", "-"): {"num_drafts": number} for label, number in num_drafts.items()}}
+
+
+def test_a_published_figure_of_the_same_configuration_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
     rows = answers(12)
-    made = Material(read(stored(tmp_path / "run", rows, model="qwen3-8b")))
-    figure = speed.speedup(made)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "dflash", "published, speedup.zlab", "this run, speedup.zlab",
+    assert legend_of(tmp_path / "run", rows, target="Qwen/Qwen3-8B", **drafting(dflash=15)) == [
+        "dflash", "published, speedup.zlab: z-lab/Qwen3-8B-DFlash-b16, block 16, 1 step", "this run, speedup.zlab",
+        "published, speedup.zlab: block 16, 5 layers",
     ]  # fmt: skip
-    assert not Material(read(stored(tmp_path / "nano", rows))).published
+    assert legend_of(tmp_path / "short", rows, target="Qwen/Qwen3-8B", **drafting(dflash=4)) == ["dflash"]
+    other = legend_of(tmp_path / "other", rows, model="qwen3-8b", target="my/Other-7B", **drafting(dflash=15))
+    assert other == ["dflash"]
+
+
+def test_a_tree_is_marked_beside_trees_of_its_size_and_a_chain_beside_chains(tmp_path: Path) -> None:
+    rows = [replace(row, method="eagle3-tree") if row.method == "dflash" else row for row in answers(12)]
+    tree = legend_of(tmp_path / "tree", rows, target="Qwen/Qwen3-8B", **drafting(eagle3_tree=59))
+    assert tree[1] == "published, speedup.zlab: tree 60, steps 7, top-k 10" and len(tree) == 3
+    rows = [replace(row, method="eagle3") if row.method == "dflash" else row for row in answers(12)]
+    chain = legend_of(tmp_path / "chain", rows, target="Qwen/Qwen3-8B", **drafting(eagle3=7))
+    assert chain[1] == "published, speedup.zlab: RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7" and len(chain) == 3
 
 
 def test_the_shares_of_rounds_add_up_and_stand_at_what_was_kept(tmp_path: Path) -> None:
@@ -74,6 +95,29 @@ def test_each_prompt_is_a_point(tmp_path: Path) -> None:
     points = speed.prompts(made).axes[0].lines[0].get_xydata()
     assert len(points) == 12
     assert points[:, 0] == pytest.approx([10.0] * 12)
+
+
+def test_the_lines_that_are_drawn_are_those_that_are_named(tmp_path: Path) -> None:
+    slow = speed.prompts(Material(read(stored(tmp_path / "slow", slower(answers(12, noise=0), 5)))))
+    fast = speed.prompts(Material(read(stored(tmp_path / "fast", slower(answers(12, noise=0), 0.5)))))
+    near = speed.prompts(Material(read(stored(tmp_path / "near", slower(answers(12, noise=0), 1.2)))))
+    drawn = [[text.get_text() for text in figure.axes[0].texts] for figure in (slow, fast, near)]
+    named = [figure.legends[0].get_title().get_text() for figure in (slow, fast, near)]
+    assert drawn == [["1×"], ["4×"], []]
+    assert named == ["dashed: 1× as fast as plain decoding", "dashed: 4× as fast as plain decoding", ""]
+    assert not any("×" in caption for caption in plots.CAPTIONS.values())
+
+
+@pytest.mark.parametrize("name", ["acceptance", "positions", "output", "prompts", "trend"])
+def test_every_row_of_panels_has_its_label_and_its_ticks(tmp_path: Path, name: str) -> None:
+    made = Material(read(stored(tmp_path / "run", [row for at in range(3) for row in answers(4, suite=f"s{at}")])))
+    figure = style.with_style(lambda: trend([made]) if name == "trend" else plots.PLOTS[name](made))
+    figure.draw_without_rendering()
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(shown) == (6 if name == "trend" else 3)
+    assert all(axes.get_ylabel() for axes in shown[::2])
+    for axes in shown:
+        assert any(tick.label1.get_visible() and tick.label1.get_text() for tick in axes.xaxis.get_major_ticks())
 
 
 def test_of_very_many_prompts_a_draw_is_shown_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +179,25 @@ def test_plot_writes_every_plot_and_names_it(tmp_path: Path, main: Main) -> None
     assert Path("there/trend.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "a", answers(4))
+    stored(tmp_path / "b", answers(4, suite="math500"), suites={"math500": {"version": 1}})
+    stored(tmp_path / "c", answers(4, suite="math500"), suites={"math500": {"version": 2}}, dtype="bfloat16")
+    code, shown, told = main("plot", "a", "b", "c", "-o", "there", "--allow", "dtype")
+    assert (code, shown) == (2, "")
+    assert told.endswith(
+        "b and c are unlike: suite: version of math500 1 and 2. To compare all the same: --allow suite\n"
+    )
+    words = ["a", "b", "c", "-o", "there", "--format", "svg", "--allow", "dtype", "--allow", "suite"]
+    code, shown, told = main("plot", *words)
+    assert (code, shown) == (0, "there/trend.svg\n")
+    assert told.splitlines() == [
+        "note: allowed, though unlike: dtype: dtype float32 and bfloat16",
+        "note: allowed, though unlike: suite: version of math500 1 and 2",
+    ]
+    assert "the runs differ in dtype, suite" in Path("there/trend.svg").read_text()
+
+
 def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -> None:
     rows = [row for row in answers(4) if row.method == "ar"]
     rows += [record("server", f"p{number:03}", generation(None)) for number in range(4)]
@@ -151,6 +214,8 @@ def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
     for words, told in [
         (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
         (["run", "run"], "say where with -o DIR"),
+        (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, unfinished"),
+        (["run", "run", "-o", "there", "--allow", "all"], "unknown difference 'all'"),
     ]:
         code, shown, text = main("plot", *words)
         assert (code, shown, text.count("\n")) == (2, "", 1)

@@ -229,6 +229,24 @@ def test_a_slow_first_answer() -> None:
     assert only(by_token, "slow_first").text.startswith("gsm8k ar: the first answer took 30 ms a step")
 
 
+def test_only_the_first_answers_of_the_run_can_be_a_warm_up() -> None:
+    slow = {"round_s": (0.06,) * 3, "decode_s": 0.18}
+    later = [replace(row, suite="math500", order=row.order + 24) for row in changed(steady(), "dflash", 1, **slow)]
+    (finding,) = [each for each in found([*steady(), *later]) if each.kind in ("slow_first", "outliers")]
+    assert finding.kind == "outliers"
+    assert finding.text.startswith("math500 dflash: 1 of 24 answers took far longer a step; worst prompt p0 turn 0")
+    (finding,) = [each for each in found([*later, *steady()]) if each.kind in ("slow_first", "outliers")]
+    assert finding.kind == "outliers"
+
+
+def test_a_suite_without_plain_answers_says_why_it_has_no_speedup() -> None:
+    alone = [replace(row, suite="math500", order=row.order + 24) for row in steady() if row.method == "dflash"]
+    finding = only([*steady(), *alone], "no_baseline")
+    assert finding.text == ("math500 dflash: its suite has no answers of plain decoding (ar), so there is no speed-up")
+    broken = [failed("ar", row.prompt_id, "boom", order=row.order) for row in steady() if row.method == "ar"]
+    assert only([*broken, *(row for row in steady() if row.method == "dflash")], "no_baseline").text.startswith("gsm8k")
+
+
 def test_a_long_answer_in_few_rounds_does_not_look_slow() -> None:
     rows = [*pair("first", [0, 0, 0], order=-1), *steady()]
     assert [finding.kind for finding in found(rows)] == []

@@ -83,6 +83,16 @@ def test_the_card_is_ten_lines_as_stored(run: Path, main: Main) -> None:
     assert_golden("card.txt", shown)
 
 
+def test_the_card_of_a_run_without_plain_answers_says_why_there_is_no_speedup(tmp_path: Path, main: Main) -> None:
+    rows = [row for suite in ("gsm8k", "math500") for row in answers(4, suite=suite) if row.method != "ar"]
+    stored(tmp_path / "run", rows)
+    line = next(line for line in main("card", "run")[1].splitlines() if line.startswith("speed-up"))
+    assert line == "speed-up    dflash n/a (no answers of plain decoding in gsm8k, math500)"
+    assert main("report", "run", "--html", "page.html")[0] == 0
+    page = Path("page.html").read_text()
+    assert "<b>n/a</b><span>no answers of plain decoding in gsm8k, math500</span>" in page
+
+
 def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, main: Main) -> None:
     methods = {"ar": {"name": "ar", "num_drafts": 0}}
     stored(tmp_path / "run", [plain("a", 4), plain("b", 5)], methods=methods, thinking=None)

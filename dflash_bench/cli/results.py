@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -150,22 +151,36 @@ def plot(
         Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots; RUN/plots if absent.")
     ] = None,
     kind: Annotated[str, Option("--format", metavar="F", help="png or svg.")] = "png",
-    allow: options.AllowParts = None,
+    allow: options.Allow = None,
 ) -> None:
-    """Draw the plots of a run, or with several runs their trend."""
+    """Draw the plots of a run, or with several runs that are alike their trend."""
     from dflash_bench import plots, report
     from dflash_bench.bars import late
 
-    if len(runs) > 1 and out is None:
-        raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
     plots.check_kind(kind)
-    read = [plots.Material(report.read(folder, allow or ())) for folder in late(runs, "reading runs")]
-    folder = out or runs[0] / "plots"
     if len(runs) > 1:
-        print(plots.write_trend(read, folder, kind))
+        _plot_trend(runs, out, kind, allow or [])
         return
+    material = plots.Material(report.read(runs[0], allow or ()))
     for name in late(list(plots.PLOTS), "drawing plots"):
         try:
-            print(plots.write(read[0], name, folder, kind))
+            print(plots.write(material, name, out or runs[0] / "plots", kind))
         except plots.NothingToPlotError as error:
             print(f"no plot '{name}': {error}", file=sys.stderr)
+
+
+def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
+    from dflash_bench import plots, report
+    from dflash_bench.bars import late
+    from dflash_bench.compare.changes import check_allowed, refuse_unlike
+
+    if out is None:
+        raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
+    check_allowed(allow)
+    of_parts = [name for name in allow if name in report.ALLOWED]
+    read = [plots.Material(report.read(folder, of_parts)) for folder in late(runs, "reading runs")]
+    pairs = combinations([each.document.results for each in read], 2)
+    unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
+    for note in unlike:
+        print(f"note: allowed, though unlike: {note}", file=sys.stderr)
+    print(plots.write_trend(read, out, kind, unlike))

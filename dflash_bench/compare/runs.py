@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import environment, frame
+from dflash_bench import environment, frame, rounds
 from dflash_bench.compare import text as texts
 from dflash_bench.compare.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.findings import MIN_PROMPTS
+from dflash_bench.findings import MIN_PROMPTS, last_part
 from dflash_bench.frame import Results
 from dflash_bench.metrics import Cell
 from dflash_bench.peers import published, vllm, zlab
@@ -22,6 +22,7 @@ from dflash_bench.tables import aligned, number
 class Comparison:
     text: str
     json: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def compared(
@@ -74,7 +75,7 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison
     """What the reader must know stands above the tables."""
     lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
     told = [text for run in runs for text in [*run.missing, *_wrong(run)]]
-    told += notes
+    told += [*notes, *shown.notes]
     lines += [f"note: {text}" for text in told]
     head = "\n".join(lines)
     return Comparison(f"{head}\n\n{shown.text}\n", {"runs": [run.name for run in runs], "notes": told} | shown.json)
@@ -130,39 +131,76 @@ def _compat(run: Results) -> Comparison:
 
 def _against(run: Results, against: str) -> Comparison:
     identity = run.info["identity"]
-    asked = against.partition(":")[2]
-    target = published.target_of(asked or identity["model"])
-    found = published.beside(zlab.official(run.rows), target, identity["temperature"])
-    other = f"note: the run's target is {identity['model']}, the published figures are of {target}\n\n" if asked else ""
-    heads = ["suite", "method", "formula", "this run", "published", "published for", "conc.", "hardware", "source"]
+    model = published.model_of(identity)
+    target = published.target_of(against.partition(":")[2] or model)
+    found = published.beside(zlab.official(run.rows), target, identity)
+    heads = [
+        "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
+        "thinking", "conc.", "hardware", "source",
+    ]  # fmt: skip
     rows = [
-        [b.suite, b.method, b.published.formula, number(b.own), number(b.published.value), b.published.config,
-         str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
+        [b.suite, b.method, number(b.num_drafts, 0), b.published.formula, number(b.own), number(b.published.value),
+         number(b.published.num_drafts, 0), b.published.config, b.published.thinking, str(b.published.concurrency),
+         b.published.hardware, b.published.source] for b in found
     ]  # fmt: skip
     formulas = _formulas(
         {k: v for k, v in (zlab.FORMULAS | published.FORMULAS).items() if any(k in row for row in rows)}
     )
     told = [asdict(each) for each in found]
-    text = f"{other}{aligned(heads, rows, left=3)}\n\n{formulas}\nn/a: no formula of ours is that one"
-    return Comparison(text, {"against": "paper", "target": target, "figures": told})
+    text = (
+        f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
+        "n/a: not published, or no formula of ours is that one"
+    )
+    return Comparison(
+        text, {"against": "paper", "target": target, "figures": told}, tuple(_unlike_published(model, target, found))
+    )
+
+
+def _unlike_published(model: str, target: str, found: Sequence[published.Beside]) -> Iterator[str]:
+    if not published.is_target(model, target):
+        yield f"the run's target is {model}, the published figures are of {target}"
+    longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in found if not b.is_as_long)
+    for method, own, theirs in longer:
+        yield f"{method} drafts {number(own, 0)} tokens a round in this run, {theirs} in some published figures"
 
 
 def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Comparison:
-    """By formula id; al.pooled and accept_rate mean the same on both sides, the rest has one side only."""
-    cells = [(run.name, cell) for run in runs for cell in summarised(run)]
-    ids = list(dict.fromkeys(name for each in served for name in each.figures))
-    heads = ["what", "answers", *ids]
-    rows = [
-        [f"{name} {cell.suite} {cell.method}", f"{cell.num_prompts} prompts", *(number(cell.value(i)) for i in ids)]
-        for name, cell in cells
-    ]
+    """By formula id; acceptance means the same on both sides, the rest has one side only."""
+    ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for each in served for name in each.figures))))
+    heads = ["what", "answers", "failed", "conc.", *ids]
+    rows, cells = [], []
+    for run in runs:
+        reached, own = _accept_at(run), summarised(run)
+        for cell, shown in zip(own, texts.cells_json(own), strict=True):
+            positions = reached.get((cell.suite, cell.method), {})
+            figures = (positions.get(name, cell.value(name)) for name in ids)
+            what = f"{run.name} {cell.suite} {cell.method}"
+            # This engine answers one prompt at a time.
+            rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
+            cells.append({"run": run.name, **shown, "accept_at": positions})
     rows += [
-        [f"{each.name} ({each.model})", f"{each.num_requests} requests", *(number(each.figures.get(i)) for i in ids)]
-        for each in served
-    ]
+        [f"{each.name} ({each.model})", f"{each.num_requests} requests", number(each.num_failed, 0),
+         str(each.concurrency or "no limit"), *(number(each.figures.get(name)) for name in ids)] for each in served
+    ]  # fmt: skip
+    text = f"{aligned(heads, rows, left=1)}\n\n{_formulas(vllm.FORMULAS)}\nconc. = most requests at once"
     told = [asdict(each) for each in served]
-    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(vllm.FORMULAS)}"
-    return Comparison(text, {"cells": texts.cells_json([cell for _, cell in cells]), "served": told})
+    return Comparison(text, {"cells": cells, "served": told}, tuple(_other_models(runs, served)))
+
+
+def _accept_at(run: Results) -> dict[tuple[str, str], dict[str, float]]:
+    """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
+    return {
+        place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[1])}
+        for place, counts in rounds.of_run(Path(run.name)).items()
+    }
+
+
+def _other_models(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Iterator[str]:
+    for run in runs:
+        target = published.model_of(run.info["identity"])
+        for each in served:
+            if last_part(each.model) != last_part(target):
+                yield f"the target of {run.name} is {target}, {each.name} is of {each.model}"
 
 
 def _formulas(formulas: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from dflash_bench.errors import UserError
@@ -16,6 +17,8 @@ FORMULAS = {
     "ttft.mean_ms": "mean over requests of the time to the first token",
 }
 """Beside al.pooled, accept_rate and accept_at[k], which vLLM means as we do."""
+TIMES = {"tps.served": "output_throughput", "tpot.mean_ms": "mean_tpot_ms", "ttft.mean_ms": "mean_ttft_ms"}
+POSITIONS = "spec_decode_per_position_acceptance_rates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,41 +28,55 @@ class Served:
     name: str
     model: str
     num_requests: int
+    num_failed: int | None
     concurrency: int | None
+    """None where all requests were sent at once."""
     figures: Mapping[str, float]
 
 
 def read(path: Path) -> Served:
-    """Raises UserError for a file that is no such result."""
+    """Raises UserError for a file that is no such result, and names the key of a value that is no number."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(found, dict) or "output_throughput" not in found or "completed" not in found:
         raise UserError(f"{path} is no result of vllm bench serve (no output_throughput, no completed)")
-    if not found["completed"]:
+    completed, failed, concurrency = (_count(path, found, key) for key in ("completed", "failed", "max_concurrency"))
+    if not completed:
         raise UserError(f"{path}: no request was completed")
-    concurrency = found.get("max_concurrency")
-    return Served(str(path), str(found.get("model_id")), int(found["completed"]), concurrency, _figures(path, found))
+    model = str(found.get("model_id") or "model not stated")
+    return Served(str(path), model, completed, failed, concurrency, _figures(path, found))
 
 
 def _figures(path: Path, found: Mapping[str, Any]) -> dict[str, float]:
-    drafts, accepted = found.get("spec_decode_num_drafts"), found.get("spec_decode_accepted_tokens")
-    length = found.get("spec_decode_acceptance_length")
+    drafts, accepted, length, percent = (
+        _number(path, f"spec_decode_{key}", found.get(f"spec_decode_{key}"))
+        for key in ("num_drafts", "accepted_tokens", "acceptance_length", "acceptance_rate")
+    )
     if drafts and accepted is not None and length is not None and abs(1 + accepted / drafts - length) > 0.01:
         # Before vllm#17908 the bonus token was left out.
         raise UserError(f"{path}: its acceptance length is not 1 + accepted / drafts; it is of another formula")
-    values = {
-        "al.pooled": length,
-        "accept_rate": _share(found.get("spec_decode_acceptance_rate")),
-        "tps.served": found["output_throughput"],
-        "tpot.mean_ms": found.get("mean_tpot_ms"),
-        "ttft.mean_ms": found.get("mean_ttft_ms"),
-    }
-    positions = found.get("spec_decode_per_position_acceptance_rates") or []
-    values |= {f"accept_at[{k}]": value for k, value in enumerate(positions, start=1)}
-    return {name: float(value) for name, value in values.items() if value is not None}
+    values = {"al.pooled": length, "accept_rate": None if percent is None else percent / 100}
+    for name, key in TIMES.items():
+        values[name] = _number(path, key, found.get(key))
+    positions = [] if found.get(POSITIONS) is None else found[POSITIONS]
+    if not isinstance(positions, list):
+        raise UserError(f"{path}: {POSITIONS} is no list of numbers")
+    values |= {f"accept_at[{k}]": _number(path, POSITIONS, value) for k, value in enumerate(positions, start=1)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _share(percent: float | None) -> float | None:
-    return None if percent is None else percent / 100
+def _number(path: Path, key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= float_info.max:
+        raise UserError(f"{path}: {key} is no number: {json.dumps(value)}")
+    return float(value)
+
+
+def _count(path: Path, found: Mapping[str, Any], key: str) -> int | None:
+    value = _number(path, key, found.get(key))
+    if value is not None and value != int(value):
+        raise UserError(f"{path}: {key} is no whole number: {value:g}")
+    return None if value is None else int(value)

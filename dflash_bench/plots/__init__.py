@@ -25,7 +25,7 @@ CAPTIONS = {
     "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
     "output": "A line that falls means that the draft loses its way in long answers.",
     "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",
-    "prompts": "Each point is a prompt; above the 1× line it was slower than plain decoding.",
+    "prompts": "Each point is a prompt: the lower it lies for how far right it is, the more drafting gained.",
 }
 
 
@@ -39,8 +39,9 @@ def write(material: Material, name: str, folder: Path, kind: str) -> Path:
     return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
 
-def write_trend(runs: Sequence[Material], folder: Path, kind: str) -> Path:
-    return _write(trend, runs, folder / f"trend.{kind}")
+def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[str] = ()) -> Path:
+    """`unlike`, as "kind: what", is how the runs differ; the plot says so."""
+    return _write(lambda runs: trend(runs, unlike), runs, folder / f"trend.{kind}")
 
 
 def svg(material: Material, name: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_bench.metrics import BASELINE
 from dflash_bench.plots.material import Material
-from dflash_bench.plots.style import NothingToPlotError, finish, looks, panels
+from dflash_bench.plots.style import NothingToPlotError, finish, looks, name_axes, panels
 from dflash_bench.rounds import Histogram, accept_at
 
 MIN_ROUNDS = 10
@@ -30,7 +30,7 @@ def histogram(material: Material) -> Any:
             axes.bar(xs + (at - (len(methods) - 1) / 2) * width, 100 * shares / (shares.sum() or 1), width,
                      color=look[method]["color"], hatch=look[method]["hatch"], label=method)  # fmt: skip
         axes.grid(axis="x", visible=False)
-    _label(axes_of, "tokens accepted in a round", "% of rounds")
+    name_axes(axes_of, "tokens accepted in a round", "% of rounds")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     return finish(figure, "How many drafted tokens a round keeps", handles, left_out=len(shown) - len(axes_of))
 
@@ -54,7 +54,7 @@ def positions(material: Material) -> Any:
                 **style,
             )
         axes.set_ylim(0, 103)
-    _label(axes_of, "position in the draft, k", "% accepted")
+    name_axes(axes_of, "position in the draft, k", "% accepted")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     note = f"solid: at least k kept; dashed: k kept where k-1 are ({MIN_ROUNDS} rounds or more)"
     return finish(figure, "Acceptance by position", handles, note, len(shown) - len(axes_of))
@@ -79,7 +79,7 @@ def output(material: Material) -> Any:
                 axes.fill_between(*zip(*bounds, strict=True), color=look[method]["color"], alpha=0.16, linewidth=0)
         axes.set_xticks(range(len(stretches)), stretches, rotation=20)
     next(iter(axes_of.values())).set_ylim(bottom=1)
-    _label(axes_of, "tokens into the answer", "al.pooled")
+    name_axes(axes_of, "tokens into the answer", "al.pooled")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     return finish(figure, "Acceptance along the answer", handles, "band: 95 % over prompts", len(shown) - len(axes_of))
 
@@ -99,11 +99,3 @@ def _reached(counts: Histogram, method: str) -> list[tuple[int, float, float | N
     # A share of a handful of rounds would look like one of hundreds.
     given = [each.conditional if shares[each.k - 1] * total >= MIN_ROUNDS else None for each in found]
     return [(each.k, each.unconditional, p) for each, p in zip(found[: longest + 1], given, strict=False)]
-
-
-def _label(axes_of: dict[str, Any], below: str, beside: str) -> None:
-    for number, axes in enumerate(axes_of.values()):
-        if number % 2 == 0:
-            axes.set_ylabel(beside)
-        if number >= len(axes_of) - 2:
-            axes.set_xlabel(below)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TypeVar
 
 from dflash_bench import parts, rounds, store
 from dflash_bench.document import Document
@@ -17,8 +14,6 @@ from dflash_bench.metrics import BASELINE, Cell
 from dflash_bench.peers import published, zlab
 from dflash_bench.plots import along
 from dflash_bench.stats import Interval
-
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -53,30 +48,22 @@ class Material:
     @cached_property
     def along(self) -> Mapping[tuple[str, str], Mapping[str, Interval]]:
         """al.pooled by suite and method, then by stretch of the answer."""
-        return along.intervals(self._read(along.sums))
+        found = []
+        for part in parts.of(self.document.folder):
+            with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
+                found.append(along.sums(part))
+        return along.intervals(found)
 
     @cached_property
     def histograms(self) -> Mapping[tuple[str, str], rounds.Histogram]:
-        found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
-        for part in self._read(lambda part: rounds.histograms([part])):
-            for place, counts in part.items():
-                found.setdefault(place, Counter()).update(counts)
-        return found
-
-    def _read(self, read: Callable[[Path], Part]) -> list[Part]:
-        """What `read` makes of each part; one that is damaged was allowed to be, or the document was not made."""
-        found = []
-        for part in parts.of(self.document.folder):
-            with suppress(parts.DamagedError):
-                found.append(read(part))
-        return found
+        return rounds.of_run(self.document.folder)
 
     @cached_property
     def published(self) -> Sequence[published.Beside]:
         """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
         identity = self.info["identity"]
         try:
-            target = published.target_of(identity.get("target") or identity["model"])
-            return published.beside(zlab.official(self.document.results.rows), target, identity["temperature"])
+            target = published.target_of(published.model_of(identity))
+            return published.beside(zlab.official(self.document.results.rows), target, identity)
         except UserError:
             return ()

@@ -8,10 +8,23 @@ import numpy as np
 
 from dflash_bench.metrics import BASELINE, TERMS, Cell
 from dflash_bench.plots.material import Material
-from dflash_bench.plots.style import INK, MUTED, PAPER, PARTS, NothingToPlotError, errors, finish, looks, panels
+from dflash_bench.plots.style import (
+    INK,
+    MUTED,
+    PAPER,
+    PARTS,
+    NothingToPlotError,
+    errors,
+    finish,
+    looks,
+    name_axes,
+    panels,
+)
 
 MOST_POINTS = 400
 MOST_LABELS = 16
+PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
+"""Hollow, one for each published configuration."""
 BARS = 0.8
 """Width of the bars of a suite together."""
 
@@ -59,15 +72,22 @@ def _one(height: float) -> tuple[Any, Any]:
 
 
 def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[Any]:
-    """Never one formula beside another: a published mark comes with ours by the same formula."""
-    found = [each for each in material.published if each.published.formula == "speedup.zlab" and each.suite in shown]
+    """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
+    found = [
+        each
+        for each in material.published
+        if each.published.formula == "speedup.zlab" and each.suite in shown and each.is_as_long
+    ]
+    configs = list(dict.fromkeys(each.published.config for each in found))
     handles = {}
     for each in found:
         x = _place(material, shown.index(each.suite), each.method) + 0.3 * BARS / len(material.drafting)
+        config = each.published.config
         style = {"linestyle": "none", "zorder": 4}
         theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
+        theirs["marker"] = PUBLISHED_MARKERS[configs.index(config) % len(PUBLISHED_MARKERS)]
         ours = {"color": INK, "markeredgecolor": PAPER, "markersize": 9}
-        handles["published, speedup.zlab"] = axes.plot(x, each.published.value, "D", **theirs, **style)[0]
+        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, each.published.value, **theirs, **style)[0]
         if each.own is not None:
             handles["this run, speedup.zlab"] = axes.plot(x, each.own, "X", **ours, **style)[0]
     for label, handle in handles.items():
@@ -111,14 +131,12 @@ def prompts(material: Material) -> Any:
             found = points.get((suite, method), np.zeros((0, 2)))
             axes.plot(*found.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
                       markersize=5.5, markeredgewidth=0)  # fmt: skip
-        axes.set_xlabel("plain ms / token")
-    _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
-    next(iter(axes_of.values())).set_ylabel("ms / token")
-    drawn = max(len(found) for found in points.values())
-    note = "lines: so many times as fast; below the line is faster"
-    note += f"; {MOST_POINTS:,} prompts of each cell" if drawn == MOST_POINTS else ""
+    name_axes(axes_of, "plain ms / token", "ms / token")
+    lines = _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
+    notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
+    notes += [f"{MOST_POINTS:,} prompts of each cell"] if max(map(len, points.values())) == MOST_POINTS else []
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Prompt by prompt", handles, note, len(shown) - len(axes_of))
+    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(shown) - len(axes_of))
 
 
 def _per_token(cell: Cell) -> Any:
@@ -131,15 +149,17 @@ def _per_token(cell: Cell) -> Any:
     return 1000 * np.column_stack([sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]])
 
 
-def _speedup_lines(all_axes: list[Any], points: Any) -> None:
+def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
+    """Draws those that end inside the axes, and says which."""
     plain, own = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
+    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
+    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and 0.97 * right / times < top]
     for axes in all_axes:
-        axes.set_xlim(0.92 * points[:, 0].min(), 1.06 * plain)
-        axes.set_ylim(0, 1.12 * own)
-        right = axes.get_xlim()[1]
-        for times in (1, 2, 4, 8, 16):
-            if times <= max(1, fastest) and 0.97 * right / times < 1.12 * own:
-                axes.plot([0, right], [0, right / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-                axes.annotate(f"{times}×", (right, right / times), (2, 0), textcoords="offset points", fontsize=9.5,
-                              color=MUTED, va="center", annotation_clip=False)  # fmt: skip
+        axes.set_xlim(left, right)
+        axes.set_ylim(0, top)
+        for times in drawn:
+            axes.plot([0, right], [0, right / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.annotate(f"{times}×", (right, right / times), (2, 0), textcoords="offset points", fontsize=9.5,
+                          color=MUTED, va="center", annotation_clip=False)  # fmt: skip
+    return drawn

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -68,10 +68,18 @@ def panels(names: Sequence[str], height: float, **shared: Any) -> tuple[Any, dic
     if len(names) > 1:
         for name, axes in axes_of.items():
             axes.set_title(name)
-    if shared.get("sharex"):
-        for axes in made.flat[max(0, len(shown) - across) : len(shown)]:
-            axes.tick_params(labelbottom=True)
+    for axes in axes_of.values():
+        axes.tick_params(labelbottom=True)
     return figure, axes_of
+
+
+def name_axes(axes_of: Mapping[str, Any], below: str, beside: str) -> None:
+    """Every row beside, the lowest axes of each column below."""
+    for number, axes in enumerate(axes_of.values()):
+        if number % 2 == 0:
+            axes.set_ylabel(beside)
+        if number >= len(axes_of) - 2:
+            axes.set_xlabel(below)
 
 
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
@@ -85,7 +93,8 @@ def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "",
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
-    across = 4 if sum(len(handle.get_label()) for handle in handles) < 40 else 2
+    labels = [len(handle.get_label()) for handle in handles]
+    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
     legend = figure.legend(
         handles=list(handles), loc="outside lower left", ncols=across, title="; ".join(notes) or None
     )

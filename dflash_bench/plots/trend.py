@@ -11,8 +11,8 @@ from dflash_bench.plots.style import NothingToPlotError, errors, finish, looks, 
 FIGURES = ("speedup.decode", "al.pooled")
 
 
-def trend(runs: Sequence[Material]) -> Any:
-    """speedup.decode and al.pooled with intervals, a panel for each suite and figure."""
+def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
+    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` as "kind: what"."""
     over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
     suites = list(dict.fromkeys(suite for run in over_time for suite in run.suites))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
@@ -28,8 +28,11 @@ def trend(runs: Sequence[Material]) -> Any:
             _line(axes, over_time, suite, method, figure_id, look[method])
         axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
         axes.set_ylim(bottom=0)
+        axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, f"Over {len(over_time)} runs", handles, "bars: 95 % over prompts", len(names) - len(axes_of))
+    kinds = dict.fromkeys(each.partition(":")[0] for each in unlike)
+    note = "bars: 95 % over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
 def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_id: str, look: dict[str, Any]) -> None:
@@ -42,4 +45,5 @@ def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_i
 
 
 def _day(run: Material) -> str:
-    return str(run.info.get("started") or run.document.folder.name)[:16].replace("T", " ")[5:]
+    started = run.info.get("started")
+    return str(started)[5:16].replace("T", " ") if started else run.document.folder.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from dflash_bench.document import Document, read
+from dflash_bench.document import ALLOWED, Document, read
 from dflash_bench.report.card import card
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.console import suites_text, text
@@ -14,8 +14,8 @@ from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.texts import latex, markdown
 
 __all__ = [
-    "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown", "read",
-    "suites_text", "text", "write_page",
+    "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown",
+    "read", "suites_text", "text", "write_page",
 ]  # fmt: skip
 
 

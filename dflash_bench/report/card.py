@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dflash_bench.document import Document, over_all
 from dflash_bench.metrics import FORMULAS
-from dflash_bench.report.words import facts, over_suites, tally
+from dflash_bench.report.words import facts, speedups, tally
 from dflash_bench.tables import ABSENT, number, with_interval
 
 
@@ -12,7 +12,9 @@ def card(document: Document) -> str:
     """Raises nothing for what a run does not hold: that line says n/a."""
     info, about = document.results.info, facts(document.results.info)
     found = [(method, *over_all(document.cells, method)) for method in document.methods]
-    speedups = ", ".join(f"{method} {with_interval(speedup)}" for method, speedup, _ in found)
+    faster = ", ".join(f"{method} {with_interval(speedup)}" for method, speedup, _ in found)
+    is_known = any(speedup for _, speedup, _ in found)
+    meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
     lengths = ", ".join(f"{method} {number(al)}" for method, _, al in found)
     exact, passed = (tally(document, name) for name in ("exact", "passed"))
     answers = f"{f'{exact[0]}/{exact[1]} the plain output, token for token' if exact else ABSENT}"
@@ -25,7 +27,7 @@ def card(document: Document) -> str:
         "machine": about["machine"],
         "settings": about["settings"],
         "acceptance": f"{lengths or ABSENT} (al.pooled = {FORMULAS['al.pooled']})",
-        "speed-up": f"{speedups or ABSENT} (speedup.decode{over_suites(document)}, 95 %)",
+        "speed-up": f"{faster or ABSENT} ({meaning})",
         "answers": answers,
         "versions": f"{about['versions']}{commit}",
         "command": " ".join(info["command"].split()),

@@ -23,14 +23,14 @@ from dflash_bench.errors import UserError
 from dflash_bench.metrics import Cell
 from dflash_bench.report import answers
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
-from dflash_bench.report.words import facts, over_suites, sentences, tally
+from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.tables import number
 
 MOST_ANSWERS = 300
 SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
 """Columns that a narrow screen leaves out."""
 TEMPLATE = Path(__file__).parent
-WRONG = ("mismatch", "failed", "near_tie", "nothing_drafted", "dead_draft", "slower")
+WRONG = ("mismatch", "failed", "no_baseline", "near_tie", "nothing_drafted", "dead_draft", "slower")
 """Findings that a reader must not miss; the others say that a number is weak."""
 
 
@@ -92,7 +92,7 @@ def _tile(document: Document, method: str) -> str:
     speedup, al = over_all(document.cells, method)
     interval = f"{number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
     exact = tally(document, "exact", method)
-    rows = [f"speedup.decode{over_suites(document)}", f"95 %: {interval}" if interval else ""]
+    rows = [speedups(document, speedup is not None), f"95 %: {interval}" if interval else ""]
     rows += [f"al.pooled {number(al)}"] if al else []
     rows += [f"exact {exact[0]:,}/{exact[1]:,}"] if exact else []
     value = f"{speedup.value:.2f}<small>×</small>" if speedup else "n/a"

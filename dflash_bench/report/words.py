@@ -32,6 +32,15 @@ def sentences(document: Document) -> list[str]:
     return told
 
 
+def speedups(document: Document, is_known: bool) -> str:
+    """What the speed-ups are, or why there are none."""
+    plain = {cell.suite for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
+    bare = dict.fromkeys(cell.suite for cell in document.cells if cell.num_prompts and cell.suite not in plain)
+    if bare and not is_known:
+        return f"no answers of plain decoding in {', '.join(bare)}"
+    return f"speedup.decode{over_suites(document)}"
+
+
 def over_suites(document: Document) -> str:
     num_suites = len({cell.suite for cell in document.cells if cell.method != BASELINE and cell.num_prompts})
     return f", geometric mean over {num_suites} suites" if num_suites > 1 else ""

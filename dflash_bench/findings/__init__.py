@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from dflash_bench import metrics, stats
+from dflash_bench import metrics
+from dflash_bench.findings import over_time
+from dflash_bench.findings.case import Case, Seen, answers
 from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
 
@@ -24,15 +24,11 @@ SATURATED = 0.5
 """Share of rounds that keep the whole draft."""
 TRUNCATED = 0.10
 """Share of answers cut at the limit."""
-SLOW_FIRST = 1.5
-DRIFT = 0.10
 SPEED_REMEDIES = {
     "draft": "{fewer}, or use a smaller draft",
     "verify": "{fewer}: on this device a longer forward costs too much",
     "other": "the models are not the cost: try --threads 1, and keep the machine free of other work",
 }
-MIN_ANSWERS_OVER_TIME = 8
-"""Fewer say nothing about the first of them, or about the first and last quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +38,11 @@ class Finding:
     remedy: str
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one check saw; `where` is a cell, or a suite whose methods share the fault."""
-
-    kind: str
-    where: str
-    text: str
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A cell, its rows of the frame (failed ones too), and the rows that did not fail."""
-
-    cell: Cell
-    rows: Any
-    good: Any
-    identity: Mapping[str, Any]
-    """What the run was made with, as `run.json` has it; empty where that is not known."""
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.cell.method == BASELINE
-
-    @property
-    def draft(self) -> Mapping[str, Any]:
-        """What is known of the method's draft; a draft's name begins that of every method that uses it."""
-        drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
-        return next((known for name, known in drafts.items() if self.cell.method.startswith(name)), {})
-
-    def seen(self, kind: str, text: str, remedy: str) -> Seen:
-        return Seen(kind, f"{self.cell.suite} {self.cell.method}", text, remedy)
-
-    def seen_in_suite(self, kind: str, text: str, remedy: str) -> Seen:
-        return Seen(kind, self.cell.suite, text, remedy)
-
-
 def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
     """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
-    cases = [_case(rows, cell, identity or {}) for cell in cells]
+    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    first = rows["suite"].iloc[int(rows["order"].to_numpy().argmin())]
+    cases = [_case(rows, cell, identity or {}, cell.suite in plain, cell.suite == first) for cell in cells]
     alike: dict[tuple[str, str], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
@@ -95,9 +56,9 @@ def _finding(alike: Sequence[Seen]) -> Finding:
     return Finding(first.kind, f"{first.where}: {first.text}{likewise}", first.remedy)
 
 
-def _case(rows: Any, cell: Cell, identity: Mapping[str, Any]) -> Case:
+def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
     own = metrics.select(rows, suite=cell.suite, slice=cell.slice, method=cell.method)
-    return Case(cell, own, metrics.without_errors(own), identity)
+    return Case(cell, own, metrics.without_errors(own), identity, has_plain, opens_run)
 
 
 def _mismatch(case: Case) -> Seen | None:
@@ -109,7 +70,7 @@ def _mismatch(case: Case) -> Seen | None:
     seen = f", margin {first['divergence_margin']:.3g} against drift {first['divergence_drift']:.3g}" if known else ""
     token = f" token {first['first_divergence']:.0f}" if known else ""
     at = f"prompt {first['prompt_id']} turn {first['turn']}{token}"
-    tally = f"{len(wrong)} of {_answers(case.good)}"
+    tally = f"{len(wrong)} of {answers(case.good)}"
     if case.is_baseline:
         text = f"plain decoding disagrees with itself in {tally}; first at {at}{seen}"
         return case.seen("mismatch", text, "the control failed: use --dtype float32, or find what is random")
@@ -122,14 +83,21 @@ def _failed(case: Case) -> Seen | None:
     if not len(errors):
         return None
     first = (errors.iloc[0].splitlines() or ["no message"])[0]
-    text = f"{len(errors)} of {_answers(case.rows)} failed and are in no number; the first: {first[:160]}"
+    text = f"{len(errors)} of {answers(case.rows)} failed and are in no number; the first: {first[:160]}"
     return case.seen("failed", text, "remove the cause and run again with another --out")
+
+
+def _no_baseline(case: Case) -> Seen | None:
+    if case.has_plain or not case.cell.num_prompts:
+        return None
+    text = "its suite has no answers of plain decoding (ar), so there is no speed-up"
+    return case.seen("no_baseline", text, "finish the run with --resume, or run it again")
 
 
 def _near_ties(case: Case) -> Seen | None:
     if not case.cell.num_near_ties:
         return None
-    text = f"{case.cell.num_near_ties} of {_answers(case.good)} leave the plain output at a near-tie"
+    text = f"{case.cell.num_near_ties} of {answers(case.good)} leave the plain output at a near-tie"
     return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
 
 
@@ -153,13 +121,14 @@ def _other_mode(case: Case) -> Seen | None:
 
 def _other_target(case: Case) -> Seen | None:
     verifier, target = case.draft.get("verifier"), case.identity.get("target")
-    if not verifier or not target or _last_part(verifier) == _last_part(target):
+    if not verifier or not target or last_part(verifier) == last_part(target):
         return None
     text = f"its draft names {verifier} as its target, this one is {target}"
     return case.seen("other_target", text, f"expect less than with --target {verifier}")
 
 
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
+    """What tells models apart, however they are named: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are one."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
@@ -222,60 +191,11 @@ def _saturated(case: Case) -> Seen | None:
     return case.seen("saturated", text, remedy)
 
 
-def _first_is_slow(case: Case) -> Seen | None:
-    steps = _seconds_per_step(case.good.sort_values("order", kind="stable"))
-    known = steps[~np.isnan(steps)]
-    if len(known) < MIN_ANSWERS_OVER_TIME or not steps[0] > SLOW_FIRST * np.median(known):
-        return None
-    times = steps[0] / np.median(known)
-    text = f"the first answer took {1000 * steps[0]:.3g} ms a step, {times:.1f} times the median"
-    return case.seen("slow_first", text, "warm-up was too short: a higher --repeats makes it weigh less")
-
-
-def _outliers(case: Case) -> Seen | None:
-    over_time = case.good.sort_values("order", kind="stable")
-    steps = _seconds_per_step(over_time)[1:]  # the first has a finding of its own
-    known = ~np.isnan(steps)
-    if known.sum() < MIN_ANSWERS_OVER_TIME:
-        return None
-    slow = known & stats.outliers(np.where(known, steps, np.median(steps[known])))
-    if not slow.any():
-        return None
-    worst = int(np.argmax(np.where(slow, steps, 0)))
-    times = steps[worst] / np.median(steps[known])
-    where = f"prompt {over_time['prompt_id'].iloc[worst + 1]} turn {over_time['turn'].iloc[worst + 1]}"
-    text = f"{slow.sum()} of {_answers(case.good)} took far longer a step; worst {where}, {times:.1f} times the median"
-    return case.seen("outliers", text, "they are in the numbers; keep the machine free of other work and run again")
-
-
-def _seconds_per_step(good: Any) -> Any:
-    """Of a round where rounds are shown, because how many tokens a round makes differs between prompts."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        by_round = (good["round_s"] / good["num_rounds"]).to_numpy(dtype=np.float64)
-        by_token = (good["decode_s"] / good["decode_tokens"]).to_numpy(dtype=np.float64)
-    found = np.where(by_round > 0, by_round, by_token)
-    return np.where(np.isfinite(found), found, np.nan)
-
-
-def _drift(case: Case) -> Seen | None:
-    if not case.is_baseline or len(case.good) < MIN_ANSWERS_OVER_TIME:
-        return None
-    over_time = case.good.sort_values("order", kind="stable")
-    quarter = len(over_time) // 4
-    first = metrics.seconds_per_token(over_time.iloc[:quarter])
-    last = metrics.seconds_per_token(over_time.iloc[-quarter:])
-    if not first or not last or abs(last / first - 1) <= DRIFT:
-        return None
-    change = f"from {1000 * first:.3g} to {1000 * last:.3g} ms per token ({last / first - 1:+.0%})"
-    text = f"the machine drifted from the first to the last quarter, {change}"
-    return case.seen_in_suite("drift", text, "let the machine cool, stop other work, fix --threads, and run again")
-
-
 def _truncated(case: Case) -> Seen | None:
     num_cut = int((case.good["finish_reason"] == "length").sum())
     if not case.is_baseline or num_cut <= TRUNCATED * len(case.good):
         return None
-    text = f"{num_cut} of {_answers(case.good)} were cut at the token limit"
+    text = f"{num_cut} of {answers(case.good)} were cut at the token limit"
     return case.seen_in_suite("truncated", text, "raise --max-new-tokens")
 
 
@@ -296,14 +216,11 @@ def _wide_interval(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft, _slower_than_plain,
-    _saturated, _first_is_slow, _outliers, _drift, _truncated, _few_prompts, _wide_interval,
+    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft,
+    _slower_than_plain, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated,
+    _few_prompts, _wide_interval,
 )  # fmt: skip
 
 
 def _never_drafts(case: Case) -> bool:
     return bool(case.good["num_rounds"].sum()) and not case.good["num_drafting"].sum()
-
-
-def _answers(rows: Any) -> str:
-    return f"{len(rows)} answer{'' if len(rows) == 1 else 's'}"
