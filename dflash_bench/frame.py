@@ -20,8 +20,8 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Record
 
 KEPT = (
-    "suite", "suite_version", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
-    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes", "error",
+    "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
+    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
     "passed", "exactness", "first_divergence", "divergence_margin", "divergence_drift",
 )  # fmt: skip
 """As they are stored."""

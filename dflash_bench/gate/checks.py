@@ -12,13 +12,13 @@ import numpy as np
 from dflash_bench import frame, stats
 from dflash_bench.compare import changes
 from dflash_bench.errors import UserError
+from dflash_bench.findings import DEAD_AL
 from dflash_bench.frame import Results
 from dflash_bench.gate import baselines
 from dflash_bench.gate.baselines import LIMITS, Baseline, Limit
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
 
 ALPHA = 0.05
-DEAD_AL = 1.05
 RATIOS = ("speedup.decode", "speedup.e2e")
 """Timings that another machine's baseline can still gate."""
 TALLIES = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
