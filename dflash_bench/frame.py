@@ -32,7 +32,6 @@ SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
 FIRST_EDGE = 32
 """Lengths and positions are sliced at this and its doubles."""
 COLUMNS = (*KEPT, *LISTS)
-BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def _read_part(part: Path, by: str) -> Any:
 
 
 def _table(part: Path, columns: Sequence[str], by: str) -> Any:
-    return _concatenated([_scalars(batch, by) for batch in parts.batches(part, columns, BATCH_ROWS)])
+    return _concatenated([_scalars(batch, by) for batch in parts.batches(part, columns)])
 
 
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:

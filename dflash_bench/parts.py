@@ -65,10 +65,14 @@ def write(table: Any, part: Path) -> None:
     write_whole(part, lambda file: parquet.write_table(table, file, **options))
 
 
-def batches(part: Path, columns: Sequence[str], num_rows: int) -> Iterator[Any]:
-    """Arrow record batches of these columns. Raises DamagedError, and UserError for a newer schema."""
+def batches(part: Path, columns: Sequence[str]) -> Iterator[Any]:
+    """Arrow record batches of these columns, one a row group. Raises DamagedError, and UserError for a newer schema.
+
+    Arrow's own threads are left out: they would be shared by all who read, and two readers do better with one each.
+    """
     with _opened(part) as file:
-        yield from file.iter_batches(num_rows, columns=list(columns))
+        for group in range(file.num_row_groups):
+            yield from file.read_row_group(group, list(columns), use_threads=False).combine_chunks().to_batches()
 
 
 def to_table(records: Sequence[Record]) -> Any:
@@ -104,7 +108,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """What goes wrong while it is read is told as damage to this part."""
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             refuse_newer(path, int((file.schema_arrow.metadata or {}).get(b"schema_version", 0)))
             if not any(file.schema_arrow.equals(_schema(nullable)) for nullable in (False, True)):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")

@@ -32,7 +32,7 @@ class AcceptAt:
 def histograms(of: Iterable[Path]) -> dict[tuple[str, str], Histogram]:
     """By suite and method; answers that failed are left out."""
     columns = ["suite", "method", "error", "drafted", "accepted"]
-    return _counted(batch for part in of for batch in parts.batches(part, columns, 65_536))
+    return _counted(batch for part in of for batch in parts.batches(part, columns))
 
 
 def of_run(folder: Path) -> dict[tuple[str, str], Histogram]:

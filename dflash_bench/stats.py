@@ -20,8 +20,8 @@ LEVEL = 0.95
 NUM_DRAWS = 10_000
 SEED = 0
 APART = 997
-MAX_UNITS = 1_000
-"""More prompts are dealt into so many groups, and the groups are drawn: the width is then known to about 2 %."""
+MAX_UNITS = 512
+"""More prompts are dealt into so many groups, and the groups are drawn: the width is then known to about 3 %."""
 OUTLIER = 10.0
 """Robust standard deviations from the median, as hyperfine has it."""
 

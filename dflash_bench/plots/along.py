@@ -17,12 +17,11 @@ from dflash_bench.stats import Interval
 COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")
 PLACE = ["suite", "method", "prompt_id"]
 MOST_STRETCHES = 32
-BATCH_ROWS = 65_536
 
 
 def sums(part: Path) -> Any:
     """A pandas frame of tokens verified and rounds, by suite, method, prompt and stretch; failed answers left out."""
-    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS, BATCH_ROWS)])
+    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS)])
 
 
 def intervals(sums: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]]:

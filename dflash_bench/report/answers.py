@@ -19,7 +19,6 @@ COLUMNS = (
     "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence",
 )  # fmt: skip
-BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,9 @@ def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[d
     for part in parts.of(document.folder):
         with suppress(parts.DamagedError):  # it was allowed to be, or there would be no document
             # Most parts of a large run hold none of them, which two columns tell.
-            keys = parts.batches(part, ["suite", "prompt_id"], BATCH_ROWS)
+            keys = parts.batches(part, ["suite", "prompt_id"])
             if any(compute.any(chosen(batch)).as_py() for batch in keys):
-                for batch in parts.batches(part, COLUMNS, BATCH_ROWS):
+                for batch in parts.batches(part, COLUMNS):
                     yield from batch.filter(chosen(batch)).to_pylist()
 
 
