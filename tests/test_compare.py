@@ -99,8 +99,9 @@ def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -
           ((33, "b"), (64, "c"), (200, "d")) for row in pair(prompt, [2, 2])],
     ]  # fmt: skip
     stored(tmp_path / "run", rows)
-    cells = found(main, "run", "--by", by)["cells"]
-    assert [cell["slice"] for cell in cells if cell["method"] == "dflash"] == slices
+    shown = found(main, "run", "--by", by)
+    assert [cell["slice"] for cell in shown["cells"] if cell["method"] == "dflash"] == slices
+    assert any("belong to no stretch" in note for note in shown["notes"]) == (by == "output-position")
 
 
 def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:

@@ -18,6 +18,9 @@ from dflash_bench.peers import published, vllm, zlab
 from dflash_bench.tables import aligned, number
 
 
+STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     text: str
@@ -45,16 +48,12 @@ def compared(
         return _with_notes(runs, [], _compat(runs[0]))
     if served:
         return _with_notes(runs, [], _beside_served(runs, served))
-    if len(runs) == 1:
-        cells = summarised(runs[0])
-        return _with_notes(runs, _few(cells), _shown({runs[0].name: cells}, within(cells)))
     unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
-    notes = [f"allowed, though unlike: {text}" for text in unlike]
     cells_of = {run.name: summarised(run) for run in runs}
     first, *others = cells_of
     changes = [made for name in others for made in between(cells_of[first], cells_of[name], (first, name))]
-    every = [cell for cells in cells_of.values() for cell in cells]
-    return _with_notes(runs, [*notes, *_few(every)], _shown(cells_of, changes))
+    notes = [*(f"allowed, though unlike: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
+    return _with_notes(runs, notes, _shown(cells_of, changes if others else within(cells_of[first])))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -89,10 +88,13 @@ def _wrong(run: Results) -> list[str]:
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
 
 
-def _few(cells: Sequence[Cell]) -> list[str]:
+def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
+    cells = [cell for own in cells_of for cell in own]
     few = [cell for cell in cells if 1 < cell.num_prompts < MIN_PROMPTS]
-    told = f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
-    return [told] if few else []
+    told = [
+        f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
+    ]
+    return [*(told if few else []), *([STRETCHES] if by == "output-position" else [])]
 
 
 def _shown(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> Comparison:

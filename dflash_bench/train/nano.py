@@ -40,7 +40,7 @@ class NanoRecipe:
     num_sampled: int = 2000
     response_seed: int = 777
     row_length: int = 256
-    num_draft_layers: int = 3
+    num_draft_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
     block_size: int = 16
