@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from dflash_bench.frame import Results
 from dflash_bench.metrics import Cell
 from dflash_bench.peers import published, vllm, zlab
 from dflash_bench.tables import aligned, number
-
 
 STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
 
