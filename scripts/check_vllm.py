@@ -313,7 +313,7 @@ def agreement(compared: Sequence[Comparison]) -> list[str]:
     for each in compared:
         ratio = each.ratio()
         problems = each.problems()
-        why = f" Why: {each.excused}." if each.excused else ""
+        why = f" A known fault: {each.excused}." if each.excused else ""
         lines.append(
             f"- {each.method}, {each.engine}: al.pooled over ours {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]"
             f" (95 %, over prompts); every count the same in {each.num_identical} of {len(each.equal)} answers; "
