@@ -53,7 +53,7 @@ def test_nanos_dflash_draft_is_described() -> None:
         "vocabulary     1024, drafts from all of it",
         "embedding      the target's",
         "head           the target's",
-        "layers         3 of 128/384, 4 heads on 2 of 64",
+        "layers         2 of 128/384, 4 heads on 2 of 64",
         "rotary         theta 10000",
         f"size           {count:,} parameters, {count * 4 / 2**20:,.1f} MiB, float32",
         "trained for    a target of 16 layers",
