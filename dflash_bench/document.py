@@ -26,8 +26,7 @@ class Document:
     @property
     def notes(self) -> list[str]:
         """What is missing from the numbers; said above them in every format."""
-        unfinished = self.results.info.get("state") != "complete"
-        return [*(["this run is not finished"] if unfinished else []), *self.results.damaged]
+        return self.results.missing
 
     @property
     def methods(self) -> list[str]:

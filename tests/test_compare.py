@@ -249,6 +249,7 @@ def test_of_many_lines_without_a_change_none_looks_like_one(tmp_path: Path, main
 def test_allowing_a_difference_of_a_single_run_is_refused(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     assert "--allow model has no effect on a single run" in told(main, "run", "--allow", "model")
+    assert "a run compared with itself says nothing" in told(main, "run", "run")
 
 
 # The official harness, and published figures

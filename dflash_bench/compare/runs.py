@@ -65,6 +65,8 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
         raise UserError("--against already recomputes the run as the official harness does; leave out --compat")
     if alone and (len(paths) > 1 or by != "suite"):
         raise UserError(f"{alone[0]} takes one run, and no --by")
+    if len(set(paths)) < len(paths):
+        raise UserError("a run compared with itself says nothing; name each once")
     if any(path.is_file() for path in paths) and by != "suite":
         raise UserError("--by has no effect on result files of a server, which hold no answers")
 
