@@ -22,11 +22,12 @@ from dflash_bench.records import Record
 KEPT = (
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
-    "passed", "exactness", "first_divergence", "divergence_margin", "divergence_drift",
+    "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
+    "audit", "audit_index", "audit_gap", "audit_tolerance",
 )  # fmt: skip
 """As they are stored."""
 LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
-NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness")
+NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit")
 """Few and often repeated: kept as pandas categories."""
 SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
 FIRST_EDGE = 32
@@ -157,7 +158,7 @@ def _num_tokens(batch: Any, sums: dict[str, Any]) -> dict[str, Any]:
 def _without_wholes(table: Any) -> Any:
     """A stretch of an answer is not right or exact, and has no prefill."""
     arrow: Any = import_module("pyarrow")
-    for name in ("passed", "exactness", "prefill_s", "draft_prefill_s", "finish_reason"):
+    for name in ("passed", "exactness", "audit", "prefill_s", "draft_prefill_s", "finish_reason"):
         at = table.schema.get_field_index(name)
         table = table.set_column(at, name, arrow.nulls(len(table), table.schema.field(name).type))
     return table

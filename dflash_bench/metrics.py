@@ -112,6 +112,8 @@ class Cell:
     num_errors: int
     num_near_ties: int
     exact: Tally | None
+    audit: Tally | None = None
+    """Answers of which every token is the published model's own choice, of those that the judge read."""
     passed: Tally | None
     figures: Mapping[str, Interval]
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
@@ -156,6 +158,8 @@ def _counts(rows: Any) -> Any:
         num_errors=failed,
         num_tokens=rows["num_tokens"].where(~failed, 0),
         num_near_ties=(rows["exactness"] == "near_tie") & ~failed,
+        num_own=(rows["audit"] == "exact") & ~failed,
+        num_audited=rows["audit"].notna() & ~failed,
     )
     return good.groupby(PLACE, observed=True).sum()
 
@@ -172,6 +176,7 @@ def _cell(place: tuple[str, str, str], counts: Any, prompts: Any) -> Cell:
         num_errors=int(counts["num_errors"]),
         num_near_ties=int(counts["num_near_ties"]),
         exact=_tally(sums, "exact", "compared"),
+        audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
         passed=_tally(sums, "passed", "scored"),
         figures=_figures(sums, method),
         prompts=() if prompts is None else tuple(prompts.index.get_level_values("prompt_id")),
@@ -274,6 +279,11 @@ def _paired_terms(good: Any) -> dict[str, Any]:
         terms |= {f"plain_{name}": np.where(both, plain[name], 0) for name in pair}
         terms |= {f"own_{name}": np.where(both, own[name], 0) for name in pair}
     return {name: np.asarray(values, dtype=np.float64) for name, values in terms.items()}
+
+
+def mismatched(rows: Any) -> Any:
+    """Which answers are not what they must be: neither rounding nor anything else excuses them."""
+    return (rows["exactness"] == "mismatch") | (rows["audit"] == "mismatch")
 
 
 def without_errors(rows: Any) -> Any:

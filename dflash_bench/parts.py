@@ -29,11 +29,27 @@ COLUMNS = {
     "draft_s": "list of float", "verify_s": "list of float", "round_s": "list of float",
     "peak_memory_bytes": "int64", "error": "string", "answer": "string", "passed": "bool",
     "exactness": "string",
-    "first_divergence": "int32", "divergence_margin": "double", "divergence_drift": "double",
+    "first_divergence": "int32", "divergence_gap": "double", "divergence_tolerance": "double",
+    "audit": "string", "audit_index": "int32", "audit_gap": "double", "audit_tolerance": "double",
 }
 # fmt: on
-DIVERGENCE = {"first_divergence": "index", "divergence_margin": "margin", "divergence_drift": "drift"}
-FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "divergence"))
+SINCE = {
+    "divergence_gap": 2,
+    "divergence_tolerance": 2,
+    "audit": 2,
+    "audit_index": 2,
+    "audit_gap": 2,
+    "audit_tolerance": 2,
+}  # fmt: skip
+"""The schema that brought a column; parts of an older one are read with nulls in its place."""
+UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
+"""Columns of schema 1 that nothing reads any more: the engine was then its own judge."""
+PLACES = {
+    "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},
+    "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
+}
+"""The columns of a record's divergences."""
+FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", *PLACES))
 
 
 class DamagedError(UserError):
@@ -71,8 +87,10 @@ def batches(part: Path, columns: Sequence[str]) -> Iterator[Any]:
     Arrow's own threads are left out: they would be shared by all who read, and two readers do better with one each.
     """
     with _opened(part) as file:
+        stored = [name for name in columns if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):
-            yield from file.read_row_group(group, list(columns), use_threads=False).combine_chunks().to_batches()
+            table = file.read_row_group(group, stored, use_threads=False).combine_chunks()
+            yield from _current(table, columns).to_batches()
 
 
 def to_table(records: Sequence[Record]) -> Any:
@@ -91,16 +109,27 @@ def _leaf(name: str) -> str:
     return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
 
 
-def _schema(nullable: bool = False) -> Any:
+def _schema(version: int = SCHEMA_VERSION, nullable: bool = False) -> Any:
     """Lists hold no nulls; the first runs' files said that they might."""
     arrow: Any = import_module("pyarrow")
-    columns = {name: arrow.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
+    kinds = {name: kind for name, kind in COLUMNS.items() if SINCE.get(name, 1) <= version}
+    kinds |= UNTIL if version == 1 else {}
+    columns = {name: arrow.type_for_alias(kind.removeprefix("list of ")) for name, kind in kinds.items()}
     lists = {
         name: arrow.list_(arrow.field("element", columns[name], nullable=nullable))
-        for name, kind in COLUMNS.items()
+        for name, kind in kinds.items()
         if kind.startswith("list")
     }
-    return arrow.schema(columns | lists, metadata={"schema_version": str(SCHEMA_VERSION)})
+    return arrow.schema(columns | lists, metadata={"schema_version": str(version)})
+
+
+def _current(table: Any, columns: Sequence[str]) -> Any:
+    """These columns of it, null where its schema is too old to have them."""
+    arrow, schema = import_module("pyarrow"), _schema()
+    for name in columns:
+        if name not in table.schema.names:
+            table = table.append_column(schema.field(name), arrow.nulls(len(table), schema.field(name).type))
+    return table.select(columns)
 
 
 @contextmanager
@@ -109,8 +138,9 @@ def _opened(path: Path) -> Iterator[Any]:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
-            refuse_newer(path, int((file.schema_arrow.metadata or {}).get(b"schema_version", 0)))
-            if not any(file.schema_arrow.equals(_schema(nullable)) for nullable in (False, True)):
+            version = int((file.schema_arrow.metadata or {}).get(b"schema_version", 0))
+            refuse_newer(path, version)
+            if not any(file.schema_arrow.equals(_schema(version, nullable)) for nullable in (False, True)):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
             yield file
     except (OSError, ValueError, arrow.ArrowException) as error:
@@ -119,7 +149,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def read(part: Path) -> Any:
     with _opened(part) as file:
-        return file.read().cast(_schema())
+        return _current(file.read(), list(COLUMNS)).cast(_schema())
 
 
 def records(found: Sequence[Path]) -> list[Record]:
@@ -129,17 +159,24 @@ def records(found: Sequence[Path]) -> list[Record]:
 def _row(record: Record) -> dict[str, Any]:
     row = {name: getattr(record, name) for name in FLAT}
     row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
-    return row | {column: getattr(record.divergence, name, None) for column, name in DIVERGENCE.items()}
+    for place, columns in PLACES.items():
+        row |= {column: getattr(getattr(record, place), name, None) for name, column in columns.items()}
+    return row
 
 
 def record_of(row: dict[str, Any]) -> Record:
     row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
-    divergence = {name: row[column] for column, name in DIVERGENCE.items()}
     return Record(
         **{name: row[name] for name in FLAT},
         generation=Generation(**{field.name: row[field.name] for field in fields(Generation)}),
-        divergence=None if divergence["index"] is None else Divergence(**divergence),
+        divergence=_divergence(row, "divergence"),
+        departure=_divergence(row, "departure"),
     )
+
+
+def _divergence(row: dict[str, Any], place: str) -> Divergence | None:
+    values = {name: row[column] for name, column in PLACES[place].items()}
+    return None if values["index"] is None else Divergence(**values)
 
 
 def refuse_newer(path: Path, schema_version: int) -> None:

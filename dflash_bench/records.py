@@ -10,10 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch"]
+Audit = Literal["all", "divergent", "none"]
+"""Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
+
+
+def is_greedy(temperature: float) -> bool:
+    """Is this close enough to 0 to mean "take the best token"? Then output is deterministic, and is checked."""
+    return temperature < 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +75,29 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where an output leaves the plain one, and whether rounding explains it.
+    """Where an answer leaves what it should be, and whether rounding explains it.
 
-    `margin` is the target's top-2 logit margin at that token, `drift` the largest difference
-    between the logits of a 1-token and a (k+1)-token forward of the same prefix there.
+    `gap` is by how many logits the judge's best token beats the worse one of the tokens in question, `tolerance` how
+    much rounding moves that difference at most. Both are None where there is no token to ask about: an answer that
+    breaks off, or goes on where the plain one ended, and logits that are not finite.
     """
 
     index: int
-    margin: float
-    drift: float
+    """In the answer's tokens."""
+    gap: float | None = None
+    tolerance: float | None = None
 
     @property
     def verdict(self) -> Exactness:
-        return "near_tie" if self.margin <= 2 * self.drift else "mismatch"
+        if self.gap is None or self.tolerance is None:
+            return "mismatch"
+        return "near_tie" if self.gap <= self.tolerance else "mismatch"
+
+    def __str__(self) -> str:
+        if self.gap is None or self.tolerance is None:
+            return f"token {self.index}"
+        behind = f"{self.gap:.3g} logits behind the model's choice"
+        return f"token {self.index}, {behind} where rounding explains {self.tolerance:.2g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +118,12 @@ class Record:
     answer: str | None = None
     passed: bool | None = None
     exactness: Exactness | None = None
+    """Against the plain answer; of a plain answer, against another plain one. None where there was none to compare."""
     divergence: Divergence | None = None
+    audit: Exactness | None = None
+    """Against the published model: is every token its own choice? None where the judge was not asked."""
+    departure: Divergence | None = None
+    """Of an audit that is not "exact", the place where the judge's best token is furthest ahead."""
 
     @property
     def cell(self) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dflash_bench import scoring
-from dflash_bench.records import Divergence, Exactness, Generation, Message, Prompt, Record
+from dflash_bench.records import Audit, Divergence, Generation, Message, Prompt, Record
 from dflash_bench.scoring.answers import Score
 from dflash_bench.store import Key, Run
 from dflash_bench.suites import Loaded, prompt_hash
@@ -20,11 +20,17 @@ BASELINE = "ar"
 
 
 class Backend(Protocol):
-    """Whatever can answer a chat by a method, and say why two answers differ."""
+    """Whatever can answer a chat by a method, and has a judge of the answers."""
 
     def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation: ...
 
-    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence: ...
+    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+        """Where two answers part, and whether rounding explains it."""
+        ...
+
+    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
+        """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Plan:
     methods: tuple[str, ...]
     repeats: int = 1
     deterministic: bool = True
+    audit: Audit = "all"
 
     @property
     def num_generations(self) -> int:
@@ -45,11 +52,13 @@ class Plan:
     def items(self) -> Iterator[Item]:
         order = 0
         for loaded in self.suites:
+            last = len(loaded.prompts) - 1
             for number, prompt in enumerate(loaded.prompts):
                 for repeat in range(self.repeats):
                     # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
                     methods = self.methods if (number + repeat) % 2 == 0 else self.methods[::-1]
-                    yield Item(loaded, prompt, number == 0, repeat, methods, order)
+                    is_control = repeat == 0 and number in (0, last // 2, last)
+                    yield Item(loaded, prompt, number == 0, is_control, repeat, methods, order)
                     order += len(prompt.turns) * len(methods)
 
 
@@ -61,6 +70,8 @@ class Item:
     prompt: Prompt
     is_first: bool
     """Of its suite."""
+    is_control: bool
+    """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
     repeat: int
     methods: tuple[str, ...]
     order: int
@@ -95,7 +106,7 @@ def execute(plan: Plan, backend: Backend, run: Run, report: Report) -> None:
         if warm_suite != item.suite:
             report(None, f"{item.suite} · warming up")
             warm_suite, warm_answer = item.suite, _warm_up(plan, backend, item.prompt)
-        conversation = Conversation(item, plan.deterministic, backend, run, report, warm_answer)
+        conversation = Conversation(item, plan, backend, run, report, warm_answer)
         for turn in turns:
             conversation.answer(turn)
 
@@ -112,12 +123,14 @@ class Conversation:
     """An item being run. A later turn sees the plain answers to the earlier ones, whatever the method."""
 
     item: Item
-    deterministic: bool
+    plan: Plan
     backend: Backend
     run: Run
     report: Report
     warm_answer: Generation | None
     scores: dict[str, Score] = field(default_factory=dict)
+    audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
+    """By turn and tokens."""
 
     def answer(self, turn: int) -> None:
         """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
@@ -133,7 +146,8 @@ class Conversation:
             waiting.append(record)
             plain = record.generation if method == BASELINE else self._plain(turn)
             if plain is not None:
-                self.run.append([self._scored(self._judged(each, plain, messages)) for each in waiting])
+                self.report(None, f"{self.item.suite} · judging")
+                self.run.append([self._scored(self._judged(answer, plain, messages)) for answer in waiting])
                 waiting = []
 
     def _plain(self, turn: int, repeat: int | None = None) -> Generation | None:
@@ -151,20 +165,40 @@ class Conversation:
         return tuple(messages)
 
     def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
-        """A method against the plain answer, and that against another plain answer to the same messages."""
-        other = self._control(record.turn) if record.method == BASELINE else record.generation
-        if not self.deterministic or other is None or plain.error or other.error:
+        """A method against the plain answer, that against another plain one, and each against the published model."""
+        if not self.plan.deterministic or record.generation.error:
             return record
-        if plain.token_ids == other.token_ids:
-            exact: Exactness = "exact"
-            return replace(record, exactness=exact)
-        divergence = self.backend.divergence(messages, plain.token_ids, other.token_ids)
+        expected = self._control(record.turn, messages) if record.method == BASELINE else plain
+        if expected is not None and not expected.error:
+            record = self._compared(record, expected, messages)
+        return self._audited(record, messages)
+
+    def _compared(self, record: Record, expected: Generation, messages: Sequence[Message]) -> Record:
+        tokens = record.generation.token_ids
+        if tokens == expected.token_ids:
+            return replace(record, exactness="exact")
+        divergence = self.backend.divergence(messages, expected.token_ids, tokens)
         return replace(record, exactness=divergence.verdict, divergence=divergence)
 
-    def _control(self, turn: int) -> Generation | None:
-        """The first repeat of it; for that of a suite's first prompt, the warm-up's answer."""
+    def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
+        if self.plan.audit == "none" or (self.plan.audit == "divergent" and record.divergence is None):
+            return record
+        tokens, turn = record.generation.token_ids, record.turn
+        # Equal answers are read once; on resuming, the stored plain answer's audit serves too.
+        plain = self.run.stored.get(self.item.key(BASELINE, turn))
+        if plain is not None and plain.audit is not None:
+            self.audits.setdefault((turn, plain.generation.token_ids), plain.departure)
+        if (turn, tokens) not in self.audits:
+            self.audits[turn, tokens] = self.backend.audit(messages, tokens)
+        departure = self.audits[turn, tokens]
+        return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
+
+    def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
+        """Another plain answer: the first repeat's, the warm-up's, or one made for this alone and then thrown away."""
         if self.item.repeat == 0:
-            return self.warm_answer if self.item.is_first and turn == 0 else None
+            if not self.item.is_control or turn > 0:
+                return None
+            return self.warm_answer if self.item.is_first else self.backend.generate(BASELINE, messages, 0)
         pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]
         said_the_same = all(now and first and now.text == first.text for now, first in pairs)
         return self._plain(turn, repeat=0) if said_the_same else None

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from dflash_bench import environment, methods, presets, runner, sandbox, scoring, store, suites
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.presets import Preset
 from dflash_bench.progress import Progress
-from dflash_bench.records import SCHEMA_VERSION
+from dflash_bench.records import SCHEMA_VERSION, Audit, is_greedy
 
 if TYPE_CHECKING:
     from dflash_bench.models.loading import Models
@@ -51,6 +51,7 @@ class Request:
     attention: str | None = None
     thinking: bool | None = None
     trust_remote_code: bool = False
+    audit: str | None = None
 
     @property
     def name(self) -> str:
@@ -72,7 +73,11 @@ def perform(request: Request, folder: Path, resume: bool) -> None:
         scoring.check_references(each.suite.scorer, each.prompts)
     identity, backend = _open(request, model, chosen, loaded)
     plan = runner.Plan(
-        tuple(loaded), tuple(method.label for method in chosen), request.repeats, request.temperature == 0
+        tuple(loaded),
+        tuple(method.label for method in chosen),
+        request.repeats,
+        is_greedy(request.temperature),
+        _audit(request),
     )
     info = _info(request, identity) | {"sandbox": _sandbox(loaded)}
     with (store.resume if resume else store.create)(folder, info) as run:
@@ -101,7 +106,7 @@ def _refuse_what_has_no_effect(request: Request) -> None:
         raise UserError("--data has no effect without --suite")
     if not math.isfinite(request.temperature):
         raise UserError(f"--temperature must be a number from 0 up, not {request.temperature}")
-    if request.seed is not None and request.temperature == 0:
+    if request.seed is not None and is_greedy(request.temperature):
         raise UserError(
             "--seed has no effect at temperature 0; it seeds sampling (prompts are drawn by the suite's own seed)"
         )
@@ -169,6 +174,7 @@ def _open(
         "temperature": request.temperature,
         "seed": seed,
         "repeats": request.repeats,
+        "audit": _audit(request),
         "thinking": thinking,
         "device": device,
         "device_map": request.device_map,
@@ -241,8 +247,17 @@ def _device_and_dtype(request: Request, has_cuda: bool) -> tuple[str, str]:
     return device, dtype
 
 
+def _audit(request: Request) -> Audit:
+    """What is drawn at random has no one right token to be audited against."""
+    return cast(Audit, request.audit or "all") if is_greedy(request.temperature) else "none"
+
+
 def _refuse_unknown_values(request: Request) -> None:
     """What can be told before anything heavy is loaded."""
+    if request.audit is not None and request.audit not in get_args(Audit):
+        raise unknown("audit", request.audit, list(get_args(Audit)))
+    if request.audit is not None and not is_greedy(request.temperature):
+        raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
     if request.device_map not in (None, "auto"):

@@ -249,8 +249,8 @@ def counts(generation: Generation, num_drafts: int) -> Counts:
 def verdict(backend: LocalBackend, message: list[Message], plain: Generation, theirs: Counts) -> str | None:
     if theirs.tokens == plain.token_ids:
         return None
-    found = backend.divergence(message, plain.token_ids, theirs.tokens)
-    return f"{found.verdict} at token {found.index}, margin {found.margin:.2g}, drift {found.drift:.2g}"
+    divergence = backend.divergence(message, plain.token_ids, theirs.tokens)
+    return f"{divergence.verdict} at {divergence}"
 
 
 def show(what: str, done: int, total: int) -> None:

@@ -161,9 +161,8 @@ def verdict(backend: LocalBackend, message: list[Message], plain: Generation, ot
         return "failed", str(other.error or plain.error)
     if other.token_ids == plain.token_ids:
         return "exact", ""
-    found = backend.divergence(message, plain.token_ids, other.token_ids)
-    numbers = f"token {found.index}, margin {found.margin:.3g}, drift {found.drift:.3g}"
-    return found.verdict, f"{numbers}: {found.verdict}"
+    divergence = backend.divergence(message, plain.token_ids, other.token_ids)
+    return divergence.verdict, f"{divergence.verdict} at {divergence}"
 
 
 # Time.

@@ -24,6 +24,9 @@ class FakeBackend:
     fails_at: Mapping[int, BaseException] = field(default_factory=dict)
     calls: list[tuple[str, tuple[Message, ...]]] = field(default_factory=list)
     where: Divergence = field(default=Divergence(2, 1.5, 0.001))
+    departures: Mapping[tuple[int, ...], Divergence] = field(default_factory=dict)
+    """By tokens: what the audit finds; nothing for all others."""
+    audited: list[tuple[int, ...]] = field(default_factory=list)
 
     def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation:
         self.calls.append((method, tuple(messages)))
@@ -42,6 +45,10 @@ class FakeBackend:
     def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
         assert tuple(plain) != tuple(other)
         return self.where
+
+    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
+        self.audited.append(tuple(answer))
+        return self.departures.get(tuple(answer))
 
 
 def other_tokens(answer: Generation) -> Generation:

@@ -200,10 +200,19 @@ def test_near_ties_and_mismatches_are_told_apart() -> None:
     wrong = replace(tie, exactness="mismatch", divergence=Divergence(7, 1.5, 0.002))
     finding = only([*rows[:at], wrong, *rows[at + 1 :]], "mismatch")
     assert finding.text == (
-        "gsm8k dflash: 1 of 24 answers are not the target's own output; first at prompt p0 turn 0 token 7, "
-        "margin 1.5 against drift 0.002"
+        "gsm8k dflash: 1 of 24 answers leave the plain answer; first at prompt p0 turn 0 token 7, "
+        "1.5 logits behind the model's choice where rounding explains 0.002"
     )
     assert "bug" in finding.remedy
+
+
+def test_answers_that_are_not_the_published_models_are_told_though_all_methods_agree() -> None:
+    rows = [replace(row, audit="mismatch", departure=Divergence(5, 0.75, 1e-5)) for row in steady()]
+    finding = next(finding for finding in found(rows) if finding.kind == "mismatch")
+    assert finding.text == (
+        "gsm8k ar: 24 of 24 answers are not the published model's own output; first at prompt p0 turn 0 token 5, "
+        "0.75 logits behind the model's choice where rounding explains 1e-05; likewise gsm8k dflash"
+    )
 
 
 def test_a_baseline_that_disagrees_with_itself_is_told_as_such() -> None:

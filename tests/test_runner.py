@@ -65,7 +65,8 @@ def test_methods_take_turns_in_alternating_order_after_one_warm_up_a_suite(runs:
     plan = Plan((loaded(*prompts(3)), loaded(*prompts(1), name="mbpp")), METHODS)
     records = runs(plan, backend)
     asked = [f"{method[0]}{messages[-1].content[-1]}" for method, messages in backend.calls]
-    assert asked == "a0 d0 e0  a0 d0 e0  e1 d1 a1  a2 d2 e2   a0 d0 e0  a0 d0 e0".split()
+    # The second and third plain answers are decoded twice: the controls.
+    assert asked == "a0 d0 e0  a0 d0 e0  e1 d1 a1 a1  a2 a2 d2 e2   a0 d0 e0  a0 d0 e0".split()
     assert [row.order for row in records] == list(range(12)) == list(range(plan.num_generations))
     assert [row.suite for row in records] == ["gsm8k"] * 9 + ["mbpp"] * 3
     assert {row.suite_version for row in records} == {3}
@@ -103,27 +104,30 @@ def test_work_is_told_before_it_is_done_and_each_record_after(runs: Runs) -> Non
         told.append(record.method if record else doing)
 
     runs(Plan((loaded(*prompts(1)),), METHODS[:2]), FakeBackend(), tell)
-    assert told == ["gsm8k · warming up", "gsm8k · ar", "ar", "gsm8k · dflash", "dflash"]
+    assert told == [
+        "gsm8k · warming up",
+        *("gsm8k · ar", "ar", "gsm8k · judging"),
+        *("gsm8k · dflash", "dflash", "gsm8k · judging"),
+    ]
 
 
 # Judgement
 
 
-def test_every_answer_is_judged_by_the_plain_one_and_the_first_plain_one_by_the_warm_up(runs: Runs) -> None:
-    judged = judgements(runs(Plan((loaded(*prompts(2, 2)),), METHODS), FakeBackend()))
-    plain = {place: verdict for place, verdict in judged.items() if place[3] == "ar"}
-    assert plain == {
-        ("p0", 0, 0, "ar"): "exact",
-        ("p0", 0, 1, "ar"): None,
-        ("p1", 0, 0, "ar"): None,
-        ("p1", 0, 1, "ar"): None,
-    }
+def test_every_answer_is_judged_by_the_plain_one_and_three_plain_ones_a_suite_by_another(runs: Runs) -> None:
+    judged = judgements(runs(Plan((loaded(*prompts(6, 2)),), METHODS), FakeBackend()))
+    plain = [verdict for place, verdict in judged.items() if place[3] == "ar"]
+    first_turns, second_turns = plain[::2], plain[1::2]
+    assert first_turns == ["exact", None, "exact", None, None, "exact"]
+    assert second_turns == [None] * 6
     assert {verdict for place, verdict in judged.items() if place[3] != "ar"} == {"exact"}
 
 
-@pytest.mark.parametrize(("margin", "verdict"), [(1.5, "mismatch"), (0.001, "near_tie")])
-def test_other_tokens_are_a_mismatch_or_a_near_tie(runs: Runs, margin: float, verdict: str) -> None:
-    backend = FakeBackend(faults={"dflash": other_tokens}, where=Divergence(2, margin, 0.001))
+@pytest.mark.parametrize(
+    ("gap", "verdict"), [(1.5, "mismatch"), (0.002001, "mismatch"), (0.002, "near_tie"), (None, "mismatch")]
+)
+def test_other_tokens_are_a_mismatch_or_a_near_tie(runs: Runs, gap: float | None, verdict: str) -> None:
+    backend = FakeBackend(faults={"dflash": other_tokens}, where=Divergence(2, gap, 0.002))
     records = runs(Plan((loaded(*prompts(2)),), METHODS), backend)
     wrong = [row for row in records if row.method == "dflash"]
     assert [(row.exactness, row.divergence) for row in wrong] == [(verdict, backend.where)] * 2
@@ -131,10 +135,62 @@ def test_other_tokens_are_a_mismatch_or_a_near_tie(runs: Runs, margin: float, ve
 
 
 def test_plain_decoding_that_disagrees_with_its_warm_up_is_a_mismatch(runs: Runs) -> None:
-    answers = iter([other_tokens])
+    answers = iter([other_tokens])  # the first one, from the warm-up
     backend = FakeBackend(faults={"ar": lambda answer: next(answers, lambda same: same)(answer)})
     judged = judgements(runs(Plan((loaded(*prompts(1)),), METHODS[:2]), backend))
     assert judged == {("p0", 0, 0, "ar"): "mismatch", ("p0", 0, 0, "dflash"): "exact"}
+
+
+def test_plain_decoding_that_disagrees_with_itself_later_in_a_suite_is_a_mismatch_too(runs: Runs) -> None:
+    def changes(answer: Generation) -> Generation:
+        is_control = [messages[-1].content[-1] for method, messages in backend.calls if method == "ar"][-2:] == [
+            "2"
+        ] * 2
+        return other_tokens(answer) if is_control else answer
+
+    backend = FakeBackend(faults={"ar": changes})
+    judged = judgements(runs(Plan((loaded(*prompts(3)),), METHODS[:2]), backend))
+    assert [verdict for place, verdict in judged.items() if place[3] == "ar"] == ["exact", "exact", "mismatch"]
+
+
+# The audit
+
+
+def audits(records: list[Record]) -> dict[str, list[str | None]]:
+    return {method: [row.audit for row in records if row.method == method] for method in METHODS}
+
+
+def test_every_distinct_answer_is_read_once_by_the_judge(runs: Runs) -> None:
+    backend = FakeBackend(faults={"eagle3": other_tokens}, where=Divergence(2, 0.0, 0.001))
+    records = runs(Plan((loaded(*prompts(3)),), METHODS), backend)
+    assert audits(records) == {method: ["exact"] * 3 for method in METHODS}
+    assert len(backend.audited) == 3 * 2
+
+
+def test_a_departure_from_the_published_model_is_recorded_even_where_all_methods_agree(runs: Runs) -> None:
+    plain = FakeBackend().generate("ar", [Message("user", "question 1")], 0).token_ids
+    departure = Divergence(3, 2.0, 0.001)
+    backend = FakeBackend(departures={plain: departure})
+    records = runs(Plan((loaded(*prompts(3)),), METHODS), backend)
+    wrong = [row for row in records if row.generation.token_ids == plain]
+    assert {(row.exactness, row.audit, row.departure) for row in wrong if row.method != "ar"} == {
+        ("exact", "mismatch", departure)
+    }
+    assert {row.audit for row in wrong if row.method == "ar"} == {"mismatch"}
+
+
+def test_divergent_audits_what_leaves_the_plain_answer_and_none_nothing(runs: Runs, tmp_path: Path) -> None:
+    def backend() -> FakeBackend:
+        return FakeBackend(faults={"dflash": other_tokens}, where=Divergence(2, 0.0, 0.001))
+
+    divergent = runs(Plan((loaded(*prompts(3)),), METHODS, audit="divergent"), backend())
+    assert audits(divergent) == {"ar": [None] * 3, "dflash": ["exact"] * 3, "eagle3": [None] * 3}
+    nothing_read = backend()
+    none = Runs(tmp_path / "none")(Plan((loaded(*prompts(3)),), METHODS, audit="none"), nothing_read)
+    assert audits(none) == {method: [None] * 3 for method in METHODS}
+    assert not nothing_read.audited
+    # Whether they left it is asked all the same.
+    assert {row.exactness for row in none if row.method == "dflash"} == {"near_tie"}
 
 
 def test_later_repeats_of_plain_decoding_are_compared_with_the_first(runs: Runs) -> None:
@@ -201,10 +257,10 @@ def test_a_run_that_ends_anywhere_continues_to_the_same_records(runs: Runs, tmp_
     stored = len(store.load(runs.folder)[1])
     backend = FakeBackend()
     assert comparable(runs(plan, backend)) == comparable(unbroken)
-    num_warm_up = len(backend.calls) - (plan.num_generations - stored)
-    assert num_warm_up in (0, 3, 6)
+    num_warm_up_and_controls = len(backend.calls) - (plan.num_generations - stored)
+    assert num_warm_up_and_controls in range(8)
     # Of what was made, only answers that waited for the plain one are made again.
-    assert stored >= call - 1 - 6 - 2
+    assert stored >= call - 1 - 6 - 1 - 2
     again = FakeBackend()
     assert runs(plan, again) and not again.calls
 
@@ -213,7 +269,10 @@ def test_a_warm_up_after_a_resume_is_no_control_of_another_prompt(runs: Runs) ->
     plan = Plan((loaded(*prompts(3)),), ("ar",))
     with pytest.raises(Stop):
         runs(plan, FakeBackend(fails_at={3: Stop()}))
-    assert list(judgements(runs(plan, FakeBackend())).values()) == ["exact", None, None]
+    warm_up_is_the_same = FakeBackend(faults={"ar": lambda answer: answer})
+    assert list(judgements(runs(plan, warm_up_is_the_same)).values()) == ["exact", "exact", "exact"]
+    asked = [messages[-1].content[-1] for _, messages in warm_up_is_the_same.calls]
+    assert asked == "1 1 1 2 2".split()
 
 
 def test_an_answer_is_on_disk_before_the_next_one_begins(runs: Runs) -> None:
@@ -224,4 +283,4 @@ def test_an_answer_is_on_disk_before_the_next_one_begins(runs: Runs) -> None:
             num_stored.append(len(store.load(runs.folder)[1]))
 
     runs(Plan((loaded(*prompts(2)),), METHODS), FakeBackend(), look)
-    assert num_stored == [0, 0, 1, 2, 3, 3, 3]
+    assert num_stored == [0, *(0, 0), *(1, 1), *(2, 2), 3, 3, 3, 3]

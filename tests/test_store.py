@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +23,7 @@ from rows import drafted, generation, pair, plain, record
 
 from dflash_bench import parts, store
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
+from dflash_bench.records import SCHEMA_VERSION, Divergence, Exactness, Generation, Record
 
 INFO: dict[str, Any] = {
     "identity": {"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1"},
@@ -57,6 +57,8 @@ FULL = record(
     passed=False,
     exactness="near_tie",
     divergence=Divergence(3, 1e-300, 0.1),
+    audit="near_tie",
+    departure=Divergence(4, 2.5e-5, 1e-4),
 )
 
 
@@ -80,7 +82,16 @@ def with_identity(**changes: Any) -> dict[str, Any]:
 
 
 def test_every_field_comes_back(tmp_path: Path) -> None:
-    empty = replace(FULL, generation=generation([]), divergence=None, category=None, passed=None, answer=None)
+    empty = replace(
+        FULL,
+        generation=generation([]),
+        divergence=None,
+        audit=None,
+        departure=None,
+        category=None,
+        passed=None,
+        answer=None,
+    )
     hidden = replace(FULL, generation=generation(None), exactness=None)
     with store.create(tmp_path / "run", INFO) as run:
         run.append([FULL, empty])
@@ -135,6 +146,8 @@ records = st.builds(
     passed=st.none() | st.booleans(),
     exactness=st.sampled_from([None, "exact", "near_tie", "mismatch"]),
     divergence=st.none() | st.builds(Divergence, small, doubles, doubles),
+    audit=st.none() | st.sampled_from(get_args(Exactness)),
+    departure=st.none() | st.builds(Divergence, small, doubles, doubles),
 )
 
 
@@ -150,7 +163,8 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Record, Generation) for field in fields(kind)}
-    assert set(parts.COLUMNS) == names - {"generation", "divergence"} | set(parts.DIVERGENCE)
+    places = {column for columns in parts.PLACES.values() for column in columns.values()}
+    assert set(parts.COLUMNS) == names - {"generation", *parts.PLACES} | places
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
@@ -162,7 +176,22 @@ def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) ->
     assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float not null>"}
     assert {types[name] for name in ("prefill_s", "decode_s", "draft_prefill_s")} == {"double"}
     assert types["token_ids"] == "list<element: int32 not null>"
-    assert schema.metadata[b"schema_version"] == b"1"
+    assert schema.metadata[b"schema_version"] == b"2"
+
+
+def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> None:
+    with store.create(tmp_path / "run", INFO) as run:
+        run.append([FULL])
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    part = tmp_path / "run" / "part-000000.parquet"
+    old = parts._schema(1)
+    row = parquet.read_table(part).to_pylist()[0] | {"divergence_margin": 1.5, "divergence_drift": 0.1}
+    parquet.write_table(arrow.Table.from_pylist([{name: row[name] for name in old.names}], old), part)
+    (record,) = store.load(tmp_path / "run")[1]
+    divergence = replace(FULL.divergence or Divergence(0), gap=None, tolerance=None)
+    assert record == replace(FULL, divergence=divergence, audit=None, departure=None)
+    (batch,) = parts.batches(part, ["audit", "method", "divergence_gap"])
+    assert batch.to_pylist() == [{"audit": None, "method": FULL.method, "divergence_gap": None}]
 
 
 # Creating

@@ -33,6 +33,7 @@ def run(
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     repeats: options.Repeats = 1,
+    audit: options.Audit = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
@@ -50,7 +51,7 @@ def run(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, limit=limit, seed=seed, max_new_tokens=max_new_tokens, temperature=temperature,
         block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
-        attention=attention, thinking=thinking, trust_remote_code=trust_remote_code,
+        attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
     )  # fmt: skip
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
@@ -71,7 +72,7 @@ def run(
     else:
         print(report.text(cells, notes))
         print(f"saved in {folder}")
-    if (rows["exactness"] == "mismatch").any():
+    if metrics.mismatched(rows).any():
         sys.exit(1)
 
 

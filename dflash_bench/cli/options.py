@@ -78,6 +78,14 @@ BlockSize = Annotated[
 ]
 Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
 
+Audit = Annotated[
+    str | None,
+    _decoding(
+        metavar="WHICH",
+        help="Answers whose every token transformers' own forward must confirm: all (the default), divergent or none.",
+    ),
+]
+
 Device = Annotated[
     str | None, _machine(metavar="D", help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
 ]

@@ -13,7 +13,7 @@ from dflash_bench.compare.changes import UNLIKE, Versus, between, check_allowed,
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.findings import MIN_PROMPTS, last_part
 from dflash_bench.frame import Results
-from dflash_bench.metrics import Cell
+from dflash_bench.metrics import Cell, mismatched
 from dflash_bench.peers import published, vllm, zlab
 from dflash_bench.tables import aligned, number
 
@@ -83,7 +83,7 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison
 
 def _wrong(run: Results) -> list[str]:
     """A comparison of numbers that mean nothing says so."""
-    wrong = run.rows[run.rows["exactness"] == "mismatch"]
+    wrong = run.rows[mismatched(run.rows)]
     cells = wrong[["suite", "method"]].drop_duplicates().itertuples(index=False, name=None)
     where = ", ".join(" ".join(cell) for cell in cells)
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []

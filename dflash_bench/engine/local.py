@@ -14,6 +14,7 @@ from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, NoDraft
 from dflash_bench.engine.dflash import DFlashDrafter
 from dflash_bench.engine.eagle3 import Eagle3Drafter
 from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
@@ -95,6 +96,7 @@ class LocalBackend:
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.sampling, self.thinking = limits, sampling, thinking
         self.clock = clock_for(target.device)
+        self.judge = Judge(target.model)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The chat as the model's own template renders it."""
@@ -159,34 +161,10 @@ class LocalBackend:
         )
 
     def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
-        """Replay the common prefix in steps of one and in the widest blocks, and compare what they say next.
+        return self.judge.divergence(self.encode(messages), plain, other)
 
-        The drift between the two is rounding; a margin between the two best tokens that is larger than it means
-        that the outputs differ for another reason.
-        """
-        prompt = self.encode(messages)
-        index = next(
-            (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
-        )
-        width = max(drafter.num_drafts for drafter in self.drafters.values()) + 1
-        prefix = list(plain[:index])
-        one, block = (self._replay(prompt, prefix, step) for step in (1, width))
-        best = one.topk(2).values
-        return Divergence(index, float(best[0] - best[1]), float((one - block).abs().max()))
-
-    @torch.inference_mode()
-    def _replay(self, prompt: list[int], prefix: list[int], step: int) -> torch.Tensor:
-        """Logits [V] after prompt and prefix, the prefix read `step` tokens at a time."""
-        self.target.tap(())
-        self.target.begin(1, len(prompt) + len(prefix) + step)
-        logits = self.target.prefill([prompt]).logits
-        for i in range(0, len(prefix), step):
-            chunk = prefix[i : i + step]
-            # A short last chunk is filled up: the width of the pass is what is being compared.
-            padded = chunk + [chunk[-1]] * (step - len(chunk))
-            tokens = torch.tensor([padded], device=self.target.device)
-            logits = self.target.forward(tokens, [len(prompt) + i]).logits[:, len(chunk) - 1 : len(chunk)]
-        return logits[0, -1].float()
+    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
+        return self.judge.audit(self.encode(messages), answer)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":

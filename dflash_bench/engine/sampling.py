@@ -11,17 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_bench.records import is_greedy
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Temperature 0 is greedy."""
+    """`records.is_greedy` says up to which temperature the best token is taken."""
 
     temperature: float = 0.0
     seed: int = 0
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return is_greedy(self.temperature)
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:

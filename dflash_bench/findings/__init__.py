@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 from dflash_bench import metrics
@@ -15,6 +16,7 @@ from dflash_bench.findings import over_time
 from dflash_bench.findings.case import Case, Seen, answers
 from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
+from dflash_bench.records import Divergence
 
 MIN_PROMPTS = 20
 WIDE = 0.10
@@ -62,20 +64,30 @@ def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, o
 
 
 def _mismatch(case: Case) -> Seen | None:
-    wrong = case.good[case.good["exactness"] == "mismatch"]
+    wrong = case.good[metrics.mismatched(case.good)]
     if not len(wrong):
         return None
-    first = wrong.iloc[0]
-    known = first["first_divergence"] == first["first_divergence"]  # not NaN
-    seen = f", margin {first['divergence_margin']:.3g} against drift {first['divergence_drift']:.3g}" if known else ""
-    token = f" token {first['first_divergence']:.0f}" if known else ""
-    at = f"prompt {first['prompt_id']} turn {first['turn']}{token}"
     tally = f"{len(wrong)} of {answers(case.good)}"
+    audited = wrong[wrong["audit"] == "mismatch"]
+    if len(audited):
+        text = f"{tally} are not the published model's own output; first at {_departure(audited.iloc[0], 'audit')}"
+        return case.seen(
+            "mismatch", text, "rounding does not explain it: a bug in the engine, do not use these numbers"
+        )
+    at = _departure(wrong.iloc[0], "divergence")
     if case.is_baseline:
-        text = f"plain decoding disagrees with itself in {tally}; first at {at}{seen}"
+        text = f"plain decoding disagrees with itself in {tally}; first at {at}"
         return case.seen("mismatch", text, "the control failed: use --dtype float32, or find what is random")
-    text = f"{tally} are not the target's own output; first at {at}{seen}"
+    text = f"{tally} leave the plain answer; first at {at}"
     return case.seen("mismatch", text, "rounding does not explain it: a bug, do not use these numbers")
+
+
+def _departure(row: Any, kind: str) -> str:
+    """Which answer leaves what it should be, where, and how far; `kind` names the columns, divergence or audit."""
+    index = row["first_divergence" if kind == "divergence" else "audit_index"]
+    gap, tolerance = (None if isnan(row[name]) else row[name] for name in (f"{kind}_gap", f"{kind}_tolerance"))
+    place = "" if isnan(index) else f" {Divergence(int(index), gap, tolerance)}"
+    return f"prompt {row['prompt_id']} turn {row['turn']}{place}"
 
 
 def _failed(case: Case) -> Seen | None:
@@ -95,9 +107,12 @@ def _no_baseline(case: Case) -> Seen | None:
 
 
 def _near_ties(case: Case) -> Seen | None:
-    if not case.cell.num_near_ties:
+    ties = case.good[(case.good["exactness"] == "near_tie") | (case.good["audit"] == "near_tie")]
+    if not len(ties):
         return None
-    text = f"{case.cell.num_near_ties} of {answers(case.good)} leave the plain output at a near-tie"
+    gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
+    known = "" if isnan(gap) else f", at most {gap:.2g} logits behind it"
+    text = f"{len(ties)} of {answers(case.good)} take another token than the model's first choice at a near-tie{known}"
     return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
 
 

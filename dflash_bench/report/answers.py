@@ -17,7 +17,8 @@ from dflash_bench.report import tokens
 COLUMNS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
     "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
-    "passed", "exactness", "first_divergence",
+    "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
+    "audit", "audit_index", "audit_gap", "audit_tolerance",
 )  # fmt: skip
 
 
@@ -91,6 +92,12 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "prompt": row["prompt_id"],
         "exact": row["exactness"],
         "leaves": row["first_divergence"],
+        "gap": _short(row["divergence_gap"]),
+        "tolerance": _short(row["divergence_tolerance"]),
+        "audit": row["audit"],
+        "departs": row["audit_index"],
+        "audit_gap": _short(row["audit_gap"]),
+        "audit_tolerance": _short(row["audit_tolerance"]),
         "finish": row["finish_reason"],
         "tokens": len(row["token_ids"]),
         "rounds": len(accepted) if row["accepted"] is not None else None,

@@ -53,6 +53,7 @@ ROUNDS = (
         lambda cell: with_interval(cell.figures.get("speedup.decode.geometric")),
         "left",
     ),
+    Column("audit", lambda cell: _tally(cell.audit)),
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )

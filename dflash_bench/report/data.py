@@ -25,6 +25,7 @@ JSON_FIELDS = (
     "speedup_decode",
     "speedup_e2e",
     "exact",
+    "audit",
     "passed",
     "draft_ms",
     "verify_ms",
@@ -33,7 +34,7 @@ JSON_FIELDS = (
 )
 WITH_INTERVAL = ("speedup.decode", "speedup.e2e")
 COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
-TALLIES = ("exact", "passed")
+TALLIES = ("exact", "audit", "passed")
 
 
 def as_json(folder: Path, cells: Sequence[Cell], findings: Sequence[Finding]) -> dict[str, Any]:

@@ -50,7 +50,7 @@
   const outcomes = {
     "right": (row) => row.passed === true,
     "wrong": (row) => row.passed === false,
-    "not exact": (row) => row.exact !== undefined && row.exact !== "exact",
+    "not exact": (row) => [row.exact, row.audit].some((verdict) => verdict !== undefined && verdict !== "exact"),
     "cut at the limit": (row) => row.finish === "length",
     "failed": (row) => row.error !== undefined,
     "slower than plain": (row) => row.speedup < 1,
@@ -188,6 +188,8 @@
     });
     return box;
   };
+  const behind = (gap, tolerance) =>
+    gap === undefined ? "" : ` (${gap} logits behind it; rounding explains up to ${tolerance})`;
   const detail = (row) => {
     const tr = make("tr");
     const cell = make("td", "open");
@@ -195,7 +197,12 @@
     cell.colSpan = columns.length;
     cell.append(box);
     tr.append(cell);
-    const about = [row.finish === "length" ? "cut at the token limit" : "", row.answer === undefined ? "" : `answer read as: ${row.answer}`];
+    const about = [
+      row.finish === "length" ? "cut at the token limit" : "",
+      row.answer === undefined ? "" : `answer read as: ${row.answer}`,
+      row.leaves === undefined ? "" : `leaves the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
+      row.departs === undefined ? "" : `not the model's first choice at token ${row.departs}${behind(row.audit_gap, row.audit_tolerance)}`,
+    ];
     if (about.some(Boolean)) box.append(make("p", "sub", about.filter(Boolean).join("; ")));
     if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
     const text = texts[row.text];

@@ -1,0 +1,103 @@
+"""The judge: is an answer the published model's own? It asks transformers' code, and nothing of this engine.
+
+No cache, mask, tap or forward pass of ours is involved: the model reads tokens in one pass, or step by step with the
+cache that transformers makes for it. What the two forms say differently is rounding, and that is all that is ever
+excused: what is being judged has no say in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.records import Divergence
+
+CEILINGS = {torch.float32: 1e-3, torch.float16: 0.25, torch.bfloat16: 2.0}
+"""Logits: no gap beyond this is put down to rounding, whatever the two forms say. How they were measured:
+results/rounding.md."""
+STEPS = 64
+"""So many places, the one in question last, are read in both forms to see how much rounding moves two tokens."""
+MARGIN = 2.0
+"""Two engines each round in their own way, so a gap may be twice what one form of the judge differs from the other."""
+
+
+class Judge:
+    """Asks `model`, a causal language model of transformers, what it would say by itself."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.ceiling = CEILINGS[model.dtype]
+        self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def audit(self, prompt: Sequence[int], answer: Sequence[int]) -> Divergence | None:
+        """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
+        if not answer:
+            return None
+        logits = self._in_one_pass([*prompt, *answer[:-1]], len(answer))
+        tokens = torch.tensor(answer, device=self.device)[:, None]
+        best = logits.max(dim=-1)
+        gaps = (best.values - logits.gather(1, tokens)[:, 0]).float()
+        # NaN is not 0 either, and the largest of all.
+        index = int(gaps.argmax())
+        if not gaps[index]:
+            return None
+        return self._divergence(prompt, answer, index, float(gaps[index]), answer[index], int(best.indices[index]))
+
+    def divergence(self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+        """What the model says where two answers, which differ, part: are both tokens its choice, up to rounding?"""
+        shorter = min(len(plain), len(other))
+        index = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
+        if index == shorter:
+            return Divergence(index)
+        logits = self._in_one_pass([*prompt, *plain[:index]], 1)[0].float()
+        worse = min(plain[index], other[index], key=lambda token: float(logits[token]))
+        return self._divergence(prompt, plain, index, float(logits.max() - logits[worse]), worse, int(logits.argmax()))
+
+    def _divergence(
+        self, prompt: Sequence[int], answer: Sequence[int], index: int, gap: float, token: int, best: int
+    ) -> Divergence:
+        if not math.isfinite(gap):
+            return Divergence(index)
+        rounding = self._rounding([*prompt, *answer[:index]], token, best)
+        # What rounds to NaN in one of the forms excuses nothing.
+        return Divergence(index, gap, min(self.ceiling, MARGIN * rounding) if math.isfinite(rounding) else 0.0)
+
+    def _rounding(self, text: Sequence[int], one: int, other: int) -> float:
+        """The most by which the difference between two tokens' logits depends on the form, near the text's end."""
+        places = min(STEPS, len(text))
+        pair = [one, other]
+        forms = [form(text, places)[:, pair].float() for form in (self._in_one_pass, self._in_steps)]
+        differences = [logits[:, 0] - logits[:, 1] for logits in forms]
+        return float((differences[0] - differences[1]).abs().max())
+
+    @torch.inference_mode()
+    def _in_one_pass(self, text: Sequence[int], places: int) -> Tensor:
+        """Logits [places, V] after each of the last tokens."""
+        return self._logits(self.model(self._row(text), use_cache=False, **self._kept(places)), places)
+
+    @torch.inference_mode()
+    def _in_steps(self, text: Sequence[int], places: int) -> Tensor:
+        """The same; all but the first of these places are read one token at a time."""
+        steps = len(text) - places + 1
+        output = self.model(self._row(text[:steps]), use_cache=True, **self._kept(1))
+        logits = [self._logits(output, 1)]
+        for token in text[steps:]:
+            output = self.model(self._row([token]), past_key_values=output.past_key_values, use_cache=True)
+            logits.append(self._logits(output, 1))
+        return torch.cat(logits)
+
+    def _row(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.device)
+
+    def _kept(self, places: int) -> dict[str, int]:
+        return {"logits_to_keep": places} if self._keeps_some_logits else {}
+
+    def _logits(self, output: Any, places: int) -> Tensor:
+        logits: Tensor = output.logits[0, -places:].to(self.device)
+        return logits
