@@ -239,6 +239,34 @@ def test_logits_that_are_not_finite_excuse_nothing() -> None:
     assert Judge(model).divergence(PROMPT, answer, with_other_token(answer, 4)).verdict == "mismatch"
 
 
+# Where it ends
+
+
+def test_an_answer_must_end_behind_its_first_stop_token_and_no_later_than_at_the_limit() -> None:
+    model = tiny("qwen3")
+    answer = answer_of(model)
+    stop = next(token for place, token in enumerate(answer) if 2 < place < 9 and token not in answer[:place])
+    end = answer.index(stop) + 1
+    judge = Judge(model, frozenset({stop}), 12)
+    assert judge.audit(PROMPT, answer[:end]) is None
+    assert judge.audit(PROMPT, answer) == Divergence(end)
+    assert judge.audit(PROMPT, answer[: end - 1]) == Divergence(end - 1)
+    unstopped = frozenset({96}) - frozenset(answer)
+    assert Judge(model, unstopped, 12).audit(PROMPT, answer) is None
+    assert Judge(model, unstopped, 11).audit(PROMPT, answer) == Divergence(11)
+    assert Judge(model, unstopped, 13).audit(PROMPT, answer) == Divergence(12)
+    assert Judge(model, unstopped, 13).audit(PROMPT, []) == Divergence(0)
+
+
+def test_an_answer_may_end_where_the_context_is_full() -> None:
+    model = tiny("qwen3")
+    prompt = [(7 * place) % 90 + 3 for place in range(90)]
+    answer = generated(model, prompt, 6)
+    judge = Judge(model, frozenset(), 50)
+    assert judge.audit(prompt, answer) is None
+    assert judge.audit(prompt, answer[:5]) == Divergence(5)
+
+
 # Outside the engine
 
 

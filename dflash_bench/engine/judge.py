@@ -27,16 +27,23 @@ MARGIN = 2.0
 
 
 class Judge:
-    """Asks `model`, a causal language model of transformers, what it would say by itself."""
+    """Asks `model`, a causal language model of transformers, what it would say by itself.
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    With `stop_ids` and `max_new_tokens` an answer must also end where it should: behind its first stop token, or full.
+    """
+
+    def __init__(self, model: Any, stop_ids: frozenset[int] = frozenset(), max_new_tokens: int | None = None) -> None:
+        self.model, self.stop_ids, self.max_new_tokens = model, stop_ids, max_new_tokens
+        self.context_length: int = model.config.get_text_config().max_position_embeddings
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.ceiling = CEILINGS[model.dtype]
+        self.ceiling = CEILINGS.get(model.dtype, CEILINGS[torch.float32])
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def audit(self, prompt: Sequence[int], answer: Sequence[int]) -> Divergence | None:
         """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
+        end = self._end(prompt, answer)
+        if end != len(answer):
+            return Divergence(min(end, len(answer)))
         if not answer:
             return None
         logits = self._in_one_pass([*prompt, *answer[:-1]], len(answer))
@@ -48,6 +55,14 @@ class Judge:
         if not gaps[index]:
             return None
         return self._divergence(prompt, answer, index, float(gaps[index]), answer[index], int(best.indices[index]))
+
+    def _end(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """How many tokens of it there should be; one more than there are, where it breaks off."""
+        stops = [place for place, token in enumerate(answer) if token in self.stop_ids]
+        if self.max_new_tokens is None:
+            return len(answer)
+        room = min(self.max_new_tokens, self.context_length - len(prompt))
+        return min(stops[0] + 1 if stops else len(answer) + 1, room)
 
     def divergence(self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence:
         """What the model says where two answers, which differ, part: are both tokens its choice, up to rounding?"""

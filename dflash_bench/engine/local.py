@@ -96,7 +96,7 @@ class LocalBackend:
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.sampling, self.thinking = limits, sampling, thinking
         self.clock = clock_for(target.device)
-        self.judge = Judge(target.model)
+        self.judge = Judge(target.model, limits.stop_ids, limits.max_new_tokens)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The chat as the model's own template renders it."""

@@ -1,0 +1,375 @@
+"""Engine faults, planted one at a time: each is a mistake that someone could make, and that changes what is said.
+
+Where a fault lies in what the engine asks of the model (mask, positions, which logits), the model is wrapped for the
+length of the engine's own passes only, so that the judge asks the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_bench.engine import decoding
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.decoding import Row
+from dflash_bench.engine.recurrent import Recurrence
+from dflash_bench.engine.sampling import Sampler
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft, Verdict
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+TREES = ("eagle3-tree",)
+DRAFTED = ("dflash", "eagle3", *TREES)
+EVERY = ("ar", *DRAFTED)
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    plant: Plant
+    methods: tuple[str, ...] = DRAFTED
+    """Those whose answers it changes."""
+
+
+class Wrapped:
+    """The engine's model; `ask` may change its arguments, `answer` its logits [B, N, V]."""
+
+    def __init__(self, model: Any, ask: Callable[..., None] | None, answer: Callable[[Tensor], Tensor] | None) -> None:
+        self._model, self._ask, self._answer = model, ask, answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **options: Any) -> Any:
+        if self._ask:
+            self._ask(options)
+        output = self._model(**options)
+        if self._answer:
+            output.logits = self._answer(output.logits)
+        return output
+
+
+def _around_passes(
+    patch: pytest.MonkeyPatch,
+    ask: Callable[[dict[str, Any]], None] | None = None,
+    answer: Callable[[Tensor], Tensor] | None = None,
+    least: int = 2,
+) -> None:
+    """In passes after the prefill over at least so many tokens a row."""
+    forward = Target.forward
+
+    def faulty(self: Target, tokens: Tensor, starts: Sequence[int], *args: Any, **options: Any) -> Any:
+        if max(starts) == 0 or tokens.shape[1] < least:
+            return forward(self, tokens, starts, *args, **options)
+        sound = self.model
+        self.model = Wrapped(sound, ask, answer)
+        try:
+            return forward(self, tokens, starts, *args, **options)
+        finally:
+            self.model = sound
+
+    patch.setattr(Target, "forward", faulty)
+
+
+def _mask(change: Callable[[Tensor, int], None]) -> Plant:
+    """`change` gets the part of the mask [B, 1, N, N] that is within the block, and its width."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def ask(options: dict[str, Any]) -> None:
+            width = options["input_ids"].shape[1]
+            mask = options["attention_mask"].clone()
+            change(mask[..., -width:], width)
+            options["attention_mask"] = mask
+
+        _around_passes(patch, ask)
+
+    return plant
+
+
+def _see_all(block: Tensor, width: int) -> None:
+    block.zero_()
+
+
+def _see_one_ahead(block: Tensor, width: int) -> None:
+    block.diagonal(1, -2, -1).zero_()
+
+
+def _see_all_before(block: Tensor, width: int) -> None:
+    block.masked_fill_(torch.ones(width, width, dtype=torch.bool).tril(), 0)
+
+
+def _hide_anchor(block: Tensor, width: int) -> None:
+    block[..., 1:, 0] = torch.finfo(block.dtype).min
+
+
+def _positions(change: Callable[[Tensor], Tensor], least: int = 2) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def ask(options: dict[str, Any]) -> None:
+            options["position_ids"] = change(options["position_ids"].clone())
+
+        _around_passes(patch, ask, least=least)
+
+    return plant
+
+
+def _block_ahead(positions: Tensor) -> Tensor:
+    positions[:, 1:] += 1
+    return positions
+
+
+def _anchor_behind(positions: Tensor) -> Tensor:
+    positions[:, 0] -= 1
+    return positions
+
+
+def _in_a_row(positions: Tensor) -> Tensor:
+    return positions[:, :1] + torch.arange(positions.shape[1])
+
+
+def _logits(change: Callable[[Tensor], Tensor], least: int = 2) -> Plant:
+    return lambda patch: _around_passes(patch, answer=change, least=least)
+
+
+def _row_before(logits: Tensor) -> Tensor:
+    return torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+
+
+def _next_sequence(logits: Tensor) -> Tensor:
+    return logits.roll(1, dims=0)
+
+
+def _stale_row(patch: pytest.MonkeyPatch) -> None:
+    """The first drafted token's keys and values are not written."""
+    write = KVCache.write
+
+    def faulty(self: KVCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        width = keys.shape[2]
+        if layer not in self._layers or width < 2 or self._start in (None, 0) or self.num_scratch_is_draft:
+            return write(self, layer, keys, values)
+        at = self.visible - width + 1
+        before = [buffer[:, :, at].clone() for buffer in self._layers[layer]]
+        result = write(self, layer, keys, values)
+        for buffer, old in zip(self._layers[layer], before, strict=True):
+            buffer[:, :, at] = old
+        return result
+
+    _only_targets_cache(patch)
+    patch.setattr(KVCache, "write", faulty)
+
+
+def _only_targets_cache(patch: pytest.MonkeyPatch) -> None:
+    """Drafts use the same class of cache; theirs stay sound."""
+    begin = Target.begin
+
+    def marked(self: Target, num_rows: int, capacity: int) -> None:
+        begin(self, num_rows, capacity)
+        self.cache.num_scratch_is_draft = False  # type: ignore[attr-defined]
+
+    patch.setattr(KVCache, "num_scratch_is_draft", True, raising=False)
+    patch.setattr(Target, "begin", marked)
+
+
+def _rollback(by: int) -> Plant:
+    """After a round that drafted, the row's length is wrong by so much."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        commit = decoding._State._commit
+
+        def faulty(self: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+            is_prefill = max(self.starts) == 0
+            commit(self, hidden, tokens, counts)
+            has_room = max(self.starts) + 2 * self.drafter.num_drafts + 4 < self.target.cache.capacity
+            if not is_prefill and self.drafter.num_drafts and has_room:
+                self.starts = [
+                    start + (by if count > 1 else 0) for start, count in zip(self.starts, counts, strict=True)
+                ]
+
+        patch.setattr(decoding._State, "_commit", faulty)
+
+    return plant
+
+
+def _verdicts(change: Callable[[Verdict, Tensor, Draft], Verdict]) -> Plant:
+    """`change` gets the verdict, the logits and the draft."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        verify = decoding._State._verify
+
+        def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
+            verdict = verify(self, draft, logits)
+            return verdict if draft is None else change(verdict, logits, draft)
+
+        patch.setattr(decoding._State, "_verify", faulty)
+
+    return plant
+
+
+def _last_row(verdict: Verdict) -> Tensor:
+    """The row of the block that was kept last, [B, 1]."""
+    at = verdict.num_accepted[:, None]
+    return at if verdict.path is None else verdict.path.gather(1, at)
+
+
+def _bonus_of_anchor(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
+    return replace(verdict, next_token=logits[:, 0].argmax(dim=-1))
+
+
+def _bonus_of_last_slot(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
+    return replace(verdict, next_token=logits[:, -1].argmax(dim=-1))
+
+
+def _one_more(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
+    """Keeps what comes after the last accepted token too."""
+    counts = (verdict.num_accepted + 1).clamp(max=draft.width)
+    return replace(verdict, num_accepted=counts, next_token=logits.argmax(dim=-1).gather(1, counts[:, None])[:, 0])
+
+
+def _sibling(verdict: Verdict, logits: Tensor, draft: Draft) -> Verdict:
+    """In place of the last node that was kept, another child of the same parent, where there is one."""
+    count = int(verdict.num_accepted[0])
+    if draft.parents is None or verdict.path is None or count == 0:
+        return verdict
+    path = verdict.path.clone()
+    node = int(path[0, count]) - 1
+    siblings = [
+        i for i, parent in enumerate(draft.parents[0].tolist()) if parent == draft.parents[0, node] and i != node
+    ]
+    if not siblings:
+        return verdict
+    path[0, count] = siblings[0] + 1
+    return replace(verdict, path=path, next_token=logits[:, siblings[0] + 1].argmax(dim=-1))
+
+
+def _second_best_at_near_ties(patch: pytest.MonkeyPatch) -> None:
+    """Wherever the second-best token is within two logits, and a block is verified."""
+    choose = Sampler.choose
+
+    def faulty(self: Sampler, logits: Tensor, places: Tensor | None) -> Tensor:
+        best = logits.topk(2, dim=-1)
+        near = best.values[..., 0] - best.values[..., 1] < 2
+        return (
+            torch.where(near, best.indices[..., 1], best.indices[..., 0])
+            if logits.shape[1] > 1
+            else choose(self, logits, places)
+        )
+
+    patch.setattr(Sampler, "choose", faulty)
+
+
+def _relaxed(patch: pytest.MonkeyPatch) -> None:
+    """A drafted token is kept where it is among the target's three best."""
+    sound = decoding._State._verify
+
+    def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
+        if draft is None:
+            return sound(self, draft, logits)
+        rows = torch.arange(draft.width)[None] if draft.parents is None else draft.parents + 1
+        judged = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
+        good = (judged.topk(3, dim=-1).indices == draft.tokens[..., None]).any(dim=-1)
+        best = logits.amax(dim=-1, keepdim=True) + 1
+        raised = logits.clone()
+        for node in range(draft.width):
+            row = rows[0, node]
+            if bool(good[0, node]):
+                raised[0, row] = logits[0, row]
+                raised[0, row, draft.tokens[0, node]] = best[0, row, 0]
+        return sound(self, draft, raised)
+
+    patch.setattr(decoding._State, "_verify", faulty)
+
+
+def _path_not_moved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "keep_path", lambda *_: None)
+
+
+def _past_the_stop(patch: pytest.MonkeyPatch) -> None:
+    """A stop token ends an answer only as the last of a round."""
+    emit = Row.emit
+
+    def faulty(self: Row, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+        if len(new) > 1 and new[-1] not in stop_ids:
+            return emit(self, new, frozenset())
+        return emit(self, new, stop_ids)
+
+    patch.setattr(Row, "emit", faulty)
+
+
+def _limit_ignored_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A round of several tokens may go one past the limit."""
+    emit = Row.emit
+
+    def faulty(self: Row, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+        if len(new) > 1:
+            self.limit += 1
+            try:
+                return emit(self, new, stop_ids)
+            finally:
+                self.limit -= 1
+        return emit(self, new, stop_ids)
+
+    patch.setattr(Row, "emit", faulty)
+
+
+def _state_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Recurrence, "commit", lambda *_: None)
+
+
+def _window(by: int) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from dflash_bench.engine import target
+
+        sound = target.attention_windows
+
+        def faulty(config: Any) -> dict[str, int | None]:
+            return {kind: None if size is None else size + by for kind, size in sound(config).items()}
+
+        patch.setattr(target, "attention_windows", faulty)
+
+    return plant
+
+
+def _first_row_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Ragged rows are all masked as the first one is."""
+
+    def ask(options: dict[str, Any]) -> None:
+        mask = options["attention_mask"]
+        options["attention_mask"] = mask[:1].expand(len(mask), -1, -1, -1)
+
+    _around_passes(patch, ask, least=1)
+
+
+FAULTS = (
+    Fault("a block sees all of itself", _mask(_see_all)),
+    Fault("a block sees one token ahead", _mask(_see_one_ahead)),
+    Fault("a tree sees all nodes before", _mask(_see_all_before), TREES),
+    Fault("a block does not see its anchor", _mask(_hide_anchor)),
+    Fault("positions of the block one too high", _positions(_block_ahead)),
+    Fault("position of the anchor one too low", _positions(_anchor_behind)),
+    Fault("positions of a tree in a row", _positions(_in_a_row), TREES),
+    Fault("rotary positions one too high after the prompt", _positions(lambda at: at + 1, least=1), EVERY),
+    Fault("a drafted token leaves its cache row stale", _stale_row),
+    Fault("rollback one too short", _rollback(-1)),
+    Fault("rollback one too long", _rollback(1)),
+    Fault("bonus token of the anchor's row", _verdicts(_bonus_of_anchor)),
+    Fault("bonus token of the last row", _verdicts(_bonus_of_last_slot)),
+    Fault("one token too many accepted", _verdicts(_one_more)),
+    Fault("a sibling kept on a tree path", _verdicts(_sibling), TREES),
+    Fault("kept path not moved in the cache", _path_not_moved, TREES),
+    Fault("second-best token at near-ties", _second_best_at_near_ties),
+    Fault("relaxed acceptance: among the three best", _relaxed),
+    Fault("logits of the row before", _logits(_row_before)),
+    Fault("decoding goes on behind a stop token", _past_the_stop),
+    Fault("one token past the limit", _limit_ignored_by_one),
+)
+"""For a target of full attention, one row at a time."""
+WINDOWS = (Fault("window one too wide", _window(1)), Fault("window one too narrow", _window(-1)))
+STATES = (Fault("recurrent state not taken back", _state_kept),)
+RAGGED = (
+    Fault("logits of another row of the batch", _logits(_next_sequence, least=1)),
+    Fault("mask of the first row for all", _first_row_for_all),
+)

@@ -1,0 +1,116 @@
+"""What a run of nano makes of a planted fault: its exit status, and which answers changed and were found out."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import Fault
+
+from dflash_bench import cli, store, suites
+from dflash_bench.engine.local import open_backend
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.methods import parse
+from dflash_bench.models import loading
+from dflash_bench.presets import preset
+from dflash_bench.records import Message, Record
+
+SUITES = ("gsm8k", "humaneval")
+LIMIT, MOST = 2, 48
+"""Prompts of a suite, and tokens of an answer."""
+METHODS = ("dflash", "eagle3", "eagle3-tree:16")
+LOAD = loading.load
+MORE_THAN_ROUNDING = 1.0
+"""Logits, in float32: a token so far behind the best one is wrong in any dtype."""
+
+
+@cache
+def models(dtype: str) -> loading.Models:
+    return LOAD(preset("nano"), ["dflash", "eagle3"], "cpu", getattr(torch, dtype))
+
+
+@contextmanager
+def planted(fault: Fault | None, dtype: str) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load", lambda *_: models(dtype))
+        if fault is not None:
+            fault.plant(patch)
+        yield patch
+
+
+def run(
+    fault: Fault | None, dtype: str, out: Path, limit: int = LIMIT, max_new_tokens: int = MOST
+) -> tuple[int, list[Record]]:
+    """`dflash-bench run` in this process; its exit status and rows."""
+    words = ["run", "--dtype", dtype, "--limit", limit, "--max-new-tokens", max_new_tokens, "--out", out]
+    words += [word for suite in SUITES for word in ("--suite", suite)]
+    words += [word for method in METHODS for word in ("--method", method)]
+    with planted(fault, dtype) as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        patch.setattr(sys, "argv", ["dflash-bench", *map(str, words)])
+        try:
+            cli.main()
+            status: Any = 0
+        except SystemExit as stopped:
+            status = stopped.code or 0
+    return int(status), store.load(out)[1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one suite and method, how many answers the fault changed, and how many of these the run calls a mismatch."""
+
+    suite: str
+    method: str
+    num_changed: int
+    num_wrong: int
+    """Changed by more than rounding can."""
+    num_found: int
+
+
+def outcomes(rows: Sequence[Record], sound: Sequence[Record], dtype: str) -> list[Outcome]:
+    expected = {store.key(row): row.generation.token_ids for row in sound}
+    made = []
+    for suite in SUITES:
+        for method in ("ar", *METHODS):
+            cell = [row for row in rows if row.cell == (suite, method)]
+            changed = [row for row in cell if row.generation.token_ids != expected[store.key(row)]]
+            wrong = changed if dtype == "float32" else [row for row in changed if _is_wrong(row, dtype)]
+            mismatched = [row for row in wrong if "mismatch" in (row.exactness, row.audit)]
+            made.append(Outcome(suite, method, len(changed), len(wrong), len(mismatched)))
+    return made
+
+
+def _is_wrong(row: Record, dtype: str) -> bool:
+    """Asked of a float32 copy of the same weights, without any judge; an answer that ends elsewhere is wrong too."""
+    if row.divergence is not None and row.divergence.gap is None:
+        return True
+    tokens = torch.tensor(row.generation.token_ids)
+    text = torch.cat([torch.tensor(_prompts(dtype)[row.suite, row.prompt_id]), tokens[:-1]])
+    with torch.inference_mode():
+        logits = _in_float32(dtype)(text[None]).logits[0, -len(tokens) :]
+    gaps = logits.amax(dim=-1) - logits.gather(1, tokens[:, None])[:, 0]
+    return float(gaps.max()) > MORE_THAN_ROUNDING
+
+
+@cache
+def _in_float32(dtype: str) -> Any:
+    return copy.deepcopy(models(dtype).target).float()
+
+
+@cache
+def _prompts(dtype: str) -> dict[tuple[str, str], list[int]]:
+    backend = open_backend(models(dtype), preset("nano"), [parse("ar")], 1, Sampling())
+    return {
+        (suite.name, prompt.prompt_id): backend.encode([Message("user", prompt.turns[0])])
+        for suite in suites.expand(SUITES)
+        for prompt in suites.load(suite, "embedded", None).prompts
+    }

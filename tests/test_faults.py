@@ -1,0 +1,114 @@
+"""Every planted engine fault that changes a token ends in a mismatch and exit status 1; a sound engine never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matrix
+import pytest
+import torch
+from classes import ATTENTION, HYBRID, made
+from faults import FAULTS, RAGGED, STATES, WINDOWS, Fault
+from test_local import Letters
+from toy import Scripted, sometimes_wrong
+
+from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.judge import Judge
+from dflash_bench.engine.local import LocalBackend
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.records import Generation, Record
+
+Sound = Callable[[str], Sequence[Record]]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    """Rows of a sound run; a run per dtype."""
+    runs: dict[str, Sequence[Record]] = {}
+
+    def rows_of(dtype: str) -> Sequence[Record]:
+        if dtype not in runs:
+            status, runs[dtype] = matrix.run(None, dtype, tmp_path_factory.mktemp("sound") / "run")
+            assert status == 0
+        return runs[dtype]
+
+    return rows_of
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found_in_every_suite_where_it_changed_a_token(
+    fault: Fault, dtype: str, sound: Sound, tmp_path: Path
+) -> None:
+    status, rows = matrix.run(fault, dtype, tmp_path / "run")
+    outcomes = matrix.outcomes(rows, sound(dtype), dtype)
+    for outcome in outcomes:
+        assert outcome.num_found == outcome.num_wrong, outcome
+    num_wrong = sum(outcome.num_wrong for outcome in outcomes)
+    if dtype == "float32":
+        # A fault that changes nothing would prove nothing.
+        changed = {outcome.method.partition(":")[0] for outcome in outcomes if outcome.num_changed}
+        assert changed == set(fault.methods)
+    assert status == (1 if num_wrong else 0)
+
+
+def test_no_sound_answer_of_200_is_called_wrong_in_bfloat16(tmp_path: Path) -> None:
+    status, rows = matrix.run(None, "bfloat16", tmp_path / "run", limit=25, max_new_tokens=64)
+    assert len(rows) >= 200
+    assert {"mismatch"}.isdisjoint({row.exactness for row in rows} | {row.audit for row in rows})
+    assert status == 0
+
+
+# Faults that nano's architecture, and a run of one row at a time, cannot have.
+
+PROMPT = [(7 * place + 2) % 60 + 2 for place in range(20)]
+
+
+def judged(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[list[Generation], list[bool]]:
+    """Answers of a drafter that is often wrong, and whether the judge calls each the model's own."""
+    judge = Judge(target.model, frozenset(), 24)
+    texts = [[*prompt, *_greedy(target, prompt)] for prompt in prompts]
+    drafters = {"ar": NoDrafter(), "drafts": Scripted(texts, 5, sometimes_wrong(0.7, 97))}
+    backend = LocalBackend(target, Letters(), drafters, Limits(24), Sampling())
+    answers = backend.generate_ids("drafts", prompts)
+    assert not any(answer.error for answer in answers)
+    departures = [judge.audit(prompt, answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    return answers, [departure is None or departure.verdict != "mismatch" for departure in departures]
+
+
+def _greedy(target: Target, prompt: Sequence[int]) -> list[int]:
+    text = list(prompt)
+    with torch.inference_mode():
+        while len(text) < len(prompt) + 24:
+            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def assert_found(fault: Fault, kind: str, prompts: Sequence[Sequence[int]]) -> None:
+    answers, good = judged(Target(made(kind)), prompts)
+    assert all(good)
+    with pytest.MonkeyPatch.context() as patch:
+        fault.plant(patch)
+        faulty, good = judged(Target(made(kind)), prompts)
+    changed = [now.token_ids != then.token_ids for now, then in zip(faulty, answers, strict=True)]
+    assert any(changed)
+    assert good == [not one for one in changed]
+
+
+@pytest.mark.parametrize("fault", WINDOWS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION if "window" in kind])
+def test_a_window_of_the_wrong_width_is_found(fault: Fault, kind: str) -> None:
+    assert_found(fault, kind, [PROMPT])
+
+
+@pytest.mark.parametrize("fault", STATES, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("kind", HYBRID)
+def test_a_recurrent_state_that_is_not_taken_back_is_found(fault: Fault, kind: str) -> None:
+    assert_found(fault, kind, [PROMPT])
+
+
+@pytest.mark.parametrize("fault", RAGGED, ids=lambda fault: fault.name)
+def test_faults_between_the_rows_of_a_batch_are_found(fault: Fault) -> None:
+    assert_found(fault, "mixture of experts", [PROMPT, PROMPT[:7], PROMPT[3:16]])
