@@ -109,9 +109,10 @@ def _leaf(name: str) -> str:
     return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
 
 
-def _schema(version: int = SCHEMA_VERSION, nullable: bool = False) -> Any:
-    """Lists hold no nulls; the first runs' files said that they might."""
+def _schema(version: int | None = None, nullable: bool = False) -> Any:
+    """Of this version, the newest if none is given. Lists hold no nulls; the first runs' files said that they might."""
     arrow: Any = import_module("pyarrow")
+    version = SCHEMA_VERSION if version is None else version
     kinds = {name: kind for name, kind in COLUMNS.items() if SINCE.get(name, 1) <= version}
     kinds |= UNTIL if version == 1 else {}
     columns = {name: arrow.type_for_alias(kind.removeprefix("list of ")) for name, kind in kinds.items()}

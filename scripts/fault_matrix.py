@@ -1,4 +1,4 @@
-"""The table of planted faults: what each changed in a run of nano, and how many of the changed answers were found out."""
+"""The table of planted faults: what each changed in a run of nano, and how many changed answers were found out."""
 
 from __future__ import annotations
 

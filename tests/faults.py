@@ -149,7 +149,7 @@ def _stale_row(patch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: KVCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         width = keys.shape[2]
-        if layer not in self._layers or width < 2 or self._start in (None, 0) or self.num_scratch_is_draft:
+        if layer not in self._layers or width < 2 or self._start in (None, 0) or self.belongs_to_draft:
             return write(self, layer, keys, values)
         at = self.visible - width + 1
         before = [buffer[:, :, at].clone() for buffer in self._layers[layer]]
@@ -168,9 +168,9 @@ def _only_targets_cache(patch: pytest.MonkeyPatch) -> None:
 
     def marked(self: Target, num_rows: int, capacity: int) -> None:
         begin(self, num_rows, capacity)
-        self.cache.num_scratch_is_draft = False  # type: ignore[attr-defined]
+        self.cache.belongs_to_draft = False  # type: ignore[attr-defined]
 
-    patch.setattr(KVCache, "num_scratch_is_draft", True, raising=False)
+    patch.setattr(KVCache, "belongs_to_draft", True, raising=False)
     patch.setattr(Target, "begin", marked)
 
 

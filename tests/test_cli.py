@@ -21,7 +21,7 @@ from fake import FakeBackend, install, main, other_tokens
 from golden import assert_golden
 
 from dflash_bench import presets, progress, scoring, store
-from dflash_bench.records import Generation
+from dflash_bench.records import Divergence, Generation
 
 ROOT = Path(__file__).parent.parent
 Captured = pytest.CaptureFixture[str]
@@ -82,10 +82,10 @@ def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypat
 # The whole output
 
 
-def fake_run(monkeypatch: Patch, *words: object, **fields: Any) -> tuple[int, FakeBackend]:
+def fake_run(monkeypatch: Patch, *words: object, out: str = "out", **fields: Any) -> tuple[int, FakeBackend]:
     backend = FakeBackend(text_of=lambda question: rf"\boxed{{{question.count('?') % 2}}}", **fields)
     install(monkeypatch, backend)
-    return main(monkeypatch, "run", "--out", "out", *words), backend
+    return main(monkeypatch, "run", "--out", out, *words), backend
 
 
 ASKED = ("--suite", "gsm8k", "--data", "data", "--method", "dflash", "--method", "eagle3:2")
@@ -115,12 +115,13 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
     ]
     promised = (
         "suite method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode speedup_e2e "
-        "exact passed draft_ms verify_ms other_ms break_even_al"
+        "exact audit passed draft_ms verify_ms other_ms break_even_al"
     )
     assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}
     plain, dflash, _ = shown["cells"]
     assert (len(dflash["speedup_decode"]), len(dflash["speedup_e2e"])) == (3, 3)
-    assert (plain["exact"], dflash["exact"], dflash["passed"]) == ([1, 1], [4, 4], [2, 4])
+    assert (plain["exact"], dflash["exact"], dflash["passed"]) == ([3, 3], [4, 4], [2, 4])
+    assert [cell["audit"] for cell in shown["cells"]] == [[4, 4]] * 3
     assert plain["break_even_al"] is None
     assert {tuple(finding) for finding in shown["findings"]} == {("kind", "text", "remedy")}
 
@@ -133,7 +134,46 @@ def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
     assert code == 1
     info, records = store.load(here / "out")
     assert (info["state"], len(records)) == ("complete", 12)
-    assert "gsm8k dflash: 4 of 4 answers are not the target's own output" in " ".join(capsys.readouterr().out.split())
+    assert "gsm8k dflash: 4 of 4 answers leave the plain answer" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-6"])
+def test_whatever_is_decoded_greedily_is_checked(here: Path, monkeypatch: Patch, temperature: str) -> None:
+    gsm8k(here / "data", 4)
+    words = [*ASKED, "--temperature", temperature]
+    code, backend = fake_run(monkeypatch, *words, faults={"dflash": other_tokens})
+    assert (code, len(backend.audited)) == (1, 8)
+
+
+def test_an_audit_that_fails_is_exit_status_1_though_all_methods_agree(
+    here: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    gsm8k(here / "data", 4)
+    code, backend = fake_run(monkeypatch, *ASKED)
+    assert (code, len(backend.audited)) == (0, 4)
+    departures = dict.fromkeys(backend.audited[:1], Divergence(1, 2.0, 0.001))
+    code, _ = fake_run(monkeypatch, *ASKED, out="again", departures=departures)
+    assert code == 1
+    assert "are not the published model's own output" in " ".join(capsys.readouterr().out.split())
+    code, backend = fake_run(monkeypatch, *ASKED, "--audit", "none", out="unread", departures=departures)
+    assert (code, backend.audited) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--audit", "some"], "unknown audit 'some'"),
+        (["--audit", "all", "--temperature", "1"], "--audit has no effect above temperature 0"),
+        (["--seed", "3", "--temperature", "1e-6"], "--seed has no effect at temperature 0"),
+    ],
+)
+def test_an_audit_without_effect_is_refused(
+    here: Path, monkeypatch: Patch, capsys: Captured, words: list[str], expected: str
+) -> None:
+    gsm8k(here / "data", 4)
+    code, _ = fake_run(monkeypatch, *ASKED, *words)
+    assert code == 2
+    assert capsys.readouterr().err.startswith(f"dflash-bench: {expected}")
 
 
 def test_failed_answers_are_rows_and_no_failure_of_the_run(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
@@ -150,14 +190,15 @@ def test_failed_answers_are_rows_and_no_failure_of_the_run(here: Path, monkeypat
 def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
     gsm8k(here / "my data", 4)
     words = ["--suite", "gsm8k", "--data", "my data"]
+    # Two calls for the warm-up, two for the first prompt, three for the second one and its control, one of the third.
     code, _ = fake_run(monkeypatch, *words, "--json", fails_at={9: KeyboardInterrupt()})
     captured = capsys.readouterr()
     assert (code, captured.out) == (130, "")
     command = "dflash-bench run --out out --suite gsm8k --data 'my data' --json --resume"
     assert captured.err == f"stopped; what was finished is saved. To continue: {command}\n"
-    assert len(store.load(here / "out")[1]) == 6
+    assert len(store.load(here / "out")[1]) == 5
     code, backend = fake_run(monkeypatch, *words, "--resume")
-    assert (code, len(backend.calls)) == (0, 4)
+    assert (code, len(backend.calls)) == (0, 6)
     assert store.load(here / "out")[0]["state"] == "complete"
 
 
@@ -184,7 +225,8 @@ def test_real_models_answer_own_prompts_exactly(here: Path, model: Path, monkeyp
     assert main(monkeypatch, "run", "--model", model, "--out", "out", "--repeats", 2, *words) == 0
     captured = capsys.readouterr()
     cells = json.loads(captured.out)["cells"]
-    assert [cell["exact"] for cell in cells] == [[5, 5], *[[8, 8]] * 3]
+    assert [cell["exact"] for cell in cells] == [[7, 7], *[[8, 8]] * 3]
+    assert [cell["audit"] for cell in cells] == [[8, 8]] * 4
     assert [(cell["num_prompts"], cell["passed"]) for cell in cells] == [(3, None)] * 4
     assert captured.err == ""
 
@@ -202,7 +244,7 @@ def test_any_target_with_any_draft_in_the_mode_that_was_asked_for(
     def kinds(*words: object) -> tuple[set[str], dict[str, Any]]:
         assert main(monkeypatch, *asked, "--device", "cpu", "--dtype", "float32", *words) == 0
         shown = json.loads(capsys.readouterr().out)
-        assert [cell["exact"] for cell in shown["cells"]] == [[1, 1], [2, 2]]
+        assert [cell["exact"] for cell in shown["cells"]] == [[2, 2], [2, 2]]
         return {finding["kind"] for finding in shown["findings"]}, store.load(Path(shown["run"]))[0]["identity"]
 
     found, identity = kinds("--model", "mine", "--out", "off")
