@@ -72,12 +72,14 @@ class Seen:
 
 def main() -> int:
     options = parse()
-    rows = [row_of(dtype, measure(options, dtype)) for dtype in options.dtype or ["float32", "float16", "bfloat16"]]
-    print(f"{presets.name(options.target)}, {options.suite}; {one_line(describe())}\n")
+    print(f"{presets.name(options.target)}, {options.suite} ({options.data}); {one_line(describe())}\n")
     print("| " + " | ".join(HEADS) + " |\n|" + " ---: |" * len(HEADS))
-    for row, _ in rows:
-        print("| " + " | ".join(row) + " |")
-    return int(any(num_mismatches for _, num_mismatches in rows))
+    num_mismatches = 0
+    for dtype in options.dtype or ["float32", "float16", "bfloat16"]:
+        seen = measure(options, dtype)
+        print("| " + " | ".join(row_of(dtype, seen)) + " |", flush=True)
+        num_mismatches += seen.num_mismatches
+    return int(num_mismatches > 0)
 
 
 def parse() -> argparse.Namespace:
@@ -103,7 +105,7 @@ def measure(options: argparse.Namespace, dtype: str) -> Seen:
     seen = Seen()
     (suite,) = suites.expand([options.suite])
     for prompt in suites.load(suite, options.data, options.limit).prompts:
-        print(f"{dtype}, {seen.num_answers} answers", end="\r", file=sys.stderr)
+        print(f"{dtype}, {seen.num_answers} answers ", end="\r", file=sys.stderr)
         text = backend.encode([Message("user", prompt.turns[0])])
         plain = backend.generate_ids("ar", [text])[0].token_ids
         seen.differences += between_forms(backend, [*text, *plain[:-1]], len(plain))
@@ -129,7 +131,7 @@ def judge(backend: LocalBackend, text: Sequence[int], plain: Sequence[int], answ
         seen.divergences.append(backend.judge.divergence(text, plain, answer))
 
 
-def row_of(dtype: str, seen: Seen) -> tuple[list[str], int]:
+def row_of(dtype: str, seen: Seen) -> list[str]:
     differences = torch.tensor(seen.differences)
     gaps = [one for one in (*seen.divergences, *seen.departures) if one.gap is not None]
     worst = max(gaps, key=lambda one: one.gap or 0.0, default=None)
@@ -137,8 +139,7 @@ def row_of(dtype: str, seen: Seen) -> tuple[list[str], int]:
     cells = [dtype, str(seen.num_answers), str(len(differences)), *(f"{value:.2g}" for value in quantiles)]
     cells += [str(len(seen.divergences)), str(len(seen.departures))]
     cells += [f"{worst.gap:.2g}", f"{worst.tolerance:.2g}"] if worst else ["none", ""]
-    cells += [f"{CEILINGS[getattr(torch, dtype)]:g}", str(seen.num_mismatches)]
-    return cells, seen.num_mismatches
+    return [*cells, f"{CEILINGS[getattr(torch, dtype)]:g}", str(seen.num_mismatches)]
 
 
 if __name__ == "__main__":
