@@ -172,6 +172,8 @@ def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
             refuse_newer(path, version)
             if not any(file.schema_arrow.equals(_schema(version, nullable)) for nullable in (False, True)):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
+            if not file.metadata.num_rows:
+                raise DamagedError(f"cannot read {path}: it holds no answers")
             if identity is not None and (version >= IDENTITY_SINCE or b"identity" in metadata):
                 _refuse_other(path, json.loads(metadata.get(b"identity", b"{}")), identity)
             yield file
