@@ -18,7 +18,7 @@ from dflash_bench.errors import UserError
 
 BASELINE = "ar"
 """The method that decodes plainly."""
-MOST_ANSWERS = 100_000_000
+MOST_ANSWERS = 20_000_000
 
 
 class Asked(NamedTuple):
@@ -75,10 +75,13 @@ def of_json(stored: Mapping[str, Any], where: str) -> Plan:
     twice = [suite for suite, own in prompts.items() if len({prompt.prompt_id for prompt in own}) < len(own)]
     if twice or len(set(methods)) < len(methods) or not methods or repeats < 1:
         raise UserError(f"{where}: its plan names a prompt or a method twice, or nothing; put back what was there")
-    plan = Plan(methods, repeats, prompts)
-    if not 0 < plan.num_answers <= MOST_ANSWERS:
-        raise UserError(f"{where}: its plan is of {plan.num_answers:,} answers; a run has 1 to {MOST_ANSWERS:,}")
-    return plan
+    return Plan(methods, repeats, prompts)
+
+
+def refuse_size(plan: Plan, where: str) -> None:
+    if plan.repeats < 1 or not 0 < plan.num_answers <= MOST_ANSWERS:
+        num = max(plan.num_answers, 0)
+        raise UserError(f"{where}: the run would be of {num:,} answers, where a run has 1 to {MOST_ANSWERS:,}")
 
 
 def _asked(entry: Any, where: str) -> Asked:

@@ -93,6 +93,7 @@ def account(info: Mapping[str, Any], where: str, witnesses: Sequence[Witness]) -
     rows = _Rows(witnesses)
     stored = plans.recorded(info, where)
     plan = _derived(info["identity"], rows) if stored is None else stored
+    plans.refuse_size(plan, where)
     answers = _Answers(plan, rows)
     wrong = [*_faults_of_parts(witnesses), *_unlike_the_plain(info["identity"], answers, rows)]
     wrong += _unscored(info, plan, answers, rows)

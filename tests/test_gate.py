@@ -252,7 +252,7 @@ def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> N
         ("c", '{"format": 99, "cells": []}', "c has format 99, this is 1; update dflash-bench"),
         ("d", '{"format": 1, "cells": []}', "d holds no cells"),
         ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 1; update dflash-bench"),
-        ("f", '{"format": 1, "cells": [1]}', "f is damaged (KeyError('identity')); write it again with: dflash-bench"),
+        ("f", '{"format": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
     ]:
         (tmp_path / name).write_text(text)
         code, _, err = main("check", "run", "--baseline", name)
