@@ -12,7 +12,7 @@ from dflash_bench.findings import Finding, findings
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
 from dflash_bench.stats import Interval
 
-ALLOWED = ("damaged", "unfinished")
+ALLOWED = frame.ALLOWED
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,19 @@ one by one and only their sums are kept, so a million answers fit into memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_bench import parts, store
+from dflash_bench import parts, shape, store, whole
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Record
+from dflash_bench.whole import Account, Flaw, Witness
 
 KEPT = (
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
@@ -32,7 +33,9 @@ NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reas
 SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
 FIRST_EDGE = 32
 """Lengths and positions are sliced at this and its doubles."""
-COLUMNS = (*KEPT, *LISTS)
+COLUMNS = (*KEPT, *LISTS, "token_ids")
+ALLOWED = ("damaged", *whole.REMEDIES)
+"""What a reader may go on in spite of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,10 @@ class Results:
     rows: Any
     damaged: tuple[str, ...] = ()
     """What was wrong with the parts that were left out."""
+    flaws: tuple[Flaw, ...] = ()
+    """What is missing, and what is there but not in `rows`."""
+    left_out: Mapping[Path, Any] = field(default_factory=dict)
+    """Of parts that hold some, the rows that are not in `rows`."""
 
     @property
     def missing(self) -> list[str]:
@@ -52,11 +59,15 @@ class Results:
         return [
             *([f"{self.name} is not finished"] if unfinished else []),
             *(f"left out, damaged: {d}" for d in self.damaged),
+            *(f"{self.name} is {kind}: {told}" for kind, told in _told(self.flaws)),
         ]
 
 
-def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Results:
-    """Raises UserError for a run that is not finished, or has a damaged part, unless `allow` names that."""
+def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> Results:
+    """Raises UserError for a run that is not whole unless `allow` names why, and for one that was edited.
+
+    Who is `judging` gets a finished run all the same, and finds why it is not whole in `flaws`.
+    """
     if by not in SLICES:
         raise unknown("slice", by, list(SLICES))
     info = store.read_info(folder)
@@ -64,37 +75,71 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = ()) -> Resul
         raise UserError(
             f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
         )
-    for name in ("environment", "command"):
-        if name not in info:
-            raise UserError(f"{folder}/run.json says nothing of the {name}; it is not as dflash-bench run wrote it")
-    tables, damaged = [], []
+    store.check_shape(shape.RUN, info, folder / "run.json")
+    read, damaged = _read_parts(folder, info, by, allow)
+    none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
+    if not read:
+        raise UserError(none)
+    account = whole.account(info, str(folder / "run.json"), [witness for _, witness in read.values()])
+    # What is missing may have been in the damaged parts, which was allowed.
+    _refuse(folder, account, whole.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
+    tables, left_out = [], {}
+    for (part, (table, witness)), surplus in zip(read.items(), account.surplus, strict=True):
+        if surplus.any():
+            left_out[part] = surplus
+        # What a part alone shows to be wrong was left out of its table at once.
+        again = surplus.sum() > witness.faulty.sum()
+        tables.append(_table(parts.batches(part, COLUMNS, left_out=surplus), by) if again else table)
+    if not sum(map(len, tables)):
+        raise UserError(none + (" that show their rounds" if by == "output-position" else ""))
+    frame = _sliced(_frame(tables), by)
+    return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
+
+
+def _read_parts(
+    folder: Path, info: store.Info, by: str, allow: Sequence[str]
+) -> tuple[dict[Path, tuple[Any, Witness]], list[str]]:
+    """Of each part its table and what it says of the run's wholeness; and what is wrong with those that are damaged."""
+    read: dict[Path, tuple[Any, Witness]] = {}
+    damaged = []
+    found = parts.of(folder)
     # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
     with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda part: _read_part(part, by), parts.of(folder)):
-            if not isinstance(found, parts.DamagedError):
-                tables.append(found)
+        for part, got in zip(found, pool.map(lambda part: _read_part(part, info["identity"], by), found), strict=True):
+            if not isinstance(got, parts.DamagedError):
+                read[part] = got
             elif "damaged" in allow:
-                damaged.append(str(found))
+                damaged.append(str(got))
             else:
-                raise UserError(f"{found}; --allow damaged uses the other parts") from found
-    if not tables or not sum(map(len, tables)):
-        shown = " that show their rounds" if by == "output-position" else ""
-        told = f" but in {len(damaged)} damaged parts" if damaged else ""
-        raise UserError(f"{folder} holds no answers{shown}{told}")
-    return Results(str(folder), info, _sliced(_frame(tables), by), tuple(damaged))
+                raise UserError(f"{got}; --allow damaged uses the other parts") from got
+    return read, damaged
 
 
-def _read_part(part: Path, by: str) -> Any:
-    """Its table, or what is wrong with it: a part that breaks off is left out as one."""
+def _read_part(part: Path, identity: Mapping[str, Any], by: str) -> Any:
+    """Its table and its witness, or what is wrong with it: a part that breaks off is left out as one."""
     try:
-        table = _table(part, COLUMNS, by)
-        return _table(part, (*COLUMNS, "token_ids"), by) if table["num_tokens"].null_count else table
+        batches = list(parts.batches(part, COLUMNS, identity))
     except parts.DamagedError as error:
         return error
+    witness = whole.witness(batches)
+    ends = np.cumsum([len(batch) for batch in batches])
+    faulty = np.split(witness.faulty, ends[:-1])
+    return _table([parts.without(*each) for each in zip(batches, faulty, strict=True)], by), witness
 
 
-def _table(part: Path, columns: Sequence[str], by: str) -> Any:
-    return _concatenated([_scalars(batch, by) for batch in parts.batches(part, columns)])
+def _refuse(folder: Path, account: Account, allow: Collection[str]) -> None:
+    told = [f"{kind}: {text}; {whole.REMEDIES[kind]}" for kind, text in _told(account.flaws) if kind not in allow]
+    if told:
+        raise UserError(f"{folder} is {'. It is '.join(told)}")
+
+
+def _told(flaws: Sequence[Flaw]) -> list[tuple[str, str]]:
+    kinds = dict.fromkeys(flaw.kind for flaw in flaws)
+    return [(kind, whole.told([flaw for flaw in flaws if flaw.kind == kind])) for kind in kinds]
+
+
+def _table(batches: Iterable[Any], by: str) -> Any:
+    return _concatenated([_scalars(batch, by) for batch in batches])
 
 
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:
@@ -133,7 +178,7 @@ def _scalars(batch: Any, by: str) -> Any:
             "decode_s": sums["round_s"],
         }
     else:
-        of_answer = _num_tokens(batch, sums)
+        of_answer = _num_tokens(batch)
     sums |= of_answer | {"stretch": rounds.stretches}
     for name, values in sums.items():
         column = arrow.array(values)
@@ -142,17 +187,10 @@ def _scalars(batch: Any, by: str) -> Any:
     return table
 
 
-def _num_tokens(batch: Any, sums: dict[str, Any]) -> dict[str, Any]:
-    """One more than its rounds emitted; null for an answer of no round, unless its tokens were read to be counted."""
-    arrow: Any = import_module("pyarrow")
-    if "token_ids" in batch.schema.names:
-        counts, unknown = _lengths(batch.column("token_ids")), None
-    else:
-        unknown = ~(sums["num_rounds"] > 0)
-        counts = np.where(unknown, 0, sums["num_emitted"] + 1).astype(np.int64)
+def _num_tokens(batch: Any) -> dict[str, Any]:
+    counts = _lengths(batch.column("token_ids"))
     # An answer can be empty: its first token was a stop.
-    decoded = np.maximum(counts - 1, 0)
-    return {"num_tokens": arrow.array(counts, mask=unknown), "decode_tokens": arrow.array(decoded, mask=unknown)}
+    return {"num_tokens": counts, "decode_tokens": np.maximum(counts - 1, 0)}
 
 
 def _without_wholes(table: Any) -> Any:
@@ -185,7 +223,7 @@ class _Rounds:
         lengths = _lengths(batch.column("accepted"))
         shown = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)
-        values = {name: _flat(batch.column(name), lengths, name) for name in LISTS}
+        values = {name: _flat(batch.column(name), lengths) for name in LISTS}
         if by != "output-position":
             filled = np.flatnonzero(lengths)
             starts = (np.cumsum(lengths) - lengths)[filled]
@@ -231,13 +269,12 @@ def _lengths(column: Any) -> Any:
     return compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _flat(column: Any, lengths: Any, name: str) -> Any:
+def _flat(column: Any, lengths: Any) -> Any:
+    """The values of all lists, which have these lengths or are null: then NaN."""
     values = column.flatten().to_numpy(zero_copy_only=False)
     own = _lengths(column)
     if np.array_equal(own, lengths):
         return values
-    if own[own != lengths].any():
-        raise parts.DamagedError(f"an answer has more or fewer {name} than accepted")
     spread = np.full(int(lengths.sum()), np.nan)
     spread[np.repeat(own > 0, lengths)] = values
     return spread

@@ -1,12 +1,15 @@
 """Parquet parts of a run: a row per answer, in files that are whole or not there.
 
 A part holds the answers of one number, or of several when it was merged; from the moment a merged one is there, it
-stands for those that it names. The schema is `COLUMNS`; design section 5 says what the columns mean.
+stands for those that it names. The schema is `COLUMNS`; design section 5 says what the columns mean. A part carries
+the identity of its run, so that rows cannot be moved to another one, nor be said to be of other settings than theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
@@ -15,9 +18,14 @@ from typing import Any
 
 from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
+from dflash_bench.json_file import differences
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
 
 PARTS = "part-*.parquet"
+NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
+IDENTITY_SINCE = 2
+"""The schema from which on every part carries the identity of its run."""
+Identity = Mapping[str, Any]
 
 # fmt: off
 COLUMNS = {
@@ -57,17 +65,17 @@ class DamagedError(UserError):
 
 
 def of(folder: Path) -> list[Path]:
-    """In the order in which they were stored, without those that a merged one stands for."""
-    found, last = [], -1
-    # A merged part's name sorts before that of the first one that it was made of.
-    for part in sorted(folder.glob(PARTS)):
+    """In the order in which they were stored, without those that a merged one stands for. UserError for a stray."""
+    found: list[Path] = []
+    last = -1
+    for part in sorted(folder.glob(PARTS), key=lambda part: (span(part)[0], -span(part)[1])):
         if span(part)[1] > last:
             found.append(part)
             last = span(part)[1]
     return found
 
 
-def write(table: Any, part: Path) -> None:
+def write(table: Any, part: Path, identity: Identity) -> None:
     """A table in the schema of a run as a part of it, whole or not at all."""
     parquet: Any = import_module("pyarrow.parquet")
     # Times hardly repeat: byte by byte they take three quarters of a dictionary's space, and half the time to read.
@@ -78,19 +86,32 @@ def write(table: Any, part: Path) -> None:
         "use_dictionary": [leaf for leaf in map(_leaf, COLUMNS) if leaf not in times],
         "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
     }
-    write_whole(part, lambda file: parquet.write_table(table, file, **options))
+    marked = table.replace_schema_metadata(table.schema.metadata | {"identity": json.dumps(identity, sort_keys=True)})
+    write_whole(part, lambda file: parquet.write_table(marked, file, **options))
 
 
-def batches(part: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """Arrow record batches of these columns, one a row group. Raises DamagedError, and UserError for a newer schema.
+def batches(
+    part: Path, columns: Sequence[str], identity: Identity | None = None, left_out: Any | None = None
+) -> Iterator[Any]:
+    """Arrow record batches of these columns, one a row group, without rows that are `left_out`, [rows].
+
+    Raises DamagedError, and UserError for a newer schema and for a part of a run of another `identity`.
 
     Arrow's own threads are left out: they would be shared by all who read, and two readers do better with one each.
     """
-    with _opened(part) as file:
+    before = 0
+    with _opened(part, identity) as file:
         stored = [name for name in columns if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, stored, use_threads=False).combine_chunks()
-            yield from _current(table, columns).to_batches()
+            for batch in _current(table, columns).to_batches():
+                yield batch if left_out is None else without(batch, left_out[before : before + len(batch)])
+                before += len(batch)
+
+
+def without(batch: Any, left_out: Any) -> Any:
+    """The rows of a batch or table that are not left out, [rows]."""
+    return batch.filter(import_module("pyarrow").array(~left_out)) if left_out.any() else batch
 
 
 def to_table(records: Sequence[Record]) -> Any:
@@ -99,9 +120,16 @@ def to_table(records: Sequence[Record]) -> Any:
 
 
 def span(part: Path) -> tuple[int, int]:
-    """The first and the last number that it holds, the same one unless it was merged."""
-    numbers = part.stem.split("-")[1:]
-    return int(numbers[0]), int(numbers[-1])
+    """The first and the last number that it holds, the same one unless it was merged. Raises UserError for a stray."""
+    told = NAME.fullmatch(part.name)
+    first, last = (int(told[1]), int(told[2] or told[1])) if told else (1, 0)
+    if last < first or part.name != name(first, last):
+        raise UserError(f"{part} is none of the run's parts, by its name; move it out of the folder")
+    return first, last
+
+
+def name(first: int, last: int) -> str:
+    return f"part-{first:06}.parquet" if first == last else f"part-{first:06}-{last:06}.parquet"
 
 
 def _leaf(name: str) -> str:
@@ -134,27 +162,45 @@ def _current(table: Any, columns: Sequence[str]) -> Any:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
     """What goes wrong while it is read is told as damage to this part."""
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
-            version = int((file.schema_arrow.metadata or {}).get(b"schema_version", 0))
+            metadata = file.schema_arrow.metadata or {}
+            version = int(metadata.get(b"schema_version", 0))
             refuse_newer(path, version)
             if not any(file.schema_arrow.equals(_schema(version, nullable)) for nullable in (False, True)):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
+            if not file.metadata.num_rows:
+                raise DamagedError(f"cannot read {path}: it holds no answers")
+            if identity is not None and (version >= IDENTITY_SINCE or b"identity" in metadata):
+                _refuse_other(path, json.loads(metadata.get(b"identity", b"{}")), identity)
             yield file
-    except (OSError, ValueError, arrow.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, arrow.ArrowException) as error:
         raise DamagedError(str(cannot("read", path, error))) from error
 
 
-def read(part: Path) -> Any:
-    with _opened(part) as file:
+def _refuse_other(path: Path, then: Any, now: Identity) -> None:
+    told = "; ".join(differences(then, now))
+    if told:
+        raise UserError(
+            f"{path} was measured otherwise than {path.parent}/run.json says: {told}; one of them was edited or is "
+            "another run's: put back what was there"
+        )
+
+
+def read(part: Path, identity: Identity | None = None) -> Any:
+    with _opened(part, identity) as file:
         return _current(file.read(), list(COLUMNS)).cast(_schema())
 
 
 def records(found: Sequence[Path]) -> list[Record]:
-    return [record_of(row) for part in found for row in read(part).to_pylist()]
+    return [record for part in found for record in of_table(read(part))]
+
+
+def of_table(table: Any) -> list[Record]:
+    return [record_of(row) for row in table.to_pylist()]
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -29,18 +29,18 @@ class AcceptAt:
     conditional: float | None
 
 
-def histograms(of: Iterable[Path]) -> dict[tuple[str, str], Histogram]:
-    """By suite and method; answers that failed are left out."""
+def histograms(part: Path, left_out: Any | None = None) -> dict[tuple[str, str], Histogram]:
+    """By suite and method; answers that failed are left out, and rows that are `left_out`, [rows]."""
     columns = ["suite", "method", "error", "drafted", "accepted"]
-    return _counted(batch for part in of for batch in parts.batches(part, columns))
+    return _counted(parts.batches(part, columns, left_out=left_out))
 
 
-def of_run(folder: Path) -> dict[tuple[str, str], Histogram]:
+def of_run(folder: Path, left_out: Mapping[Path, Any]) -> dict[tuple[str, str], Histogram]:
     """The same of a whole run that was read already, so that a damaged part is one that was allowed to be."""
     found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
     for part in parts.of(folder):
         with suppress(parts.DamagedError):
-            for place, counts in histograms([part]).items():
+            for place, counts in histograms(part, left_out.get(part)).items():
                 found.setdefault(place, Counter()).update(counts)
     return dict(found)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from dflash_bench import plan as plans
 from dflash_bench import scoring
+from dflash_bench.plan import BASELINE, Asked
 from dflash_bench.records import Audit, Divergence, Generation, Message, Prompt, Record
 from dflash_bench.scoring.answers import Score
 from dflash_bench.store import Key, Run
 from dflash_bench.suites import Loaded, prompt_hash
-
-BASELINE = "ar"
 
 
 class Backend(Protocol):
@@ -60,6 +60,17 @@ class Plan:
                     is_control = repeat == 0 and number in (0, last // 2, last)
                     yield Item(loaded, prompt, number == 0, is_control, repeat, methods, order)
                     order += len(prompt.turns) * len(methods)
+
+
+def to_store(plan: Plan) -> dict[str, Any]:
+    """What the run is to hold, as its `run.json` says it."""
+    prompts = {
+        loaded.suite.name: [
+            Asked(prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)) for prompt in loaded.prompts
+        ]
+        for loaded in plan.suites
+    }
+    return plans.to_json(plans.Plan(plan.methods, plan.repeats, prompts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def perform(request: Request, folder: Path, resume: bool) -> None:
         is_greedy(request.temperature),
         _audit(request),
     )
-    info = _info(request, identity) | {"sandbox": _sandbox(loaded)}
+    info = _info(request, identity) | {"plan": runner.to_store(plan), "sandbox": _sandbox(loaded)}
     with (store.resume if resume else store.create)(folder, info) as run:
         with Progress(plan.num_generations, len(run.stored)) as progress:
             runner.execute(plan, backend, run, progress.report)

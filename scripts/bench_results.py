@@ -34,12 +34,17 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 def make(folder: Path, num_answers: int) -> None:
     """As a run would leave it: merged parts."""
     identity = {"schema_version": 1, "suites": {}, "temperature": 0.0, "dtype": "float32", "model": "made up"}
-    with store.create(folder, {"identity": identity, "environment": describe(), "command": "made up"}) as run:
+    num_prompts = num_answers // (len(METHODS) * SUITES * REPEATS)
+    asked = [[f"p{number}", 1, f"h{number}"] for number in range(num_prompts)]
+    plan = {"methods": [*METHODS], "repeats": REPEATS, "prompts": {f"suite{number}": asked for number in range(SUITES)}}
+    info = {"identity": identity, "plan": plan, "environment": describe(), "command": "made up"}
+    with store.create(folder, info) as run:
         rng = np.random.default_rng(0)
         for number, start in enumerate(range(0, num_answers, PART_ANSWERS)):
             table = part(rng, start, min(PART_ANSWERS, num_answers - start))
             first = number * store.MERGED_WHILE_RUNNING
-            parts.write(table, folder / f"part-{first:06}-{first + store.MERGED_WHILE_RUNNING - 1:06}.parquet")
+            last = first + store.MERGED_WHILE_RUNNING - 1
+            parts.write(table, folder / parts.name(first, last), run.identity)
         run.mark_finished({})
 
 
@@ -49,21 +54,26 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
     method = at % len(METHODS)
     suite, repeat = at // 3 % SUITES, at // (3 * SUITES) % REPEATS
     drafts = np.array(list(METHODS.values()))[method]
-    num_rounds = np.where(drafts > 0, rng.integers(8, 24, size), rng.integers(40, 120, size))
-    total = int(num_rounds.sum())
-    drafted = np.repeat(drafts, num_rounds)
-    accepted = rng.integers(0, drafted + 1)
+    # The same tokens by every method and in every repeat, the first of them from prefill.
+    prompt = at // (3 * SUITES * REPEATS)
+    question = prompt * SUITES + suite
+    num_decoded = 40 + question * 7919 % 80
+    accepted = rng.integers(0, drafts[:, None] + 1, (size, 120))
+    before = np.cumsum(accepted + 1, axis=1) - accepted - 1
+    needed = before < num_decoded[:, None]
+    emitted = np.minimum(accepted + 1, num_decoded[:, None] - before)[needed]
+    accepted, num_rounds = accepted[needed], needed.sum(axis=1)
+    drafted, total = np.repeat(drafts, num_rounds), int(num_rounds.sum())
     step = rng.lognormal(-4, 0.1, (3, total)).astype(np.float32)
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_rounds)]), pa.int32())
     seconds = np.add.reduceat(step[2], offsets.to_numpy()[:-1])
-    tokens = np.add.reduceat(accepted + 1, offsets.to_numpy()[:-1])
-    token_offsets = pa.array(np.concatenate([[0], np.cumsum(tokens)]), pa.int32())
-    lists = {"drafted": drafted, "accepted": accepted, "emitted": accepted + 1}
+    token_offsets = pa.array(np.concatenate([[0], np.cumsum(num_decoded + 1)]), pa.int32())
+    lists = {"drafted": drafted, "accepted": accepted, "emitted": emitted}
     values = {name: pa.array(each, pa.int16()) for name, each in lists.items()}
     values |= dict(zip(("draft_s", "verify_s", "round_s"), map(pa.array, step), strict=True))
     columns = {name: pa.ListArray.from_arrays(offsets, each) for name, each in values.items()}
-    ids = pa.array(rng.integers(0, 4096, int(tokens.sum())), pa.int32())
-    prompt = at // (3 * SUITES * REPEATS)
+    places = np.arange(int(num_decoded.sum()) + size) - np.repeat(token_offsets.to_numpy()[:-1], num_decoded + 1)
+    ids = pa.array((np.repeat(question, num_decoded + 1) * 7919 + places * 31) % 4096, pa.int32())
     columns |= {
         "suite": pa.array([f"suite{n}" for n in suite]),
         "prompt_id": pa.array([f"p{n}" for n in prompt]),
@@ -89,6 +99,7 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
 
 def main() -> int:
     num_answers = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    num_answers -= num_answers % (len(METHODS) * SUITES * REPEATS)
     missed = 0
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"

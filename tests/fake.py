@@ -57,7 +57,8 @@ def other_tokens(answer: Generation) -> Generation:
 
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
     """The command line uses this backend and loads no model."""
-    monkeypatch.setattr(session, "_open", lambda *_: (dict(identity or {"model": "fake"}), backend))
+    known = {"model": "fake", "temperature": 0.0, "dtype": "float32"} | dict(identity or {})
+    monkeypatch.setattr(session, "_open", lambda *_: (known, backend))
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

@@ -11,14 +11,17 @@ import numpy as np
 from rows import pair
 
 from dflash_bench import store
-from dflash_bench.records import Record
+from dflash_bench.records import Divergence, Generation, Record
 
+SUITES: dict[str, Any] = {
+    "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}
+}
 IDENTITY: dict[str, Any] = {
     "schema_version": 1,
     "methods": {"ar": {"name": "ar", "num_drafts": 0}, "dflash": {"name": "dflash", "num_drafts": 4}},
     "model": "nano",
     "revisions": {"target": "t1", "dflash": "d1"},
-    "suites": {"gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}},
+    "suites": SUITES,
     "max_new_tokens": 192,
     "temperature": 0.0,
     "seed": 0,
@@ -52,10 +55,28 @@ def answers(num_prompts: int = 24, noise: float = 0.01, seed: int = 0, **place: 
     return found
 
 
-def stored(folder: Path, records: Sequence[Record], *, environment: Any = None, **identity: Any) -> Path:
-    """Finished, in parts of ten answers."""
+def planned(records: Sequence[Record]) -> dict[str, Any]:
+    """Of a run that was to hold each prompt among these, in as many turns and repeats as there are, by every method."""
+    prompts: dict[str, dict[str, list[Any]]] = {}
+    for row in records:
+        known = prompts.setdefault(row.suite, {}).setdefault(row.prompt_id, [row.prompt_id, 0, row.prompt_hash])
+        known[1] = max(known[1], row.turn + 1)
+    return {
+        "methods": list(dict.fromkeys(["ar", *(row.method for row in records)])),
+        "repeats": max(row.repeat for row in records) + 1,
+        "prompts": {suite: list(own.values()) for suite, own in prompts.items()},
+    }
+
+
+def stored(
+    folder: Path, records: Sequence[Record], *, environment: Any = None, plan: Any = None, **identity: Any
+) -> Path:
+    """Finished, in parts of ten answers; the plan is that of the records, unless there is another."""
+    scored = {row.suite for row in records if row.passed is not None}
+    suites = {name: suite if name in scored else suite | {"scorer": "none"} for name, suite in SUITES.items()}
     info = {
-        "identity": IDENTITY | identity,
+        "identity": IDENTITY | {"suites": suites} | identity,
+        "plan": plan or planned(records),
         "environment": ENVIRONMENT | (environment or {}),
         "command": "dflash-bench",
     }
@@ -73,10 +94,34 @@ def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_0
 
 
 def _changed(row: Record, changes: dict[str, Any]) -> Record:
+    """What a run would have written, had it come to these values: the rounds give the tokens, the verdict is theirs."""
     values = {name: value(row) if callable(value) else value for name, value in changes.items()}
+    if "accepted" in values:
+        values |= _in_rounds(row.generation, values["accepted"])
+    if values.get("exactness") in ("near_tie", "mismatch"):
+        tokens = row.generation.token_ids
+        gap = 0.001 if values["exactness"] == "near_tie" else 1.0
+        values["divergence"] = Divergence(2, gap, 0.001)
+        if row.method != "ar":  # a plain answer is compared with one that is not kept
+            values["token_ids"] = (*tokens[:2], 999, *tokens[3:])
     own = {name: value for name, value in values.items() if hasattr(row.generation, name)}
     rest = {name: value for name, value in values.items() if name not in own}
     return replace(row, generation=replace(row.generation, **own), **rest)
+
+
+def _in_rounds(answer: Generation, accepted: Sequence[int]) -> dict[str, Any]:
+    """The same tokens by rounds that begin like these; what is then left comes one by one."""
+    kept = list(accepted)
+    kept += [0] * (len(answer.token_ids) - 1 - sum(kept) - len(kept))
+    lists = {name: getattr(answer, name)[:1] * len(kept) for name in ("drafted", "draft_s", "verify_s", "round_s")}
+    return lists | {"accepted": tuple(kept), "emitted": tuple(count + 1 for count in kept)}
+
+
+def failing(records: Sequence[Record], method: str = "dflash", first: int = 1) -> list[Record]:
+    """The first answers of a method failed."""
+    return changed(
+        records, method, first, error="boom", finish_reason="error", exactness=None, divergence=None, passed=None
+    )
 
 
 def slower(records: Sequence[Record], times: float, method: str = "dflash") -> list[Record]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from golden import assert_golden
 from rows import drafted, pair, plain
-from runs import answers, changed, slower, stored
+from runs import SUITES, answers, changed, slower, stored
 
 from dflash_bench import frame, parts, store
 from dflash_bench.peers import published, zlab
@@ -121,10 +121,10 @@ def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "text"),
     [
-        ({"suites": {"gsm8k": {"version": 2}}}, "suite", "version of gsm8k 1 and 2"),
+        ({"suites": {"gsm8k": SUITES["gsm8k"] | {"version": 2}}}, "suite", "version of gsm8k 1 and 2"),
         ({"revisions": {"target": "t2", "dflash": "d1"}}, "model", "revision of target t1 and t2"),
         ({"revisions": {"target": "t1", "dflash": "d2"}}, "draft", "revision of dflash d1 and d2"),
-        ({"methods": {"dflash": {"num_drafts": 7}}}, "draft", "tokens dflash drafts 4 and 7"),
+        ({"methods": {"dflash": {"name": "dflash", "num_drafts": 7}}}, "draft", "tokens dflash drafts 4 and 7"),
         ({"seed": 1}, "sampling", "seed 0 and 1"),
         ({"max_new_tokens": 5}, "limits", "max_new_tokens 192 and 5"),
         ({"dtype": "float16"}, "dtype", "dtype float32 and float16"),
@@ -161,7 +161,7 @@ def test_nothing_in_common_is_refused(tmp_path: Path, main: Main) -> None:
 
 def test_a_run_without_plain_answers_is_refused(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", [row for row in answers() if row.method != "ar"])
-    assert "run has no answers of plain decoding (ar) for gsm8k" in told(main, "run")
+    assert "run has no answers of plain decoding (ar) for gsm8k" in told(main, "run", "--allow", "unfinished")
 
 
 def test_a_damaged_part_is_named_and_left_out_only_when_allowed(tmp_path: Path, main: Main) -> None:
@@ -207,8 +207,8 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None
     [
         ({"schema_version": "1"}, "cannot read run/run.json: not written by dflash-bench run"),
         ({"identity": []}, "cannot read run/run.json: not written by dflash-bench run"),
-        ({"environment": None}, "run/run.json says nothing of the environment"),
-        ({"command": None}, "run/run.json says nothing of the command"),
+        ({"environment": None}, "run/run.json is not as dflash-bench run wrote it: environment is missing"),
+        ({"command": None}, "run/run.json is not as dflash-bench run wrote it: command is missing"),
     ],
 )
 def test_a_run_json_that_was_edited_is_refused(
@@ -343,7 +343,7 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
 ) -> None:
     rows = [replace(row, method=method) if row.method == "dflash" else row for row in answers()]
     number = 59 if "tree" in method else 7
-    stored(tmp_path / "run", rows, target="Qwen/Qwen3-8B", methods={method: {"num_drafts": number}})
+    stored(tmp_path / "run", rows, target="Qwen/Qwen3-8B", methods={method: {"name": method, "num_drafts": number}})
     shown = found(main, "run", "--against", "paper")
     figures = [each["published"] for each in shown["figures"] if each["method"] == method]
     assert {each["config"] for each in figures} == configs

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 from golden import assert_golden
-from rows import failed
-from runs import answers, changed, slower, stored
+from runs import answers, changed, failing, slower, stored
 
 from dflash_bench import store
 from dflash_bench.records import Record
@@ -64,14 +63,14 @@ def test_too_few_of_the_prompts_are_refused_or_told(main: Main, gate: Main) -> N
 
 
 def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main) -> None:
-    rows = [row for row in answers() if row.method == "dflash" or row.prompt_id >= "p010"]
-    code, shown, _ = gate(rows, "--json")
+    code, shown, _ = gate(failing(answers(), "ar", first=10), "--allow", "failed", "--json")
     found = {each["kind"]: each for each in json.loads(shown)["checks"] if not each["is_floor"]}
     assert code == 0
     # A baseline keeps ten digits of a second.
     assert found["speedup.decode"]["found"] == pytest.approx(found["speedup.decode"]["expected"], rel=1e-9)
     assert json.loads(shown)["notes"] == [
-        "fewer prompts than the baseline's are judged: gsm8k ar 14 of 24, gsm8k dflash 14 of 24"
+        "fewer prompts than the baseline's are judged: gsm8k ar 14 of 24, gsm8k dflash 14 of 24",
+        "allowed: gsm8k ar: 10 answers failed",
     ]
 
 
@@ -95,9 +94,9 @@ PLANTED: dict[str, tuple[Callable[[list[Record]], list[Record]], set[str]]] = {
         {"dflash speedup.decode", "dflash speedup.e2e", "dflash tps.decode"},
     ),
     "accuracy": (lambda rows: changed(rows, first=4, passed=False), {"dflash passed"}),
-    "failures": (lambda rows: [*rows, failed("dflash", "p000", "boom", turn=1)], {"dflash failed"}),
+    "failures": (lambda rows: failing(rows), {"dflash failed"}),
     "control": (lambda rows: changed(rows, "ar", first=1, exactness="mismatch"), {"ar mismatch"}),
-    "plain failures": (lambda rows: [*rows, failed("ar", "p000", "boom", turn=1)], {"ar failed"}),
+    "plain failures": (lambda rows: failing(rows, "ar"), {"ar failed"}),
     "one token": (lambda rows: changed(rows, first=12, accepted=_one_less), {"dflash al.pooled"}),
     "plain speed": (lambda rows: slower(slower(rows, 1.2), 1.2, "ar"), {"ar tps.decode", "dflash tps.decode"}),
 }
@@ -241,7 +240,7 @@ def test_nothing_in_common_or_nothing_to_check_is_refused(tmp_path: Path, main: 
     code, _, err = main("check", "plain")
     assert code == 2
     assert "nothing to check" in err
-    stored(tmp_path / "lost", [failed("dflash", "p0", "boom"), *[row for row in answers() if row.method == "ar"]])
+    stored(tmp_path / "lost", failing(answers(), first=24))
     assert main("check", "lost")[0] == 2
 
 
@@ -253,7 +252,7 @@ def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> N
         ("c", '{"format": 99, "cells": []}', "c has format 99, this is 1; update dflash-bench"),
         ("d", '{"format": 1, "cells": []}', "d holds no cells"),
         ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 1; update dflash-bench"),
-        ("f", '{"format": 1, "cells": [1]}', "f is damaged (KeyError('identity')); write it again with: dflash-bench"),
+        ("f", '{"format": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
     ]:
         (tmp_path / name).write_text(text)
         code, _, err = main("check", "run", "--baseline", name)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
+from runs import ENVIRONMENT
 
 from dflash_bench import frame, metrics, rounds, store
 from dflash_bench.metrics import Cell
@@ -239,16 +240,17 @@ def test_near_ties_are_counted_and_are_not_exact() -> None:
 
 @pytest.mark.parametrize("by", frame.SLICES)
 def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: str) -> None:
-    """Tokens are counted by rounds where there are any: of one token, of none, and of hidden rounds there are not."""
+    """Of one token, of none, and of hidden rounds there are too."""
     single = record("dflash", "b", generation([], token_ids=(5,), drafted=(), emitted=(), round_s=()))
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
     hidden = record("server", "a", generation(None))
     parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
-    with store.create(tmp_path / "run", {"identity": {}, "environment": {}, "command": ""}) as run:
+    identity = {"model": "nano", "temperature": 1.0, "dtype": "float32"}
+    with store.create(tmp_path / "run", {"identity": identity, "environment": ENVIRONMENT, "command": ""}) as run:
         for part in parts:
             run.append(part)
         run.mark_finished({})
-    read = frame.read(tmp_path / "run", by=by).rows
+    read = frame.read(tmp_path / "run", by=by, allow=["unfinished"]).rows
     pandas.testing.assert_frame_equal(read, frame.from_records(list(run.stored.values()), by=by))
     if by == "suite":
         assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]

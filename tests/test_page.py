@@ -70,7 +70,7 @@ def page_of(folder: Path, **options: Any) -> str:
 def test_nothing_that_a_run_holds_becomes_an_element(tmp_path: Path) -> None:
     rows = [
         *told(HOSTILE, HOSTILE, suite=f"gsm8k{HOSTILE}"),
-        failed("dflash", "x", HOSTILE, suite=f"gsm8k{HOSTILE}"),
+        *(failed(method, "x", HOSTILE, suite=f"gsm8k{HOSTILE}") for method in ("ar", "dflash")),
     ]
     methods = {"dflash": {"name": "dflash", "num_drafts": 4}, HOSTILE: {"name": HOSTILE, "num_drafts": 1}}
     folder = stored(tmp_path / "run", rows, model=HOSTILE, methods=methods, environment={"cpu": HOSTILE})

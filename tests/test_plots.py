@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, record
-from runs import answers, slower, stored
+from runs import SUITES, answers, slower, stored
 
 from dflash_bench import frame, metrics, plots
 from dflash_bench.plots import acceptance, speed, style
@@ -43,7 +43,11 @@ def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str
 
 def drafting(**num_drafts: int) -> dict[str, Any]:
     """As a run of these methods is stored, each with its tokens a round."""
-    return {"methods": {label.replace("_", "-"): {"num_drafts": number} for label, number in num_drafts.items()}}
+    return {
+        "methods": {
+            label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()
+        }
+    }
 
 
 def test_a_published_figure_of_the_same_configuration_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
@@ -181,8 +185,13 @@ def test_plot_writes_every_plot_and_names_it(tmp_path: Path, main: Main) -> None
 
 def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "a", answers(4))
-    stored(tmp_path / "b", answers(4, suite="math500"), suites={"math500": {"version": 1}})
-    stored(tmp_path / "c", answers(4, suite="math500"), suites={"math500": {"version": 2}}, dtype="bfloat16")
+    stored(tmp_path / "b", answers(4, suite="math500"), suites={"math500": SUITES["gsm8k"]})
+    stored(
+        tmp_path / "c",
+        answers(4, suite="math500"),
+        suites={"math500": SUITES["gsm8k"] | {"version": 2}},
+        dtype="bfloat16",
+    )
     code, shown, told = main("plot", "a", "b", "c", "-o", "there", "--allow", "dtype")
     assert (code, shown) == (2, "")
     assert told.endswith(
@@ -200,8 +209,8 @@ def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main
 
 def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -> None:
     rows = [row for row in answers(4) if row.method == "ar"]
-    rows += [record("server", f"p{number:03}", generation(None)) for number in range(4)]
-    stored(tmp_path / "run", rows)
+    rows += [record("server", f"p{number:03}", generation(None), passed=True) for number in range(4)]
+    stored(tmp_path / "run", rows, temperature=1.0)
     code, shown, told = main("plot", "run", "-o", "plots", "--format", "svg")
     assert code == 0
     assert shown.splitlines() == ["plots/speedup.svg", "plots/rounds.svg", "plots/prompts.svg"]
@@ -214,7 +223,7 @@ def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
     for words, told in [
         (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
         (["run", "run"], "say where with -o DIR"),
-        (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, unfinished"),
+        (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, doubled, foreign, invalid"),
         (["run", "run", "-o", "there", "--allow", "all"], "unknown difference 'all'"),
     ]:
         code, shown, text = main("plot", *words)

@@ -1,16 +1,14 @@
-"""Killed or interrupted at a random moment, a run continues to what an unbroken one gives; a changed one does not."""
+"""Killed or interrupted, a run continues to what an unbroken one gives; a changed one does not."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,19 +49,37 @@ def unbroken(workplace: Path) -> list[Record]:
     return store.load(workplace / "unbroken")[1]
 
 
-def begin(*words: str) -> subprocess.Popen[str]:
+STOPS_ITSELF = """
+import os, signal, sys
+from dflash_bench import cli, store
+
+moment, number = sys.argv.pop(1), int(sys.argv.pop(1))
+append, replace, num_appended = store.Run.append, os.replace, 0
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def counted(run, records):
+    global num_appended
+    num_appended += 1
+    if num_appended == number and moment == "before a part has its name":
+        os.replace = kill
+    append(run, records)
+    if num_appended == number:
+        kill() if moment == "once a part is there" else signal.raise_signal(signal.SIGINT)
+
+# Whoever runs the tests in the background has them ignore what Ctrl-C sends, and their children with them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+store.Run.append = counted
+cli.main()
+"""
+
+
+def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run that ends itself while it stores its part of this number, from 1, or right after that."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dflash_bench.cli", "run", *words]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and their children with them.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-
-
-def wait_for_parts(folder: Path, number: int, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None and len(list(folder.glob("part-*"))) < number:
-        time.sleep(0.002)
+    command = [sys.executable, "-c", STOPS_ITSELF, moment, str(number), "run", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
@@ -78,16 +94,13 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
     here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, folder = [*WORDS, "--out", "killed"], here / "killed"
-    # Twice: the second time in a run that has itself been resumed. Any moment must do, so they are not fixed.
-    for first, last in ((1, 12), (13, 22)):
-        with begin(*words) as process:
-            wait_for_parts(folder, random.randint(first, last), process)
-            time.sleep(random.random() / 50)
-            process.kill()
+    # Twice: the second time in a run that has itself been resumed.
+    for moment, number in (("before a part has its name", 7), ("once a part is there", 9)):
+        assert stopped(moment, number, *words).returncode == -signal.SIGKILL
         assert store.load(folder)[0]["state"] == "running"
         words = [*WORDS, "--out", "killed", "--resume"]
     stored = store.load(folder)[1]
-    assert 12 < len(stored) < NUM_GENERATIONS
+    assert 6 + 9 <= len(stored) < NUM_GENERATIONS
     assert main(monkeypatch, "run", *words) == 0
     info, records = store.load(folder)
     assert (info["state"], len(records), len(info["resumed"])) == ("complete", NUM_GENERATIONS, 2)
@@ -100,12 +113,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(
     here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = here / "interrupted"
-    with begin(*WORDS, "--out", "interrupted", "--json") as process:
-        wait_for_parts(folder, 3, process)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    told = re.fullmatch(r"stopped; what was finished is saved. To continue: dflash-bench (.*)\n", err)
+    process = stopped("by Ctrl-C", 3, *WORDS, "--out", "interrupted", "--json")
+    assert (process.returncode, process.stdout) == (130, "")
+    told = re.fullmatch(r"stopped; what was finished is saved. To continue: dflash-bench (.*)\n", process.stderr)
     assert told
     assert not list(folder.glob(".*"))
     assert main(monkeypatch, *shlex.split(told[1])) == 0

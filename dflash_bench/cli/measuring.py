@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from dflash_bench.cli import options
-from dflash_bench.errors import UserError
+from dflash_bench.errors import UserError, unknown
 
 app = typer.Typer()
 
@@ -41,9 +41,13 @@ def run(
     threads: options.Threads = None,
     out: options.Out = None,
     resume: options.Resume = False,
+    allow: options.AllowFailed = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run suites under methods, side by side with plain decoding, and save every generation."""
+    """Run suites under methods, side by side with plain decoding, and save every generation.
+
+    Exit status 1: an answer is not the model's own output, or failed.
+    """
     from dflash_bench import frame, metrics, presets, report, session
     from dflash_bench.findings import findings
 
@@ -53,6 +57,9 @@ def run(
         block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
     )  # fmt: skip
+    for name in allow or ():
+        if name != "failed":
+            raise unknown("thing to allow", name, ["failed"])
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
     folder = (
@@ -73,6 +80,12 @@ def run(
         print(report.text(cells, notes))
         print(f"saved in {folder}")
     if metrics.mismatched(rows).any():
+        sys.exit(1)
+    num_failed = int(rows["error"].notna().sum())
+    if num_failed and not allow:
+        print(
+            f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass", file=sys.stderr
+        )
         sys.exit(1)
 
 

@@ -118,7 +118,13 @@ Allow = Annotated[
         help="Go on in spite of a difference, and print it; may be repeated. The refusal says which NAME.",
     ),
 ]
-AllowParts = Annotated[list[str] | None, Option(metavar="WHAT", help="unfinished or damaged; may be repeated.")]
+AllowParts = Annotated[
+    list[str] | None,
+    Option(metavar="WHAT", help="unfinished, damaged, doubled, foreign or invalid; may be repeated."),
+]
+AllowFailed = Annotated[
+    list[str] | None, _results("--allow", metavar="failed", help="Exit with status 0 although answers failed.")
+]
 Limits = Annotated[
     Path | None, Option(metavar="FILE", help="TOML: a table per figure, with fall (a share) and at_least.")
 ]

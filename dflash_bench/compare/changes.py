@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_bench import stats
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.frame import Results
+from dflash_bench.frame import ALLOWED, Results
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell, summarise
 from dflash_bench.stats import Change, Interval
 
@@ -173,7 +173,7 @@ def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list
     return [f"{kind}: {text}" for kind, text in found]
 
 
-def check_allowed(allow: Sequence[str], others: Sequence[str] = ("damaged", "unfinished")) -> None:
+def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None:
     for name in allow:
         if name not in UNLIKE and name not in others:
             raise unknown("difference", name, [*UNLIKE, *others])

@@ -194,7 +194,7 @@ def _accept_at(run: Results) -> dict[tuple[str, str], dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
     return {
         place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[1])}
-        for place, counts in rounds.of_run(Path(run.name)).items()
+        for place, counts in rounds.of_run(Path(run.name), run.left_out).items()
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_bench import json_file, shape
+from dflash_bench.atomic import cannot
 from dflash_bench.compare import changes
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.frame import Results
@@ -40,6 +41,16 @@ LIMITS = {
     "tps.decode": Limit(0.05),
 }
 """What is gated, and by how much it may fall where a limits file does not say otherwise."""
+
+
+SHAPE: dict[str, Any] = {
+    "identity": shape.IDENTITY,
+    "environment": shape.MACHINE,
+    "with_timings": bool,
+    "limits": dict,
+    "prompt_hashes": {shape.ANY: {shape.ANY: str}},
+    "cells": [{"suite": str, "method": str, "prompts": [str], "sums": {shape.ANY: [float]}}],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +130,20 @@ def _cell_lines(cell: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Baseline:
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    stored = json_file.read(path)
     if not isinstance(stored, dict) or "cells" not in stored or "format" not in stored:
         raise UserError(f"{path} is no baseline; write one with: dflash-bench baseline RUN -o FILE")
     if not isinstance(stored["format"], int) or stored["format"] > FORMAT:
         raise UserError(f"{path} has format {stored['format']!r}, this is {FORMAT}; update dflash-bench")
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
+    again = "write it again with: dflash-bench baseline RUN -o FILE"
+    for fault in shape.faults(SHAPE, stored, ""):
+        raise UserError(f"{path} is damaged: {fault.lstrip('.')}; {again}")
     try:
         return _baseline_of_json(str(path), stored)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        told = f"{path} is damaged ({error!r}); write it again with: dflash-bench baseline RUN -o FILE"
-        raise UserError(told) from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}; {again}") from error
 
 
 def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
@@ -146,8 +154,12 @@ def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
 
 
 def _cell_of_json(stored: Mapping[str, Any]) -> Cell:
+    if not stored["prompts"] or len(set(stored["prompts"])) < len(stored["prompts"]):
+        raise ValueError(f"no prompts in {stored['suite']} {stored['method']}, or one twice")
     sums = np.zeros((len(stored["prompts"]), len(TERMS)))
     for name, values in stored["sums"].items():
+        if name not in TERMS or len(values) != len(sums) or min(values) < 0:
+            raise ValueError(f"the sums {name!r} are unknown, below 0 or not one for each prompt")
         sums[:, TERMS.index(name)] = values
     return Cell(
         suite=stored["suite"], method=stored["method"], num_prompts=len(sums), num_tokens=0, num_errors=0,
@@ -159,10 +171,10 @@ def read_limits(path: Path) -> dict[str, Limit]:
     """A TOML file with a table per figure: ["al.pooled"], and below it `fall = 0.01` or `at_least = 4`."""
     try:
         return _limits(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise cannot("read", path, error) from error
+    except RecursionError as error:
+        raise UserError(f"cannot read {path}: its arrays and tables are nested too deeply") from error
 
 
 def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
@@ -177,7 +189,7 @@ def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
                 raise unknown(f"key in {where} {name}:", key, known)
             if value is None and key != "fall":
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < shape.MOST
             if not number or value < 0:
                 raise UserError(f"{where}: {name} {key} must be a number from 0 up, not {value!r}")
             if key == "fall" and value >= 1:

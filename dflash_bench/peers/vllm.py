@@ -9,6 +9,7 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
+from dflash_bench import json_file
 from dflash_bench.errors import UserError
 
 FORMULAS = {
@@ -36,10 +37,7 @@ class Served:
 
 def read(path: Path) -> Served:
     """Raises UserError for a file that is no such result, and names the key of a value that is no number."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    found = json_file.read(path)
     if not isinstance(found, dict) or "output_throughput" not in found or "completed" not in found:
         raise UserError(f"{path} is no result of vllm bench serve (no output_throughput, no completed)")
     completed, failed, concurrency = (_count(path, found, key) for key in ("completed", "failed", "max_concurrency"))
@@ -71,7 +69,7 @@ def _number(path: Path, key: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= float_info.max:
-        raise UserError(f"{path}: {key} is no number: {json.dumps(value)}")
+        raise UserError(f"{path}: {key} is no number: {json.dumps(value)[:40]}")
     return float(value)
 
 

@@ -19,9 +19,9 @@ PLACE = ["suite", "method", "prompt_id"]
 MOST_STRETCHES = 32
 
 
-def sums(part: Path) -> Any:
+def sums(part: Path, left_out: Any | None = None) -> Any:
     """A pandas frame of tokens verified and rounds, by suite, method, prompt and stretch; failed answers left out."""
-    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS)])
+    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS, left_out=left_out)])
 
 
 def intervals(sums: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]]:

@@ -51,12 +51,12 @@ class Material:
         found = []
         for part in parts.of(self.document.folder):
             with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
-                found.append(along.sums(part))
+                found.append(along.sums(part, self.document.results.left_out.get(part)))
         return along.intervals(found)
 
     @cached_property
     def histograms(self) -> Mapping[tuple[str, str], rounds.Histogram]:
-        return rounds.of_run(self.document.folder)
+        return rounds.of_run(self.document.folder, self.document.results.left_out)
 
     @cached_property
     def published(self) -> Sequence[published.Beside]:

@@ -76,7 +76,7 @@ def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[d
             # Most parts of a large run hold none of them, which two columns tell.
             keys = parts.batches(part, ["suite", "prompt_id"])
             if any(compute.any(chosen(batch)).as_py() for batch in keys):
-                for batch in parts.batches(part, COLUMNS):
+                for batch in parts.batches(part, COLUMNS, left_out=document.results.left_out.get(part)):
                     yield from batch.filter(chosen(batch)).to_pylist()
 
 

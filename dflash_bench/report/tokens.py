@@ -29,7 +29,7 @@ def _text(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
         if not isinstance(json.loads(text)["model"], dict):
             raise TypeError("its model is no object")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"cannot read {path}: no tokenizer ({error})") from error
     return text
 

@@ -1,0 +1,152 @@
+"""JSON and TOML of any shape, and strays among the parts: one line that names the file, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import answers, stored
+
+from dflash_bench import json_file, report
+from dflash_bench.errors import UserError
+from dflash_bench.gate.checks import checked
+
+Main = Callable[..., tuple[int, str, str]]
+ODD: tuple[Any, ...] = (None, True, -1, 10**300, 1e300, float("nan"), "", "\x1b[31m", [], [[]], {}, {"": None})
+TEXTS = {
+    "deep lists": "[" * 100_000,
+    "deep objects": '{"a":' * 50_000,
+    "deep, and closed": "[" * 500 + "]" * 500,
+    "deep inside": '{"identity": {"x": ' + "[" * 300 + "]" * 300 + '}, "schema_version": 1}',
+    "a number of 10,000 digits": "9" * 10_000,
+    "a number of 10,000 digits inside": '{"identity": {"temperature": ' + "9" * 10_000 + "}}",
+    "half of a character": '{"identity": {"model": "\\ud800"}}',
+    "no text": "\x00",
+    "nothing": "",
+}
+READERS = (["compare"], ["check"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
+
+
+def assert_one_line(result: tuple[int, str, str], name: str) -> None:
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dflash-bench: ") and name in err and len(err) < 500 and err[:-1].isprintable()
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_text_that_is_no_json_is_one_line_whoever_reads_it(what: str, tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(2))
+    (tmp_path / "odd.json").write_text(TEXTS[what])
+    assert_one_line(main("check", "run", "--baseline", "odd.json"), "odd.json")
+    assert_one_line(main("compare", "run", "odd.json"), "odd.json")
+    shutil.copy("odd.json", "run/run.json")
+    for command, *options in READERS:
+        assert_one_line(main(command, "run", *options), "run/run.json")
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 50_000, "x = " + "9" * 10_000, '["al.pooled"]\nfall = 1' + "0" * 400])
+def test_limits_of_any_shape_are_one_line(text: str, tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(2))
+    (tmp_path / "limits.toml").write_text(text)
+    code, out, err = main("check", "run", "--limits", "limits.toml")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "limits.toml" in err
+
+
+def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """Every key of an object, however deep; of a list the first item."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, *path, key)
+
+
+def with_changed(stored_json: Any, path: tuple[Any, ...], value: Any) -> str:
+    changed = json.loads(json.dumps(stored_json))
+    inside = changed
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    return json.dumps(changed)
+
+
+READ: tuple[Callable[[Path], object], ...] = (
+    lambda run: report.card(report.read(run)),
+    lambda run: report.FORMATS["latex"](report.read(run)),
+    lambda run: checked(run, None, None, ()).outcome,
+)
+
+
+def test_a_run_json_with_any_value_anywhere_is_read_or_one_line(tmp_path: Path) -> None:
+    """Of a run whose parts do not say what was changed, as those of the first runs do not."""
+    run = stored(tmp_path / "run", answers(2))
+    info = json.loads((run / "run.json").read_text())
+    del info["plan"], info["identity"]["plan"]
+    info |= {"started": "2026-01-01", "sandbox": None, "options": {"model": "nano"}, "resumed": [{"sandbox": None}]}
+    info["environment"] |= {"gpus": [{"name": "H"}], "git": {"commit": "c", "dirty": True}}
+    _forget_identity(run)
+    seen: set[object] = set()
+    for path in places(info):
+        for value in ODD:
+            (run / "run.json").write_text(with_changed(info, path, value))
+            for read in READ:
+                try:
+                    seen.add(bool(read(run)))
+                except UserError as error:
+                    assert len(str(error).splitlines()) == 1, (path, value)
+                    seen.add("refused")
+    assert seen == {True, "refused"}
+
+
+def _forget_identity(run: Path) -> None:
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+    from pyarrow import nulls
+
+    audit = ["audit", "audit_index", "audit_gap", "audit_tolerance", "divergence_gap", "divergence_tolerance"]
+    for part in run.glob("part-*"):
+        table = parquet.read_table(part).drop_columns(audit)
+        for name in ("divergence_margin", "divergence_drift"):
+            table = table.append_column(name, nulls(len(table), "double"))
+        parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)
+
+
+def test_a_baseline_with_any_value_anywhere_is_read_or_one_line(tmp_path: Path, main: Main) -> None:
+    run = stored(tmp_path / "run", answers(2))
+    assert main("baseline", "run", "-o", "base.json")[0] == 0
+    base = json.loads(Path("base.json").read_text())
+    seen: set[object] = set()
+    for path in places(base):
+        for value in (None, -1, 10**300, float("nan"), "", [], {}):
+            Path("base.json").write_text(with_changed(base, path, value))
+            try:
+                seen.add(bool(checked(run, Path("base.json"), None, ()).outcome.checks))
+            except UserError as error:
+                assert len(str(error).splitlines()) == 1, (path, value)
+                seen.add("refused")
+    assert seen == {True, "refused"}
+
+
+@pytest.mark.parametrize(
+    "name", ["part-abc.parquet", "part-1.parquet", "part-000003-000001.parquet", "part-.parquet", "part-٣٣٣٣٣٣.parquet",
+             "part-000001-000001.parquet", "part-000001 (copy).parquet", "part-000000-abc.parquet"]
+)  # fmt: skip
+def test_a_stray_among_the_parts_is_named(name: str, tmp_path: Path, main: Main) -> None:
+    run = stored(tmp_path / "run", answers(2))
+    shutil.copy(run / "part-000000.parquet", run / name)
+    for command, *options in READERS:
+        code, out, err = main(command, "run", *options)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err == f"dflash-bench: run/{name} is none of the run's parts, by its name; move it out of the folder\n"
+
+
+def test_what_is_only_deep_or_long_enough_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for value in ([[[[[["deep"]]]]]], {"long": "x" * 100_000}, {"emoji": "🙂"}, list(range(1000))):
+        path.write_text(json.dumps(value))
+        assert json_file.read(path) == value
+    with pytest.raises(UserError, match=r"cannot read .*absent\.json: No such file"):
+        json_file.read(tmp_path / "absent.json")

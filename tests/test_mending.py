@@ -1,0 +1,244 @@
+"""`--resume` measures again what somebody took from a run, drops what was brought in, and leaves the rest alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake import FakeBackend, install, main
+from test_whole import rewritten, without
+
+from dflash_bench import store
+from dflash_bench.records import Record
+
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+WORDS = ("--suite", "gsm8k", "--prompts", "p.jsonl", "--data", "data", "--method", "dflash", "--repeats", 2)
+NUM_ANSWERS = (6 + 3) * 2 * 2
+
+
+def go(monkeypatch: Patch, *words: object, **faults: Any) -> tuple[int, FakeBackend]:
+    backend = FakeBackend(**faults)
+    install(monkeypatch, backend, {"suites": {name: suite("none") for name in ("gsm8k", "prompts")}})
+    return main(monkeypatch, "run", *WORDS, "--out", "run", *words), backend
+
+
+def suite(scorer: str) -> dict[str, Any]:
+    return {"version": 1, "source": "here", "prompts": 6 if scorer == "gsm8k" else 2, "scorer": scorer}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "data/gsm8k").mkdir(parents=True)
+    rows = "".join(json.dumps({"question": "?" * number, "answer": "#### 1"}) + "\n" for number in range(1, 7))
+    (folder / "data/gsm8k/test.jsonl").write_text(rows)
+    (folder / "p.jsonl").write_text('{"turns": ["hello", "and then?"]}\n{"prompt": "one more"}\n')
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert go(patched)[0] == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
+    here = Path(shutil.copytree(finished, tmp_path / "here"))
+    monkeypatch.chdir(here)
+    return here / "run"
+
+
+def what_matters(records: list[Record]) -> list[Record]:
+    return sorted(records, key=lambda row: row.order)
+
+
+def merge(run: Path) -> None:
+    """As a run of many answers would have done."""
+    with store.Run(run, store.read_info(run)) as opened:
+        opened._merge(2)
+
+
+def keep_a_copy(run: Path) -> None:
+    shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet")
+
+
+def merge_and_keep_a_copy(run: Path) -> None:
+    merge(run)
+    (part,) = run.glob("part-*")
+    shutil.copy(part, run / "part-000100-000200.parquet")
+
+
+def hide(run: Path) -> None:
+    """A bogus merged part stands for what it does not hold."""
+    shutil.copy(run / "part-000005.parquet", run / "part-000000-000008.parquet")
+
+
+def change(**values: Any) -> Callable[[Path], None]:
+    return lambda run: rewritten(
+        run / "part-000001.parquet", lambda row: row | (values if row["method"] == "dflash" else {})
+    )
+
+
+TAMPERED: dict[str, tuple[Callable[[Path], object], int]] = {
+    "a deleted part": (lambda run: (run / "part-000003.parquet").unlink(), 1),
+    "a copied part": (keep_a_copy, 0),
+    "a merged part that was copied": (merge_and_keep_a_copy, 0),
+    "a part that hides others": (hide, 0),
+    "no part at all": (lambda run: [part.unlink() for part in run.glob("part-*")], NUM_ANSWERS),
+    "a missing suite": (without(suite="prompts"), 12),
+    "a missing method": (without(method="dflash"), 18),
+    "a missing prompt": (without(prompt_id="3"), 4),
+    "a foreign prompt": (lambda run: rewritten(run / "part-000000.parquet", lambda row: row | {"prompt_id": "x"}), 4),
+    "a row of NaN": (change(decode_s=float("nan")), 1),
+    "a row of another verdict": (change(exactness="fine"), 1),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_a_run_that_was_tampered_with_is_mended_by_resume(
+    what: str, run: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    tamper, num_again = TAMPERED[what]
+    before = what_matters(store.load(run)[1])
+    assert len(before) == NUM_ANSWERS
+    tamper(run)
+    capsys.readouterr()
+    assert main(monkeypatch, "check", "run") == (2 if what == "no part at all" else 1)
+    code, backend = go(monkeypatch, "--resume")
+    assert code == 0
+    # Where anything was missing in a suite, its methods are warmed up; a plain answer may be a control.
+    suites = {messages[-1].content for _, messages in backend.calls}
+    assert (len(backend.calls) >= num_again) and (bool(suites) == bool(num_again))
+    assert what_matters(store.load(run)[1]) == before
+    assert main(monkeypatch, "check", "run") == 0
+    again = go(monkeypatch, "--resume")[1]
+    assert again.calls == []
+
+
+def test_what_rests_on_a_plain_answer_that_is_gone_is_made_again(run: Path, monkeypatch: Patch) -> None:
+    """Of the conversation: the later turn too, and the other repeat; of other prompts nothing."""
+    before = what_matters(store.load(run)[1])
+    without(method="ar", suite="prompts", prompt_id="0", turn=0, repeat=0)(run)  # type: ignore[arg-type]
+    assert main(monkeypatch, "check", "run") == 1
+    code, backend = go(monkeypatch, "--resume")
+    assert code == 0
+    assert {messages[0].content for _, messages in backend.calls} == {"hello"}
+    assert what_matters(store.load(run)[1]) == before
+    dropped = store.read_info(run)["resumed"][0]["dropped"]
+    assert dropped == 2 * 2 * 2 - 1
+
+
+def test_how_many_were_dropped_is_recorded_and_nothing_where_none_was(run: Path, monkeypatch: Patch) -> None:
+    assert go(monkeypatch, "--resume")[0] == 0
+    keep_a_copy(run)
+    assert go(monkeypatch, "--resume")[0] == 0
+    first, second = store.read_info(run)["resumed"]
+    assert ("dropped" in first, second["dropped"]) == (False, 1)
+
+
+def test_a_mended_run_killed_before_its_old_parts_are_gone_is_mended(run: Path, monkeypatch: Patch) -> None:
+    before = what_matters(store.load(run)[1])
+    keep_a_copy(run)
+    with monkeypatch.context() as killed:
+        killed.setattr(store.Run, "_leave_only", lambda *_: None)
+        store.Run(run, store.read_info(run)).close()
+    assert what_matters(store.load(run)[1]) == before
+    assert len(list(run.glob("part-*"))) > 2
+    assert go(monkeypatch, "--resume")[0] == 0
+    assert what_matters(store.load(run)[1]) == before
+
+
+def test_an_edited_run_json_is_not_continued_and_says_what_was_edited(
+    run: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    path = run / "run.json"
+    info = json.loads(path.read_text())
+    for identity, told in [
+        ({"temperature": 1.0}, "run was started otherwise: temperature was 1.0, now 0.0"),
+        ({"dtype": "bfloat16"}, 'run was started otherwise: dtype was "bfloat16", now "float32"'),
+    ]:
+        path.write_text(json.dumps(info | {"identity": info["identity"] | identity}))
+        before = path.read_text()
+        capsys.readouterr()
+        assert go(monkeypatch, "--resume")[0] == 2
+        assert told in capsys.readouterr().err
+        assert path.read_text() == before
+    # Edited, and continued with options to match: the parts know better.
+    path.write_text(json.dumps(info | {"identity": info["identity"] | {"dtype": "bfloat16"}}))
+    backend = FakeBackend()
+    install(monkeypatch, backend, info["identity"] | {"dtype": "bfloat16"})
+    assert main(monkeypatch, "run", *WORDS, "--out", "run", "--resume") == 2
+    assert 'part-000000.parquet was measured otherwise than run/run.json says: dtype was "float32"' in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_plan_of_other_prompts_or_turns_is_told_by_its_prompts(
+    run: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    Path("p.jsonl").write_text('{"turns": ["hello", "and when?"]}\n{"prompt": "one more"}\n')
+    assert go(monkeypatch, "--resume")[0] == 2
+    assert "run was started otherwise: 2 prompts of prompts are not the same, such as 0" in capsys.readouterr().err
+
+
+def test_resume_over_a_damaged_part_names_the_remedy_which_works(
+    run: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    before = what_matters(store.load(run)[1])
+    part = run / "part-000004.parquet"
+    part.write_bytes(part.read_bytes()[:-20])
+    capsys.readouterr()
+    assert go(monkeypatch, "--resume")[0] == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"dflash-bench: cannot read run/{part.name}: ") and err.count("\n") == 1
+    assert err.endswith("; delete that file, and --resume makes its answers again\n")
+    part.unlink()
+    assert go(monkeypatch, "--resume")[0] == 0
+    assert what_matters(store.load(run)[1]) == before
+
+
+# Failed answers
+
+
+def test_failed_answers_are_exit_status_1_unless_they_are_allowed(
+    run: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    shutil.rmtree(run)
+
+    def some(answer: Any) -> Any:
+        failed = {"token_ids": (), "text": "", "finish_reason": "error", "error": "NaN", "prefill_s": 0.0}
+        return replace(answer, **failed) if len(backend.calls) % 8 == 0 else answer
+
+    backend = FakeBackend(faults={"dflash": some})
+    install(monkeypatch, backend)
+    assert main(monkeypatch, "run", *WORDS, "--out", "run") == 1
+    captured = capsys.readouterr()
+    num_failed = sum(row.generation.error is not None for row in store.load(run)[1])
+    assert num_failed > 0
+    told = f"dflash-bench: {num_failed} of {NUM_ANSWERS} answers failed; --allow failed lets that pass\n"
+    assert captured.err == told
+    assert "saved in run" in captured.out
+    assert main(monkeypatch, "run", *WORDS, "--out", "run", "--resume", "--allow", "failed") == 0
+    assert capsys.readouterr().err == ""
+    assert main(monkeypatch, "check", "run") == 1
+    assert "answers failed" in capsys.readouterr().out
+    assert main(monkeypatch, "check", "run", "--allow", "failed") == 0
+    assert "allowed: gsm8k dflash: " in capsys.readouterr().out
+
+
+def test_nothing_else_can_be_allowed_when_running(run: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    assert go(monkeypatch, "--resume", "--allow", "mismatch")[0] == 2
+    assert capsys.readouterr().err == "dflash-bench: unknown thing to allow 'mismatch'; known: failed\n"
+
+
+def test_a_clock_that_stands_still_is_said_at_the_end_of_the_run(
+    run: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    shutil.rmtree(run)
+    capsys.readouterr()
+    assert go(monkeypatch, faults={"dflash": lambda answer: replace(answer, decode_s=0.0)})[0] == 2
+    assert "run is invalid: gsm8k dflash: 12 answers cannot be: its decode_s is NaN" in capsys.readouterr().err

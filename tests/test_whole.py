@@ -1,0 +1,374 @@
+"""What somebody did to a run that was finished: every reader says so, `check` fails, and `--resume` mends it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rows import generation, pair, plain, record
+from runs import SUITES, answers, changed, failing, stored
+
+from dflash_bench import frame, parts
+from dflash_bench.records import Record
+
+Main = Callable[..., tuple[int, str, str]]
+READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
+
+
+def rewritten(part: Path, change: Callable[[Any], Any]) -> None:
+    """A part whose rows were changed by hand, its metadata as they were."""
+    parquet = import_module("pyarrow.parquet")
+    table = parquet.read_table(part)
+    rows = [change(dict(row)) for row in table.to_pylist()]
+    parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+
+
+def edited(run: Path, *path: str, to: Any) -> None:
+    """A value of `run.json` was changed by hand."""
+    info = json.loads((run / "run.json").read_text())
+    place = info
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = to
+    (run / "run.json").write_text(json.dumps(info))
+
+
+def assert_refused_by_all(main: Main, told: str) -> None:
+    for command, *options in READERS:
+        code, out, err = main(command, "run", *options)
+        assert (code, out, err.count("\n")) == (2, "", 1), command
+        assert told in err
+    assert not Path("plots").exists() and not Path("base.json").exists()
+
+
+def failed_checks(main: Main, *words: str) -> list[tuple[str, str, str]]:
+    code, out, err = main("check", "run", *words, "--json")
+    assert (code, err) == (1, "")
+    return [(check["method"], check["kind"], check["reason"]) for check in json.loads(out)["checks"] if check["failed"]]
+
+
+# Of the plan
+
+
+def delete_a_part(run: Path) -> None:
+    (run / "part-000001.parquet").unlink()
+
+
+def copy_a_part(run: Path) -> None:
+    shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet")
+
+
+def without(**place: str) -> Callable[[Path], None]:
+    """Rows of some place are gone from all parts."""
+
+    def remove(run: Path) -> None:
+        parquet = import_module("pyarrow.parquet")
+        for part in parts.of(run):
+            table = parquet.read_table(part)
+            rows = [row for row in table.to_pylist() if any(row[name] != value for name, value in place.items())]
+            parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+            if not rows:
+                part.unlink()
+
+    return remove
+
+
+def is_second(row: dict[str, Any]) -> bool:
+    return (row["prompt_id"], row["method"]) == ("p000", "dflash")
+
+
+def another_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    return row | ({"prompt_hash": "another"} if row["prompt_id"] == "p003" else {})
+
+
+TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = {
+    "a deleted part": (
+        delete_a_part,
+        [("ar", "unfinished", "5 of 24 answers are missing, first p005"),
+         ("dflash", "unfinished", "5 of 24 answers are missing, first p005")],
+    ),
+    "a copied part": (
+        copy_a_part,
+        [("ar", "doubled", "5 answers are there twice, first p000"),
+         ("dflash", "doubled", "5 answers are there twice, first p000")],
+    ),
+    "a merged part copied": (
+        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000050-000060.parquet"),
+        [("ar", "doubled", "5 answers are there twice, first p000"),
+         ("dflash", "doubled", "5 answers are there twice, first p000")],
+    ),
+    "a part hidden by a bogus merged one": (
+        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000001-000002.parquet"),
+        [("ar", "unfinished", "10 of 24 answers are missing, first p005"),
+         ("dflash", "unfinished", "10 of 24 answers are missing, first p005"),
+         ("ar", "doubled", "5 answers are there twice, first p000"),
+         ("dflash", "doubled", "5 answers are there twice, first p000")],
+    ),
+    "a missing suite": (
+        without(suite="math500"),
+        [("ar", "unfinished", "2 of 2 answers are missing, first p000"),
+         ("dflash", "unfinished", "2 of 2 answers are missing, first p000")],
+    ),
+    "a missing method": (
+        without(method="dflash"),
+        [("dflash", "unfinished", "24 of 24 answers are missing, first p000"),
+         ("dflash", "unfinished", "2 of 2 answers are missing, first p000")],
+    ),
+    "a missing plain row": (
+        without(method="ar", prompt_id="p007"),
+        [("ar", "unfinished", "1 of 24 answers are missing, first p007")],
+    ),
+    "a prompt of another text": (
+        lambda run: rewritten(run / "part-000000.parquet", another_prompt),
+        [("ar", "unfinished", "1 of 24 answers are missing, first p003"),
+         ("dflash", "unfinished", "1 of 24 answers are missing, first p003"),
+         ("ar", "foreign", "1 answers are none that the plan asks for, first p003"),
+         ("dflash", "foreign", "1 answers are none that the plan asks for, first p003")],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return stored(tmp_path / "run", [*answers(), *answers(2, suite="math500")])
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_what_is_missing_or_double_is_refused_by_all_and_named_by_check(what: str, run: Path, main: Main) -> None:
+    tamper, expected = TAMPERED[what]
+    tamper(run)
+    assert failed_checks(main) == expected
+    assert_refused_by_all(main, f"run is {expected[0][1]}: ")
+    kinds = list(dict.fromkeys(kind for _, kind, _ in expected))
+    allowed = [word for kind in kinds for word in ("--allow", kind)]
+    code, out, err = main("report", "run", *allowed)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].startswith(
+        f"run is {kinds[0]}: gsm8k " if what != "a missing suite" else "run is unfinished: math500"
+    )
+
+
+def test_each_answer_counts_once_whatever_is_allowed(run: Path, main: Main) -> None:
+    def numbers() -> Any:
+        shown = json.loads(main("compare", "run", "--allow", "doubled", "--allow", "foreign", "--json")[1])
+        return [{name: value for name, value in cell.items() if name != "run"} for cell in shown["cells"]]
+
+    before = numbers()
+    copy_a_part(run)
+    assert numbers() == before
+    for by in frame.SLICES:
+        rows = frame.read(run, by=by, allow=["doubled"]).rows
+        (run / "part-000099.parquet").rename("aside")
+        assert len(rows) == len(frame.read(run, by=by).rows)
+        Path("aside").rename(run / "part-000099.parquet")
+
+
+def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_path: Path, main: Main) -> None:
+    """What is odd and legal: nothing of it may be refused."""
+    rows = [
+        *pair("a", [4, 0, 2]), *failing(pair("b", [1]), first=1), *failing(failing(pair("c", [1])), "ar"),
+        *(record(method, "one", generation([], token_ids=(5,), decode_s=0.0, draft_prefill_s=0.0), exactness=exact)
+          for method, exact in (("ar", None), ("dflash", "exact"))),
+        *(record(method, "none", generation([], token_ids=(), decode_s=0.0), exactness=exact)
+          for method, exact in (("ar", None), ("dflash", "exact"))),
+        *(record(method, "hidden", generation(None), exactness=exact)
+          for method, exact in (("ar", None), ("dflash", "exact"))),
+        plain("cut", 3),
+        record("dflash", "cut", generation([4], 4, token_ids=(0, 1, 2, 3), emitted=(3,), finish_reason="length"),
+               exactness="exact"),
+        *changed(pair("tie", [4, 0]), exactness="near_tie"),
+        *changed(pair("control", [4, 0]), "ar", exactness="mismatch"),
+    ]  # fmt: skip
+    stored(tmp_path / "greedy", rows)
+    assert frame.read(tmp_path / "greedy").flaws == ()
+    unlike = [replace(row, exactness=None, generation=replace(row.generation, token_ids=tuple(range(100, 109))))
+              if row.method == "dflash" else row for row in pair("a", [4, 0, 1])]  # fmt: skip
+    stored(tmp_path / "sampled", unlike, temperature=1.0)
+    assert frame.read(tmp_path / "sampled").flaws == ()
+    again = [replace(row, repeat=1, order=row.order + 100) for row in pair("a", [4, 0, 2])]
+    later = [replace(row, turn=1, order=row.order + 200) for row in [*pair("a", [1]), *pair("a", [1], repeat=1)]]
+    stored(tmp_path / "long", [*pair("a", [4, 0, 2]), *again, *later], repeats=2)
+    assert frame.read(tmp_path / "long").flaws == ()
+
+
+# Old runs, which recorded no plan
+
+
+def old(folder: Path, records: list[Record], **identity: Any) -> Path:
+    """A run without a plan, whose parts say nothing of an identity."""
+    run = stored(folder, records, **identity)
+    info = json.loads((run / "run.json").read_text())
+    del info["plan"], info["identity"]["plan"]
+    (run / "run.json").write_text(json.dumps(info | {"schema_version": 1}))
+    parquet = import_module("pyarrow.parquet")
+    gone = ["audit", "audit_index", "audit_gap", "audit_tolerance", "divergence_gap", "divergence_tolerance"]
+    for part in parts.of(run):
+        table = parquet.read_table(part).drop_columns(gone)
+        for name in ("divergence_margin", "divergence_drift"):
+            table = table.append_column(name, import_module("pyarrow").nulls(len(table), "double"))
+        parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)
+    return run
+
+
+def test_an_old_run_is_held_to_what_it_tells(tmp_path: Path, main: Main) -> None:
+    run = old(tmp_path / "run", answers())
+    assert main("check", "run")[0] == 0
+    rewritten(run / "part-000000.parquet", lambda row: row | ({"method": "eagle3"} if is_second(row) else {}))
+    assert failed_checks(main) == [
+        ("dflash", "unfinished", "1 of 24 answers are missing, first p000"),
+        ("eagle3", "foreign", "1 answers are none that the plan asks for, first p000"),
+    ]
+    shutil.rmtree(run)
+    delete_a_part(old(tmp_path / "run", answers()))
+    assert failed_checks(main) == [("", "unfinished", "5 of 24 prompts are missing")]
+    shutil.rmtree(run)
+    copy_a_part(old(tmp_path / "run", answers()))
+    assert [kind for _, kind, _ in failed_checks(main)] == ["doubled", "doubled"]
+
+
+# What decides the answers
+
+
+EDITED: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "scorer": (("identity", "suites", "gsm8k", "scorer"), "none", 'suites.gsm8k.scorer was "gsm8k_number", now "none"'),
+    "temperature": (("identity", "temperature"), 1.0, "temperature was 0.0, now 1.0"),
+    "dtype": (("identity", "dtype"), "bfloat16", 'dtype was "float32", now "bfloat16"'),
+    "methods": (("identity", "methods", "dflash", "num_drafts"), 15, "methods.dflash.num_drafts was 4, now 15"),
+    "revision": (("identity", "revisions", "target"), "t2", 'revisions.target was "t1", now "t2"'),
+    "plan": (("plan", "methods"), ["ar"], "its plan is not the one that the run was started with"),
+    "repeats": (("plan", "repeats"), 2, "its plan is not the one that the run was started with"),
+    "plan's hash": (("identity", "plan"), "0" * 64, "run/run.json says: plan was "),
+}
+
+
+@pytest.mark.parametrize("what", EDITED)
+def test_an_edited_setting_is_refused_by_name(what: str, tmp_path: Path, main: Main) -> None:
+    path, value, told = EDITED[what]
+    edited(stored(tmp_path / "run", answers()), *path, to=value)
+    assert_refused_by_all(main, told)
+    code, out, err = main("check", "run")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_a_plan_cannot_be_taken_away_and_a_part_of_another_run_not_brought_in(tmp_path: Path, main: Main) -> None:
+    run = stored(tmp_path / "run", answers())
+    other = stored(tmp_path / "other", answers(), dtype="bfloat16")
+    shutil.copy(other / "part-000000.parquet", run / "part-000007.parquet")
+    assert_refused_by_all(
+        main, 'part-000007.parquet was measured otherwise than run/run.json says: dtype was "bfloat16"'
+    )
+    (run / "part-000007.parquet").unlink()
+    info = json.loads((run / "run.json").read_text())
+    del info["plan"]
+    (run / "run.json").write_text(json.dumps(info))
+    assert_refused_by_all(main, "its plan is not the one that the run was started with")
+    del info["identity"]["plan"]
+    (run / "run.json").write_text(json.dumps(info))
+    assert_refused_by_all(main, "run/run.json says: plan was ")
+
+
+# Rows that no run writes
+
+
+def first_round(name: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda row: {name: [value, *row[name][1:]]}
+
+
+def set_to(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda row: values
+
+
+NAN, INFINITE = float("nan"), float("inf")
+INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    **{
+        f"{name} {value}": (set_to(**{name: value}), f"its {name} is NaN, infinite, negative, or zero")
+        for name in ("decode_s", "prefill_s")
+        for value in (NAN, INFINITE, -1.0, 0.0, None)
+    },
+    "draft_prefill_s": (set_to(draft_prefill_s=NAN), "its draft_prefill_s is NaN"),
+    **{
+        f"{name} {value}": (first_round(name, value), f"its {name} is NaN, infinite, negative, or zero")
+        for name in ("round_s", "verify_s")
+        for value in (NAN, INFINITE, -1.0, 0.0)
+    },
+    **{f"draft_s {value}": (first_round("draft_s", value), "its draft_s is NaN") for value in (NAN, -INFINITE, -1.0)},
+    "accepted above drafted": (first_round("drafted", 0), "a round accepts more than it drafts"),
+    "accepted below nothing": (first_round("accepted", -1), "a round accepts more than it drafts, or less"),
+    "emitted above accepted + 1": (first_round("emitted", 6), "a round emits other than what it accepts and one more"),
+    "emitted nothing": (first_round("emitted", 0), "a round emits other than what it accepts and one more"),
+    "tokens that no round emitted": (
+        lambda row: {"token_ids": [*row["token_ids"], 1]}, "its rounds do not add up to its tokens",
+    ),
+    "a list that is shorter": (lambda row: {"draft_s": row["draft_s"][1:]}, "it has more or fewer draft_s than accept"),
+    "an unknown exactness": (set_to(exactness="fine"), "its exactness is unknown"),
+    "no exactness": (set_to(exactness=None), "decoded greedily, and not compared with the plain answer"),
+    "other tokens called exact": (
+        lambda row: {"token_ids": [*row["token_ids"][:-1], 999]}, "exact, though its tokens are not the plain answer's",
+    ),
+    "the same tokens called a near-tie": (
+        set_to(exactness="near_tie", first_divergence=2, divergence_gap=0.0, divergence_tolerance=0.1),
+        "not exact, though its tokens are the plain answer's",
+    ),
+    "a near-tie of no place": (set_to(exactness="near_tie"), "its exactness is exact and says where it is not, or the"),
+    "a mismatch called a near-tie": (
+        lambda row: {"token_ids": [*row["token_ids"][:-1], 999], "exactness": "near_tie", "first_divergence": 2,
+                     "divergence_gap": 1.0, "divergence_tolerance": 0.1},
+        "its exactness is not what its gap and tolerance say",
+    ),
+    "a near-tie by a gap that is none": (
+        lambda row: {"token_ids": [*row["token_ids"][:-1], 999], "exactness": "near_tie", "first_divergence": 2,
+                     "divergence_gap": NAN, "divergence_tolerance": 0.1},
+        "its exactness is not what its gap and tolerance say",
+    ),
+    "no audit": (set_to(audit=None), "not audited, though its run is"),
+    "an unknown audit": (set_to(audit="fine"), "its audit is unknown"),
+    "an audit that departs nowhere": (set_to(audit="near_tie"), "its audit is exact and says where it is not, or the"),
+    "an audit that is no near-tie": (
+        set_to(audit="near_tie", audit_index=1, audit_gap=1.0, audit_tolerance=0.1),
+        "its audit is not what its gap and tolerance say",
+    ),
+    "no score": (set_to(passed=None), "not scored, though its suite is"),
+    "an unknown end": (set_to(finish_reason="tired"), "its finish_reason is unknown"),
+    "an error that is only an end": (set_to(finish_reason="error"), "it failed and says so only in error, or only in"),
+    "an error that hides a slow answer": (set_to(error="boom"), "it failed and says so only in error, or only in"),
+    "a failure with a verdict": (set_to(error="boom", finish_reason="error"), "it failed, and has a verdict"),
+    "no order": (set_to(order=None), "its order is absent or negative"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", INVALID)
+def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main) -> None:
+    change, told = INVALID[what]
+    records = [replace(row, audit="exact") for row in answers(6)]
+    suites = {"gsm8k": SUITES["gsm8k"] | {"prompts": 6}}
+    run = stored(tmp_path / "run", records, audit="all", suites=suites)
+    assert main("check", "run")[0] == 0
+    is_chosen = ("p003", "dflash")
+    rewritten(
+        run / "part-000000.parquet",
+        lambda row: row | (change(row) if (row["prompt_id"], row["method"]) == is_chosen else {}),
+    )
+    found = failed_checks(main)
+    assert {(method, kind) for method, kind, _ in found} == {("dflash", "invalid")}
+    assert any(told in reason and reason.endswith("first p003") for _, _, reason in found)
+    assert_refused_by_all(main, "run is invalid: gsm8k dflash: 1 answers cannot be: ")
+    code, out, err = main("report", "run", "--allow", "invalid", "--format", "json")
+    assert (code, err) == (0, "")
+    shown = json.loads(out)
+    assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answers cannot be: ")
+    assert [cell["num_prompts"] for cell in shown["cells"]] == [6, 5]
+    assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
+
+
+@pytest.mark.parametrize("column", ["suite", "prompt_id", "prompt_hash", "method", "turn", "repeat"])
+def test_a_row_of_no_place_is_foreign(column: str, run: Path, main: Main) -> None:
+    rewritten(run / "part-000000.parquet", lambda row: row | ({column: None} if is_second(row) else {}))
+    assert "foreign" in {kind for _, kind, _ in failed_checks(main)}
+    assert_refused_by_all(main, "answers are none that the plan asks for")
