@@ -93,9 +93,7 @@ def _methods(request: Request) -> list[methods.Method]:
         return chosen
     if not any(method.label == "dflash" for method in chosen):
         raise UserError("--block-size has no effect without --method dflash")
-    return [
-        replace(method, num_drafts=request.block_size - 1) if method.label == "dflash" else method for method in chosen
-    ]
+    return [replace(method, block_size=request.block_size) if method.label == "dflash" else method for method in chosen]
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:

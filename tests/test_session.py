@@ -28,11 +28,11 @@ def test_dflash_is_measured_where_no_method_is_named() -> None:
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
     chosen = session._methods(request(methods=("dflash", "dflash:3", "eagle3"), block_size=8))
-    assert {method.label: method.num_drafts for method in chosen} == {
-        "ar": None,
-        "dflash": 7,
-        "dflash:3": 3,
-        "eagle3": None,
+    assert {method.label: (method.num_drafts, method.block_size) for method in chosen} == {
+        "ar": (None, None),
+        "dflash": (None, 8),
+        "dflash:3": (3, None),
+        "eagle3": (None, None),
     }
 
 

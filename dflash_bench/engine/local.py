@@ -67,11 +67,19 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use eagle3")
     defaults = preset.num_drafts or {}
     drafters = {
-        method.label: DRAFTERS[method.name](models, target, method.num_drafts or defaults.get(method.name))
-        for method in methods
+        method.label: DRAFTERS[method.name](models, target, _num_drafts(models, method, defaults)) for method in methods
     }
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     return LocalBackend(target, models.tokenizer, drafters, limits, sampling, thinking)
+
+
+def _num_drafts(models: Models, method: Method, defaults: Mapping[str, int]) -> int | None:
+    """As the user asked, else as the preset says; None is the drafter's own."""
+    if method.block_size is None:
+        return method.num_drafts or defaults.get(method.name)
+    draft: Any = models.drafts[method.draft]
+    num_drafts: int = draft.config.num_drafts(method.block_size)
+    return num_drafts
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
