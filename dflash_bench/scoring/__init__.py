@@ -13,7 +13,7 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
 from dflash_bench.sandbox import CageError, isolation
 from dflash_bench.scoring import code, formulas, numbers
-from dflash_bench.scoring.answers import Score, require_module
+from dflash_bench.scoring.answers import Score, reference, require_module
 
 Scorer = Callable[[Prompt, str], Score]
 
@@ -33,10 +33,16 @@ def require(names: Collection[str]) -> None:
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
-    """Raises UserError for a reference that no answer could equal."""
-    if name in NUMBER_SCORERS:
-        for prompt in prompts:
+    """Raises UserError for a prompt without what its answers are held against, or with what none could equal."""
+    for prompt in prompts:
+        if name in NUMBER_SCORERS:
             numbers.right_number(prompt)
+        elif name in _TEXT_SCORERS:
+            reference(prompt)
+        for column, kind in COLUMNS.get(name, {}).items():
+            if not isinstance(prompt.row.get(column), kind):
+                where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
+                raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} runs")
 
 
 def score(name: str, prompt: Prompt, text: str) -> Score:
@@ -62,6 +68,11 @@ SCORERS: dict[str, Scorer] = {
 }
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
 """They run what the model wrote."""
+COLUMNS: dict[str, dict[str, type]] = {
+    "humaneval": {"prompt": str, "entry_point": str, "test": str},
+    "mbpp": {"test_list": list, "test_imports": list},
+}
+"""What they read of a prompt's row."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 """They compare by value."""
 
