@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import stat
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_bench.errors import UserError
 
+MOST_NESTED = 100
+"""Levels of JSON: more than any file of ours or of a publisher has, and what every reader and writer of it can hold."""
 KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -47,14 +50,35 @@ def json_of(path: Path) -> Any:
 def parse_json(where: str, text: str) -> Any:
     """`where` is what the message of a UserError begins with."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if "\n" in text else ""
         raise UserError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno})") from error
     except RecursionError as error:
-        raise UserError(f"{where}: its JSON is nested too deeply to be read") from error
+        raise _nested(where) from error
     except ValueError as error:  # Python converts no text of more than a few thousand digits
         raise UserError(f"{where}: a number in its JSON has too many digits") from error
+    _refuse_nested(where, value)
+    return value
+
+
+def _refuse_nested(where: str, value: Any) -> None:
+    """What is hardly shallow enough for Python to read is too deep for those who work on it."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [inner for held in level if isinstance(held, dict | list) for inner in _inside(held)]
+        if not level:
+            return
+    raise _nested(where)
+
+
+def _inside(held: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    values = held.values() if isinstance(held, dict) else held
+    return (value for value in values if isinstance(value, dict | list))
+
+
+def _nested(where: str) -> UserError:
+    return UserError(f"{where}: nested more than {MOST_NESTED} deep")
 
 
 def toml_of(path: Path) -> dict[str, Any]:
@@ -62,7 +86,7 @@ def toml_of(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise UserError(f"{path}: its TOML is nested too deeply to be read") from error
+        raise _nested(str(path)) from error
     except ValueError as error:
         raise UserError(f"{path}: not valid TOML ({error})") from error
 

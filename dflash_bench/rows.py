@@ -19,7 +19,6 @@ from dflash_bench.errors import UserError
 from dflash_bench.text import visible
 
 HUB_TIMEOUT_S = 10.0
-MOST_NESTED = 50
 
 Row = Mapping[str, Any]
 Rows = Iterator[tuple[str, Row]]
@@ -57,24 +56,12 @@ def _json_object(where: str, line: str) -> Row:
     row = reading.parse_json(where, line)
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    _refuse_deep(where, row)
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = visible(error.object[error.start])
         raise UserError(f"{where}: holds half a character, {half}, which is in no text; write the whole one") from error
     return row
-
-
-def _refuse_deep(where: str, row: Row) -> None:
-    """What is read of a row is nested twice; what is hardly nested enough to be read could not be written again."""
-    level: list[Any] = [row]
-    for _ in range(MOST_NESTED):
-        held = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [inner for values in held for inner in values if isinstance(inner, dict | list)]
-        if not level:
-            return
-    raise UserError(f"{where}: nested more than {MOST_NESTED} deep")
 
 
 def _parquet_rows(path: Path) -> Rows:

@@ -165,8 +165,8 @@ LONG = {
         f'{{"prompt": "Hi", "id": {"9" * 10_000}}}',
         "a number in its JSON has too many digits",
     ),
-    "lists in lists": (f'{{"prompt": "Hi", "x": {"[" * 60 + "]" * 60}}}', "nested more than 50 deep"),
-    "very many of them": ("[" * 100_000, "its JSON is nested too deeply to be read"),
+    "lists in lists": (f'{{"prompt": "Hi", "x": {"[" * 120 + "]" * 120}}}', "nested more than 100 deep"),
+    "very many of them": ("[" * 100_000, "nested more than 100 deep"),
 }
 
 

@@ -19,6 +19,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method, drafts_trees
+from dflash_bench.models import chat
 from dflash_bench.models.loading import Models
 from dflash_bench.presets import Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
@@ -108,12 +109,9 @@ class LocalBackend:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The chat as the model's own template renders it."""
-        chat = [{"role": message.role, "content": message.content} for message in messages]
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
-        text = self.tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, enable_thinking=self.thinking
-        )
+        text = chat.rendered(self.tokenizer, messages, self.thinking)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(self, method: str, messages: Sequence[Message], repeat: int = 0) -> Generation:
