@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from itertools import combinations
@@ -16,6 +17,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.text import visible
 
 app = typer.Typer()
 
@@ -99,10 +101,17 @@ def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
     if path is None:
         return
     try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(made())
+        with open(path, mode, encoding="utf-8", opener=_opened) as file:
+            file.write(visible(made(), keep="\n\t"))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _opened(path: str, flags: int) -> int:
+    """Fails for a pipe that nobody reads, instead of waiting for a reader."""
+    file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(file, True)
+    return file
 
 
 @app.command(cls=Command)
