@@ -7,7 +7,7 @@ around its answer (prose, fences, units, several boxes) is dealt with here and n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from pathlib import Path
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
@@ -73,32 +73,13 @@ COLUMNS: dict[str, dict[str, type]] = {
     "mbpp": {"test_list": list, "test_imports": list},
 }
 """What they read of a prompt's row."""
+METRIC = str(Path(__file__).parent / "metric.py")
+"""For `evaluate.load`, with the name of a scorer of text."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 """They compare by value."""
 
 
-def as_metric(name: str) -> Any:
-    """A scorer of text as an `evaluate.Metric`: compute(predictions, references) gives its accuracy."""
+def require_text_scorer(name: str) -> None:
+    """Raises UserError for a scorer that needs more than an answer and a reference."""
     if name not in _TEXT_SCORERS:
         raise unknown("metric", name, list(_TEXT_SCORERS))
-    require_module("evaluate")
-    import datasets
-    import evaluate
-
-    string = datasets.Value("string")
-    info = evaluate.MetricInfo(
-        description=f"Fraction of answers that dflash-bench's scorer {name} finds right.",
-        citation="",
-        features=datasets.Features({"predictions": string, "references": string}),
-    )
-
-    class Accuracy(evaluate.Metric):  # type: ignore[misc]
-        def _info(self) -> Any:
-            return info
-
-        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-            pairs = zip(predictions, references, strict=True)
-            scores = [score(name, Prompt(name, "", (), reference=right), text) for text, right in pairs]
-            return {"accuracy": sum(one.passed is True for one in scores) / len(scores)}
-
-    return Accuracy(keep_in_memory=True)

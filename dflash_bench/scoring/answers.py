@@ -43,4 +43,4 @@ def reference(prompt: Prompt) -> str:
 
 def require_module(module: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"{module} is not installed; run: pip install 'dflash-bench[eval]'")
+        raise UserError(f"{module} is not installed; run: pip install {module.replace('_', '-')}")
