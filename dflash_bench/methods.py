@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from dflash_bench.errors import UserError, unknown
@@ -22,11 +23,16 @@ MAX_DRAFTS = 63
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`label` is what a user types for it, and results are filed under."""
+    """`label` is what a user types for it, and results are filed under.
+
+    How much it drafts in a round is given as tokens or as the size of a block, or left to preset and draft.
+    """
 
     label: str
     name: str
     num_drafts: int | None = None
+    block_size: int | None = None
+    """Anchor included; how many tokens it drafts depends on the draft's labels, which only its checkpoint knows."""
 
     @property
     def draft(self) -> str:
@@ -52,7 +58,7 @@ def parse(text: str) -> Method:
     if name == "ar":
         raise UserError("method ar drafts nothing; write it without ':'")
     anchor = int(drafts_trees(name))
-    if not count.isdecimal() or not 1 <= int(count) - anchor <= MAX_DRAFTS:
+    if not re.fullmatch("[0-9]{1,4}", count) or not 1 <= int(count) - anchor <= MAX_DRAFTS:
         counted = (
             "number of tokens verified per round, the anchor among them" if anchor else "number of tokens per round"
         )

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.atomic import cannot, write_whole
+from dflash_bench.differences import differences
 from dflash_bench.errors import UserError
-from dflash_bench.json_file import differences
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
 
 PARTS = "part-*.parquet"

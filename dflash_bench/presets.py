@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import reading
 from dflash_bench.errors import UserError, unknown
 
 NANO = Path(__file__).parent / "nano"
@@ -39,7 +40,7 @@ class Preset:
 @cache
 def table(path: Path = TABLE) -> dict[str, Preset]:
     """Every preset that has a name. Raises UserError for an entry with a key that no preset has, or without one."""
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    entries = reading.toml_of(path)
     return {name: _parse(path, name, entry) for name, entry in entries.items()}
 
 
@@ -65,13 +66,20 @@ def preset(name: str) -> Preset:
     named = table()
     if name in named:
         return named[name]
-    folder = Path(name)
-    if not (folder / "target" / "config.json").exists():
-        if folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if not os.path.lexists(folder / "target" / "config.json"):
+        if os.path.isdir(folder):
             raise UserError(f"{folder} is no model: it needs target/config.json, and dflash/ or eagle3/ beside it")
         raise unknown("model", name, [*named, "a folder with target/, dflash/ and eagle3/"])
-    drafts = {path.name: str(path) for path in sorted(folder.iterdir()) if path.is_dir() and path.name != "target"}
+    drafts = {name: str(folder / name) for name in _folders(folder) if name != "target"}
     return Preset(str(folder / "target"), drafts, data="embedded")
+
+
+def _folders(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if os.path.isdir(folder / name))
+    except OSError as error:
+        raise reading.cannot_read(folder, error) from error
 
 
 def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:
@@ -124,8 +132,8 @@ def parse_drafts(texts: Sequence[str], known_drafts: Sequence[str]) -> dict[str,
 
 def name(reference: str) -> str:
     """A hub id without its revision; of a folder the name that tells it from others, and not where it is."""
-    folder = Path(reference).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(reference))
+    if not os.path.isdir(folder):
         return reference.partition("@")[0]
     folder = folder.resolve()
     return folder.parent.name if folder.name == "target" else folder.name

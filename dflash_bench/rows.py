@@ -6,6 +6,7 @@ A row comes with the place that an error message names. What a row means is the 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import reading
 from dflash_bench.errors import UserError
+from dflash_bench.text import visible
 
 HUB_TIMEOUT_S = 10.0
 
@@ -35,41 +38,38 @@ class DataSet:
 
 def from_folder(data: DataSet, folder: Path) -> Rows:
     lines, parquet = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet"))
-    if lines.exists():
+    if os.path.exists(lines):
         return json_lines(lines)
-    if parquet.exists():
+    if os.path.exists(parquet):
         return _parquet_rows(parquet)
     raise UserError(f"no rows for suite '{data.name}': looked for {lines} and {parquet}")
 
 
 def json_lines(path: Path) -> Rows:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: not UTF-8 (byte {error.start})") from error
     # Not splitlines(): inside a JSON string, U+2028 and its like do not end a line.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(reading.text_of(path).split("\n"), start=1):
         if line.strip():
             yield f"{path} line {number}", _json_object(f"{path} line {number}", line)
 
 
 def _json_object(where: str, line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
+    row = reading.parse_json(where, line)
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = visible(error.object[error.start])
+        raise UserError(f"{where}: holds half a character, {half}, which is in no text; write the whole one") from error
     return row
 
 
 def _parquet_rows(path: Path) -> Rows:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    reading.require_file(path)
     try:
         rows = parquet.read_table(path).to_pylist()
-    except (OSError, arrow.ArrowException) as error:
+    except (OSError, ValueError, ArithmeticError, arrow.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from error
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from dflash_bench import environment, methods, presets, runner, sandbox, scoring, store, suites
+from dflash_bench import environment, methods, presets, prompts, runner, sandbox, scoring, store, suites
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.presets import Preset
 from dflash_bench.progress import Progress
-from dflash_bench.records import SCHEMA_VERSION, Audit, is_greedy
+from dflash_bench.records import SCHEMA_VERSION, Audit, Message, is_greedy
 
 if TYPE_CHECKING:
     from dflash_bench.models.loading import Models
@@ -38,6 +39,8 @@ class Request:
     """METHOD=REFERENCE"""
     data: str | None = None
     prompts: Path | None = None
+    score: str | None = None
+    """The scorer of `prompts`."""
     limit: int | None = None
     seed: int | None = None
     max_new_tokens: int | None = None
@@ -59,8 +62,8 @@ class Request:
         return self.model or (self.target or "nano").partition("@")[0]
 
 
-def perform(request: Request, folder: Path, resume: bool) -> None:
-    """Run or continue, into `folder`. Raises UserError before anything is written."""
+def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], object]) -> None:
+    """Run or continue, into `folder`; `tell` gets notes for the user. Raises UserError before anything is written."""
     chosen = _methods(request)
     _refuse_what_has_no_effect(request)
     _refuse_unknown_values(request)
@@ -80,6 +83,9 @@ def perform(request: Request, folder: Path, resume: bool) -> None:
         _audit(request),
     )
     info = _info(request, identity) | {"plan": runner.to_store(plan), "sandbox": _sandbox(loaded)}
+    for each in loaded:
+        for note in each.notes:
+            tell(f"note: {note}")
     with (store.resume if resume else store.create)(folder, info) as run:
         with Progress(plan.num_generations, len(run.stored)) as progress:
             runner.execute(plan, backend, run, progress.report)
@@ -93,9 +99,7 @@ def _methods(request: Request) -> list[methods.Method]:
         return chosen
     if not any(method.label == "dflash" for method in chosen):
         raise UserError("--block-size has no effect without --method dflash")
-    return [
-        replace(method, num_drafts=request.block_size - 1) if method.label == "dflash" else method for method in chosen
-    ]
+    return [replace(method, block_size=request.block_size) if method.label == "dflash" else method for method in chosen]
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:
@@ -104,6 +108,10 @@ def _refuse_what_has_no_effect(request: Request) -> None:
         raise UserError(f"nothing to run: give --suite ({', '.join(known)}) or --prompts FILE.jsonl")
     if request.data is not None and not request.suites:
         raise UserError("--data has no effect without --suite")
+    if request.score is not None and request.prompts is None:
+        raise UserError("--score has no effect without --prompts: a suite says itself how it is scored")
+    if request.score is not None and request.score not in scoring.SCORERS:
+        raise unknown("scorer", request.score, list(scoring.SCORERS))
     if not math.isfinite(request.temperature):
         raise UserError(f"--temperature must be a number from 0 up, not {request.temperature}")
     if request.seed is not None and is_greedy(request.temperature):
@@ -133,7 +141,8 @@ def _prompts(request: Request, model: Preset) -> list[suites.Loaded]:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     loaded = [suites.load(suite, request.data or model.data, request.limit) for suite in known]
     if request.prompts is not None:
-        loaded.append(suites.load_prompts_file(request.prompts, request.limit))
+        scorer = request.score or "none"
+        loaded.append(prompts.load(request.prompts, request.limit, scorer, list(scoring.COLUMNS.get(scorer, ()))))
     return loaded
 
 
@@ -147,9 +156,10 @@ def _open(
 
     from dflash_bench.engine.local import open_backend
     from dflash_bench.engine.sampling import Sampling
+    from dflash_bench.models import chat
     from dflash_bench.models.loading import Placement, load
 
-    device, dtype = _device_and_dtype(request, torch.cuda.is_available())
+    device, dtype = _device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.
     threads = (request.threads or 1) if device == "cpu" else None
     if threads is not None:
@@ -162,6 +172,7 @@ def _open(
     )
     models = load(model, _drafts(chosen), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
     thinking = _thinking(request, model, models.tokenizer)
+    chat.check(models.tokenizer, _chats(loaded), bool(thinking))
     max_new_tokens, seed = request.max_new_tokens or model.max_new_tokens, request.seed or 0
     sampling = Sampling(request.temperature, seed)
     backend = open_backend(models, model, chosen, max_new_tokens, sampling, bool(thinking))
@@ -181,6 +192,17 @@ def _open(
         "threads": threads,
     }
     return identity, backend
+
+
+def _chats(loaded: Sequence[suites.Loaded]) -> list[tuple[str, list[Message]]]:
+    """Each prompt as its last turn will be asked, with a word in place of the answers that are not there yet."""
+    chats = []
+    for each in loaded:
+        for prompt in each.prompts:
+            *earlier, last = (Message("user", turn) for turn in prompt.turns)
+            asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
+            chats.append((f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *asked, last]))
+    return chats
 
 
 def _identity_of_models(request: Request, model: Preset, models: Models) -> dict[str, Any]:
@@ -232,13 +254,15 @@ def _silence_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def _device_and_dtype(request: Request, has_cuda: bool) -> tuple[str, str]:
-    device = request.device or ("cuda" if has_cuda and request.name != "nano" else "cpu")
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+def _device_and_dtype(request: Request, num_gpus: int) -> tuple[str, str]:
+    device = request.device or ("cuda" if num_gpus and request.name != "nano" else "cpu")
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
-    if kind == "cuda" and not has_cuda:
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and not num_gpus:
         raise UserError("no CUDA device here; use --device cpu")
+    if index and (len(index) > 4 or int(index) >= num_gpus):
+        raise UserError(f"--device {device}: this machine has cuda:0 to cuda:{num_gpus - 1}")
     if kind == "cuda" and request.threads is not None:
         raise UserError("--threads has no effect on a GPU")
     if request.device_map is not None and kind == "cpu":
@@ -260,6 +284,8 @@ def _refuse_unknown_values(request: Request) -> None:
         raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
+    if request.threads is not None and request.threads > (os.cpu_count() or 1):
+        raise UserError(f"--threads {request.threads} is more than the processors of this machine, {os.cpu_count()}")
     if request.device_map not in (None, "auto"):
         raise unknown("device map", request.device_map, ["auto"])
     if request.device_map is not None and request.device is not None:

@@ -22,9 +22,10 @@ from weakref import finalize
 
 import numpy as np
 
-from dflash_bench import json_file, parts, shape, whole
+from dflash_bench import parts, reading, shape, whole
 from dflash_bench import plan as plans
 from dflash_bench.atomic import cannot, sync, write_whole
+from dflash_bench.differences import differences
 from dflash_bench.errors import UserError
 from dflash_bench.plan import BASELINE
 from dflash_bench.records import SCHEMA_VERSION, Record
@@ -98,7 +99,7 @@ def _started_otherwise(stored: Info, now: Info) -> Iterator[str]:
     if "plan" in stored and "plan" in now:  # which tell more than their hashes
         yield from plans.differences(stored["plan"], now["plan"])
         del then["plan"], own["plan"]
-    yield from json_file.differences(then, own)
+    yield from differences(then, own)
 
 
 def load(folder: Path) -> tuple[Info, list[Record]]:
@@ -271,7 +272,7 @@ def read_info(folder: Path) -> Info:
     path = folder / "run.json"
     if not path.exists():
         raise UserError(f"{folder} holds no run (no run.json)")
-    info: Any = json_file.read(path)
+    info: Any = reading.json_of(path)
     is_run = isinstance(info, dict) and isinstance(info.get("identity"), dict)
     if not is_run or not isinstance(info.get("schema_version"), int):
         raise UserError(f"cannot read {path}: not written by dflash-bench run")

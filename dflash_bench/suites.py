@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-from dflash_bench import rows
+from dflash_bench import reading, rows
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Message, Prompt
+from dflash_bench.records import Prompt
 from dflash_bench.rows import DataSet, Row
+from dflash_bench.text import shortened, visible
+
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class Loaded:
     """Of the rows behind `prompts`, as canonical JSON."""
     num_rows: int
     """How many rows there were to draw from."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of them, such as columns that nothing reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,12 @@ def known_suites() -> dict[str, Suite]:
 
 
 def known_groups() -> dict[str, tuple[str, ...]]:
-    groups = tomllib.loads((data_folder() / "groups.toml").read_text(encoding="utf-8"))
+    groups = reading.toml_of(data_folder() / "groups.toml")
     return {name: tuple(members) for name, members in groups.items()}
 
 
 def _parse(path: Path) -> Suite:
-    fields: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    fields = reading.toml_of(path)
     for key, value in fields.items():
         fields[key] = tuple(value) if isinstance(value, list) else value
     return Suite(name=path.stem, **fields)
@@ -124,15 +128,7 @@ def load(suite: Suite, data: str | Path = "embedded", limit: int | None = None) 
     else:
         found, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
     prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(found)]
-    return _draw(suite, prompts, source, limit)
-
-
-def load_prompts_file(path: str | Path, limit: int | None = None) -> Loaded:
-    """A user's own prompts: JSON lines, each with one of the keys of `FORMS`."""
-    suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer="none")
-    found = rows.json_lines(Path(path))
-    prompts = [_own_prompt(where, index, row) for index, (where, row) in enumerate(found)]
-    return _draw(suite, prompts, f"file {path}", limit)
+    return draw(suite, prompts, source, limit)
 
 
 def prompt_hash(prompt: Prompt) -> str:
@@ -146,7 +142,9 @@ def _sha256(value: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _draw(suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | None) -> Loaded:
+def draw(
+    suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | None, notes: tuple[str, ...] = ()
+) -> Loaded:
     """The `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts."""
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
@@ -160,7 +158,7 @@ def _draw(suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | Non
     ranked = sorted(rows_of, key=lambda key: hashlib.sha256(f"{suite.seed}:{key}".encode()).digest())
     drawn = set(ranked[:limit])
     kept = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn)
-    return Loaded(suite, kept, source, _sha256([prompt.row for prompt in kept]), len(prompts))
+    return Loaded(suite, kept, source, _sha256([prompt.row for prompt in kept]), len(prompts), notes)
 
 
 # From a row to a prompt.
@@ -170,71 +168,22 @@ def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
     missing = [column for column in suite.columns if column not in row]
     if missing:
         raise UserError(f"{where}: no column '{missing[0]}' (it has {', '.join(row)})")
-    texts = {column: _text(where, column, row, column in suite.list_columns) for column in suite.columns}
+    texts = {column: text_of(where, column, row, column in suite.list_columns) for column in suite.columns}
     written = [template.format_map(texts) for template in suite.turns]
     return Prompt(
         suite=suite.name,
-        prompt_id=texts[suite.id] if suite.id else str(index),
-        turns=_filled(where, row[suite.turns_column] if suite.turns_column else written),
-        category=texts[suite.category] if suite.category else None,
+        prompt_id=name_of(where, suite.id, texts[suite.id]) if suite.id else str(index),
+        turns=filled(where, row[suite.turns_column] if suite.turns_column else written),
+        category=name_of(where, suite.category, texts[suite.category]) if suite.category else None,
         reference=suite.reference.format_map(texts) if suite.reference else None,
         row=row,
     )
 
 
-FORMS = {
-    "prompt": "a string",
-    "turns": "a list of strings",
-    "messages": "a list of {role, content} that ends with role user; roles: system, user, assistant",
-}
-
-
-def _own_prompt(where: str, index: int, row: Row) -> Prompt:
-    given = [form for form in FORMS if form in row]
-    if len(given) != 1:
-        raise UserError(f"{where}: needs one of {', '.join(FORMS)}; has {' and '.join(given) or 'none'}")
-    turns, opening = _conversation(where, given[0], row[given[0]])
-    extras = [key for key in ("id", "category", "reference") if row.get(key) is not None]
-    texts = {key: _text(where, key, row) for key in extras}
-    return Prompt(
-        suite="prompts",
-        prompt_id=texts.get("id", str(index)),
-        turns=_filled(where, turns),
-        opening=opening,
-        category=texts.get("category"),
-        reference=texts.get("reference"),
-        row=row,
-    )
-
-
-def _conversation(where: str, form: str, value: Any) -> tuple[Sequence[str], tuple[Message, ...]]:
-    """The user's turns, and the messages that come before them."""
-    match form, value:
-        case "prompt", str():
-            return [value], ()
-        case "turns", _ if _is_texts(value):
-            return value, ()
-        case "messages", [*_, {"role": "user"}] if all(map(_is_message, value)):
-            *opening, last = (Message(message["role"], message["content"]) for message in value)
-            return [last.content], tuple(opening)
-    raise UserError(f"{where}: {form} must be {FORMS[form]}")
-
-
-def _is_message(value: object) -> bool:
-    match value:
-        case {"role": "system" | "user" | "assistant", "content": str()}:
-            return True
-    return False
-
-
-def _is_texts(value: object) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _text(where: str, column: str, row: Row, is_list: bool = False) -> str:
+def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
     """A column as templates see it; a list becomes lines."""
     value = row[column]
-    if is_list and _is_texts(value):
+    if is_list and is_texts(value):
         return "\n".join(value)
     if not is_list and isinstance(value, str | int):
         return str(value)
@@ -242,7 +191,19 @@ def _text(where: str, column: str, row: Row, is_list: bool = False) -> str:
     raise UserError(f"{where}: '{column}' must be {wanted}, not {type(value).__name__}")
 
 
-def _filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
+def name_of(where: str, column: str, text: str) -> str:
+    """An id or a category as it is. Raises UserError for one that tables, files and terminals could not show."""
+    if not text.strip() or len(text) > LONGEST_NAME or visible(text) != text:
+        wanted = f"a name of 1 to {LONGEST_NAME} characters that can be seen"
+        raise UserError(f"{where}: '{column}' must be {wanted}, not '{shortened(visible(text), 40)}'")
+    return text
+
+
+def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
     if not turns or not all(turn.strip() for turn in turns):
         raise UserError(f"{where}: a prompt needs at least one turn, and no turn may be blank")
     return tuple(turns)
+
+
+def is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import isclose
 
 from dflash_bench.stats import Interval
+from dflash_bench.text import visible
 
 ABSENT = "n/a"
 Rows = Sequence[Sequence[str]]
@@ -31,7 +33,7 @@ def p_value(p: float | None) -> str:
 
 def aligned(heads: Sequence[str], rows: Rows, left: int = 1) -> str:
     """`left` columns of names, then numbers."""
-    lines = [heads, *rows]
+    lines = [heads, *([visible(text) for text in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     return "\n".join(
         "  ".join(
@@ -44,5 +46,10 @@ def aligned(heads: Sequence[str], rows: Rows, left: int = 1) -> str:
 
 def markdown(heads: Sequence[str], rows: Rows, left: int = 1) -> str:
     rule = ["---" if column < left else "---:" for column in range(len(heads))]
-    escaped = [[text.replace("|", "\\|") for text in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *escaped])
+    cells = [[in_markdown(text) for text in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *cells])
+
+
+def in_markdown(text: str) -> str:
+    """As text that is neither a cell's end, code, emphasis nor HTML."""
+    return re.sub(r"[\\`*|]", r"\\\g<0>", visible(text)).replace("<", "&lt;")

@@ -328,7 +328,7 @@ def test_an_unknown_name_lists_the_known_ones(words: str, refused: Callable[...,
 
 
 def test_a_device_map_has_no_effect_without_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     told = refused("--suite", "gsm8k", "--device-map", "auto")
     assert told == "--device-map has no effect on the CPU: it spreads a target over GPUs"
 
@@ -347,10 +347,10 @@ def test_a_hub_id_without_a_network_is_one_line(here: Path, monkeypatch: Patch, 
 
 
 def test_threads_have_no_effect_on_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    words = ["--suite", "gsm8k", "--device", "cuda", "--threads", 2]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    words = ["--suite", "gsm8k", "--device", "cuda", "--threads", 1]
     assert refused(*words) == "--threads has no effect on a GPU"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert refused("--suite", "gsm8k", "--device", "cuda:0") == "no CUDA device here; use --device cpu"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from runs import answers, stored
 
-from dflash_bench import json_file, report
+from dflash_bench import reading, report
 from dflash_bench.errors import UserError
 from dflash_bench.gate.checks import checked
 
@@ -147,6 +147,6 @@ def test_what_is_only_deep_or_long_enough_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for value in ([[[[[["deep"]]]]]], {"long": "x" * 100_000}, {"emoji": "🙂"}, list(range(1000))):
         path.write_text(json.dumps(value))
-        assert json_file.read(path) == value
+        assert reading.json_of(path) == value
     with pytest.raises(UserError, match=r"cannot read .*absent\.json: No such file"):
-        json_file.read(tmp_path / "absent.json")
+        reading.json_of(tmp_path / "absent.json")

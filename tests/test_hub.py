@@ -129,7 +129,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         folder = tmp_path / "snapshots" / revision
         folder.mkdir(parents=True, exist_ok=True)
         for file in filter_repo_objects(hub_.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
-            (folder / file).write_text("")
+            (folder / file).write_text("{}" if file.endswith(".json") else "")
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)

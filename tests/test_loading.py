@@ -253,11 +253,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a size that is no number": (configured(num_attention_heads="four"), "cannot load a causal language model"),
     "an unknown architecture": (configured(model_type="foo"), "cannot load a causal language model"),
     "an encoder-decoder": (configured(model_type="t5"), "cannot load a causal language model"),
-    "a truncated config": (halve("config.json"), "config.json is not valid JSON"),
-    "a foreign config": (foreign("config.json"), "config.json is not text"),
+    "a truncated config": (halve("config.json"), r"config\.json: not valid JSON \("),
+    "a foreign config": (foreign("config.json"), r"cannot read .*config\.json: not UTF-8"),
     "a config that is a list": (lambda target: (target / "config.json").write_text("[]") and None, "no JSON object"),
-    "a truncated tokenizer": (halve("tokenizer.json"), r"tokenizer\.json is not a vocabulary"),
-    "a foreign tokenizer": (foreign("tokenizer.json"), r"tokenizer\.json is not a vocabulary"),
+    "a truncated tokenizer": (halve("tokenizer.json"), r"tokenizer\.json: not valid JSON \("),
+    "a foreign tokenizer": (foreign("tokenizer.json"), r"cannot read .*tokenizer\.json: not UTF-8"),
     "an empty tokenizer": (lambda target: (target / "tokenizer.json").write_text("{}") and None, "not a vocabulary"),
     "no tokenizer": (without("tokenizer.json"), "cannot load a causal language model"),
     "no file of a tokenizer": (
@@ -269,7 +269,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"config\.json has no place for model\.layers\.5\.input_layernorm\.weight \(11 such tensors\)",
     ),
     "a bias that no layer has": (with_a_bias, r"has no place for model\.layers\.3\.mlp\.up_proj\.bias \(1 such"),
-    "no heads": (configured(num_attention_heads=0), "cannot load a causal language model"),
+    "no heads": (configured(num_attention_heads=0), "num_attention_heads in its config.json cannot be 0"),
 }
 
 

@@ -15,7 +15,7 @@ from dflash_bench.engine.decoding import Limits, NoDrafter
 from dflash_bench.engine.local import DEFAULT_CHAIN, LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import parse
+from dflash_bench.methods import Method, parse
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.loading import Models
@@ -199,17 +199,20 @@ def test_every_id_that_ends_an_answer_is_a_stop_id(configured: Any, expected: se
 # From methods to drafters.
 
 
-def opened(*texts: str, preset: Preset | None = None) -> LocalBackend:
+def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: bool = False) -> LocalBackend:
     body: dict[str, Any] = {
         "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 97,
         "num_target_layers": 6, "target_layer_ids": (1, 2, 4),
     }  # fmt: skip
     drafts: Any = {
-        "dflash": DFlashDraft(DFlashConfig(**body, num_layers=1, block_size=8, mask_token_id=96)),
+        "dflash": DFlashDraft(
+            DFlashConfig(**body, num_layers=1, block_size=8, mask_token_id=96, shifted_labels=shifted_labels)
+        ),
         "eagle3": Eagle3Draft(Eagle3Config(**body, draft_vocab_size=97)),
     }
     models = Models(tiny("qwen3"), Letters(), drafts, {})
-    return open_backend(models, preset or Preset("", {}), [parse(text) for text in texts], 12, Sampling())
+    methods = [parse(method) if isinstance(method, str) else method for method in texts]
+    return open_backend(models, preset or Preset("", {}), methods, 12, Sampling())
 
 
 def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says() -> None:
@@ -219,6 +222,17 @@ def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says
         "ar": 0, "dflash": 7, "dflash:3": 3, "eagle3": 4, "eagle3:2": 2,
     }  # fmt: skip
     assert opened("eagle3").drafters["eagle3"].num_drafts == DEFAULT_CHAIN
+
+
+@pytest.mark.parametrize(("shifted_labels", "num_drafts"), [(False, 15), (True, 16)])
+def test_a_block_size_is_the_width_of_the_block_whatever_its_slots_predict(
+    shifted_labels: bool, num_drafts: int
+) -> None:
+    """Where the anchor's own slot predicts the token after it, as many tokens are drafted as the block is wide."""
+    asked = Method("dflash", "dflash", block_size=16)
+    tuned = Preset("", {}, num_drafts={"dflash": 5})
+    drafter: Any = opened("ar", asked, preset=tuned, shifted_labels=shifted_labels).drafters["dflash"]
+    assert (drafter.block_size, drafter.num_drafts) == (16, num_drafts)
 
 
 def test_the_trees_of_the_paper_verify_16_and_60_tokens() -> None:

@@ -28,11 +28,11 @@ def test_dflash_is_measured_where_no_method_is_named() -> None:
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
     chosen = session._methods(request(methods=("dflash", "dflash:3", "eagle3"), block_size=8))
-    assert {method.label: method.num_drafts for method in chosen} == {
-        "ar": None,
-        "dflash": 7,
-        "dflash:3": 3,
-        "eagle3": None,
+    assert {method.label: (method.num_drafts, method.block_size) for method in chosen} == {
+        "ar": (None, None),
+        "dflash": (None, 8),
+        "dflash:3": (3, None),
+        "eagle3": (None, None),
     }
 
 
@@ -89,7 +89,21 @@ def test_thinking_has_no_effect_on_a_template_without_it(asked: bool, flag: str)
 def test_device_and_type_where_none_is_given(
     changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
 ) -> None:
-    assert session._device_and_dtype(request(**changes), has_cuda) == expected
+    assert session._device_and_dtype(request(**changes), 2 * has_cuda) == expected
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"]
+)
+def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
+    with pytest.raises(UserError, match=r"^unknown device '.*'; known: cpu, cuda, cuda:N$"):
+        session._device_and_dtype(request(device=device), 2)
+
+
+@pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
+def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
+    with pytest.raises(UserError, match=r"^--device cuda:\d+: this machine has cuda:0 to cuda:1$"):
+        session._device_and_dtype(request(device=f"cuda:{index}"), 2)
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
@@ -109,7 +123,7 @@ def test_a_run_remembers_what_it_was_made_with(
     words = ["dflash-bench", "run", "--suite", "mbpp", "--model", "my model"]
     monkeypatch.setattr(sys, "argv", words)
     asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
-    session.perform(asked, tmp_path / "run", resume=False)
+    session.perform(asked, tmp_path / "run", resume=False, tell=print)
     info, records = store.load(tmp_path / "run")
     assert [record.method for record in records] == ["ar", "dflash"]
     identity = info["identity"]

@@ -118,7 +118,7 @@ def test_the_drawn_ids_are_the_same_on_every_machine(tmp_path: Path) -> None:
 
 def ids_drawn(ids: list[str], limit: int | None, seed: int = 7) -> list[str]:
     prompts = [Prompt("toy", key, ("?",)) for key in ids]
-    return [prompt.prompt_id for prompt in suites._draw(replace(TOY, seed=seed), prompts, "here", limit).prompts]
+    return [prompt.prompt_id for prompt in suites.draw(replace(TOY, seed=seed), prompts, "here", limit).prompts]
 
 
 distinct_ids = st.lists(st.text("0aé日🙂 ", max_size=5), min_size=1, max_size=30, unique=True)
@@ -267,65 +267,3 @@ def test_the_real_sets_load_whole(name: str, num_rows: int) -> None:
     assert loaded.num_rows == len(loaded.prompts) == num_rows
     assert {len(prompt.turns) for prompt in loaded.prompts} == {2 if name == "mt_bench" else 1}
     assert all((prompt.reference is None) == (suite.reference is None) for prompt in loaded.prompts)
-
-
-# Prompts of the user's own
-
-
-def own(folder: Path, *rows: object) -> Path:
-    path = folder / "mine.jsonl"
-    path.write_text(lines(*rows), encoding="utf-8")
-    return path
-
-
-def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
-    talk = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": "Why {x}?"},
-    ]
-    path = own(tmp_path, {"prompt": "Hi"}, {"turns": ["Hi", "Why?"], "id": "t"}, {"messages": talk, "category": "c"})
-    loaded = suites.load_prompts_file(path)
-    assert [(prompt.prompt_id, prompt.turns, prompt.category) for prompt in loaded.prompts] == [
-        ("0", ("Hi",), None),
-        ("t", ("Hi", "Why?"), None),
-        ("2", ("Why {x}?",), "c"),
-    ]
-    assert loaded.prompts[2].opening == tuple(Message(**message) for message in talk[:-1])
-    assert (loaded.suite.name, loaded.suite.scorer, loaded.suite.version) == ("prompts", "none", 1)
-    assert len(suites.load_prompts_file(path, limit=2).prompts) == 2
-
-
-MESSAGES = "a list of {role, content} that ends with role user; roles: system, user, assistant"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "Hi"}, "needs one of prompt, turns, messages; has none"),
-        ({"prompt": "Hi", "turns": ["Hi"]}, "needs one of prompt, turns, messages; has prompt and turns"),
-        ({"prompt": ["Hi"]}, "prompt must be a string"),
-        ({"turns": "Hi"}, "turns must be a list of strings"),
-        ({"messages": []}, f"messages must be {MESSAGES}"),
-        ({"messages": [{"role": "assistant", "content": "Hi"}]}, f"messages must be {MESSAGES}"),
-        (
-            {"messages": [{"role": "tool", "content": ""}, {"role": "user", "content": ""}]},
-            f"messages must be {MESSAGES}",
-        ),
-        ({"messages": [{"role": "user"}]}, f"messages must be {MESSAGES}"),
-        ({"prompt": " "}, "a prompt needs at least one turn, and no turn may be blank"),
-        ({"prompt": "Hi", "id": 1.5}, "'id' must be a string or an integer, not float"),
-    ],
-)
-def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(tmp_path: Path, row: object, message: str) -> None:
-    path = own(tmp_path, {"prompt": "Hi"}, row)
-    assert refusal(suites.load_prompts_file, path) == f"{path} line 2: {message}"
-
-
-def test_a_prompts_file_that_is_missing_empty_or_repeats_an_id_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    assert refusal(suites.load_prompts_file, path) == f"cannot read {path}: No such file or directory"
-    assert refusal(suites.load_prompts_file, own(tmp_path)) == f"file {path}: no rows for suite 'prompts'"
-    twice = own(tmp_path, {"prompt": "Hi", "id": 1}, {"prompt": "Why?"})
-    assert refusal(suites.load_prompts_file, twice) == f"file {path}: rows 1 and 2 share the id '1'"

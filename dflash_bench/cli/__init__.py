@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 from dflash_bench import __version__
 from dflash_bench.cli import checkpoints, measuring, results
+from dflash_bench.cli.output import note, prepare, say
 from dflash_bench.errors import UserError
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""The base of all that typer finds wrong with a command; typer gives it no name of its own."""
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Rich takes as long to load as all the rest of --help
     help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.",
@@ -23,16 +26,29 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point: a UserError is one line on stderr and exit status 2; anything else is a bug and a traceback."""
+    prepare()
     try:
-        app()
+        _refuse_undecodable(sys.argv)
+        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False))
     except UserError as error:
-        print(f"dflash-bench: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        sys.exit(2)
+        note(f"dflash-bench: {error}")
+    except USAGE_ERROR as error:
+        note(f"dflash-bench: {error.format_message().rstrip('.')}; see 'dflash-bench COMMAND --help'")
+    sys.exit(2)
+
+
+def _refuse_undecodable(words: list[str]) -> None:
+    """A file's name may be any bytes; run.json, which holds the command, is UTF-8."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"'{word}' is not UTF-8; rename what it names") from error
 
 
 def _version(shown: bool) -> None:
     if shown:
-        print(f"dflash-bench {__version__}")
+        say(f"dflash-bench {__version__}")
         raise typer.Exit
 
 

@@ -11,23 +11,25 @@ import typer
 from typer import Argument, Option
 
 from dflash_bench.cli import options
+from dflash_bench.cli.command import Command
+from dflash_bench.cli.output import say
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(cls=Command)
 def models(as_json: options.AsJson = False) -> None:
     """List the models: target, drafts, how they were trained, what is on this disk, what this machine can hold."""
     from dflash_bench import catalogue
 
     listed, machine = catalogue.listing(), catalogue.machine()
     if as_json:
-        print(json.dumps(catalogue.as_json(listed, machine), indent=1, allow_nan=False))
+        say(json.dumps(catalogue.as_json(listed, machine), indent=1, allow_nan=False))
     else:
-        print(catalogue.text(listed, machine))
+        say(catalogue.text(listed, machine))
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
     checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="A draft: a folder or a hub id.")],
     target: Annotated[
@@ -39,12 +41,12 @@ def inspect(
     from dflash_bench.models import inspection
 
     seen = inspection.inspect(checkpoint, target)
-    print(json.dumps(inspection.as_json(seen), indent=1) if as_json else inspection.text(seen))
+    say(json.dumps(inspection.as_json(seen), indent=1) if as_json else inspection.text(seen))
     if seen.problems:
         sys.exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def convert(
     source: Annotated[str, Argument(metavar="SRC", help="A draft: a folder or a hub id.")],
     destination: Annotated[Path, Argument(metavar="DST", help="A folder that does not exist yet.")],
@@ -56,6 +58,6 @@ def convert(
     """Write a draft in another publisher's format, bit for bit; what the format cannot hold is refused by name."""
     from dflash_bench.models import conversion
 
-    for note in conversion.convert(source, destination, to, target):
-        print(note)
-    print(f"saved in {destination}")
+    for remark in conversion.convert(source, destination, to, target):
+        say(remark)
+    say(f"saved in {destination}")

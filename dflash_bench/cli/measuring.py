@@ -11,15 +11,18 @@ from pathlib import Path
 import typer
 
 from dflash_bench.cli import options
+from dflash_bench.cli.command import Command, GroupedHelp
+from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
 
 app = typer.Typer()
 
 
-@app.command(cls=options.GroupedHelp)
+@app.command(cls=GroupedHelp)
 def run(
     suite: options.Suites = None,
     prompts: options.Prompts = None,
+    score: options.Score = None,
     data: options.Data = None,
     limit: options.Limit = None,
     thinking: options.Thinking = None,
@@ -53,7 +56,8 @@ def run(
 
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        data=data, prompts=prompts, limit=limit, seed=seed, max_new_tokens=max_new_tokens, temperature=temperature,
+        data=data, prompts=prompts, score=score, limit=limit, seed=seed,
+        max_new_tokens=max_new_tokens, temperature=temperature,
         block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
     )  # fmt: skip
@@ -67,25 +71,23 @@ def run(
         or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
     )
     try:
-        session.perform(request, folder, resume)
+        session.perform(request, folder, resume, note)
     except KeyboardInterrupt:
-        print(_stopped(folder), file=sys.stderr)
+        note(_stopped(folder))
         sys.exit(130)
     results = frame.read(folder)
     rows, cells = results.rows, metrics.summarise(results.rows)
     notes = findings(rows, cells, results.info["identity"])
     if as_json:
-        print(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
     else:
-        print(report.text(cells, notes))
-        print(f"saved in {folder}")
+        say(report.text(cells, notes))
+        say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
     if num_failed and not allow:
-        print(
-            f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass", file=sys.stderr
-        )
+        note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass")
         sys.exit(1)
 
 
@@ -101,10 +103,10 @@ def _stopped(folder: Path) -> str:
     return f"stopped; what was finished is saved. To continue: {shlex.join(['dflash-bench', *words])}"
 
 
-@app.command()
+@app.command(cls=Command)
 def suites() -> None:
     """List the suites: where their rows come from, how many are shipped, how they are scored."""
     from dflash_bench import report
     from dflash_bench.suites import known_groups, table
 
-    print(report.suites_text(table(), known_groups()))
+    say(report.suites_text(table(), known_groups()))

@@ -6,21 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Context, Option
-from typer.core import TyperCommand
-
-
-class GroupedHelp(TyperCommand):
-    """Options under the heading that `rich_help_panel` gives; typer itself does that only with rich, which is slow."""
-
-    def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if record := param.get_help_record(ctx):
-                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
-        for heading, records in groups.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
+from typer import Argument, Option
 
 
 def _under(heading: str) -> Callable[..., Any]:
@@ -34,7 +20,17 @@ Suites = Annotated[
     list[str] | None, _asked(metavar="NAME", help="Suite or group; may be repeated. See 'dflash-bench suites'.")
 ]
 Prompts = Annotated[
-    Path | None, _asked(metavar="FILE", help="Your own prompts, one JSON object a line: prompt, turns or messages.")
+    Path | None,
+    _asked(
+        metavar="FILE",
+        help="Your own prompts, one JSON object a line: prompt, turns or messages. Spec-Bench's will do.",
+    ),
+]
+Score = Annotated[
+    str | None,
+    _asked(
+        metavar="NAME", help="How the answers to --prompts are scored, by the scorer of a suite: gsm8k_number, math..."
+    ),
 ]
 Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
 Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from itertools import combinations
@@ -13,12 +14,15 @@ import typer
 from typer import Argument, Option
 
 from dflash_bench.cli import options
+from dflash_bench.cli.command import Command
+from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.text import visible
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(cls=Command)
 def compare(
     runs: Annotated[
         list[Path], Argument(metavar="RUN...", help="Folders of runs; or result JSON of vllm bench serve.")
@@ -39,10 +43,10 @@ def compare(
     from dflash_bench.compare.runs import compared
 
     found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
-    print(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
+    say(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
 
 
-@app.command()
+@app.command(cls=Command)
 def baseline(
     run: options.Run,
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write, and to commit.")],
@@ -57,10 +61,10 @@ def baseline(
 
     found = baselines.read_limits(limits) if limits else {}
     baselines.write(frame.read(run), output, with_timings=not time_free, limits=found)
-    print(f"wrote {output}")
+    say(f"wrote {output}")
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     run: options.Run,
     baseline: Annotated[
@@ -86,9 +90,9 @@ def check(
     _save(summary, "a", lambda: formats.summary(found.outcome))
     _save(benchmark, "w", lambda: formats.benchmark(found.cells))
     if as_json:
-        print(json.dumps(formats.as_json(found.outcome), indent=1, allow_nan=False))
+        say(json.dumps(formats.as_json(found.outcome), indent=1, allow_nan=False))
     else:
-        print(formats.text(found.outcome))
+        say(formats.text(found.outcome))
     if found.outcome.failures:
         sys.exit(1)
 
@@ -97,13 +101,20 @@ def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
     if path is None:
         return
     try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(made())
+        with open(path, mode, encoding="utf-8", opener=_opened) as file:
+            file.write(visible(made(), keep="\n\t"))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-@app.command()
+def _opened(path: str, flags: int) -> int:
+    """Fails for a pipe that nobody reads, instead of waiting for a reader."""
+    file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(file, True)
+    return file
+
+
+@app.command(cls=Command)
 def report(
     run: options.Run,
     kind: Annotated[
@@ -128,12 +139,12 @@ def report(
     document = read(run, allow or ())
     if html is not None:
         write_page(document, html, answers or MOST_ANSWERS, tokenizer)
-        print(f"wrote {html}", file=sys.stderr)
+        note(f"wrote {html}")
     if html is None or kind is not None:
-        print(FORMATS[kind or "table"](document), end="")
+        say(FORMATS[kind or "table"](document), end="")
 
 
-@app.command()
+@app.command(cls=Command)
 def card(
     run: options.Run,
     allow: options.AllowParts = None,
@@ -141,10 +152,10 @@ def card(
     """Print a run's result in ten lines, to share."""
     from dflash_bench import report
 
-    print(report.card(report.read(run, allow or ())), end="")
+    say(report.card(report.read(run, allow or ())), end="")
 
 
-@app.command()
+@app.command(cls=Command)
 def plot(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="A run's folder; several give their trend.")],
     out: Annotated[
@@ -164,9 +175,9 @@ def plot(
     material = plots.Material(report.read(runs[0], allow or ()))
     for name in late(list(plots.PLOTS), "drawing plots"):
         try:
-            print(plots.write(material, name, out or runs[0] / "plots", kind))
+            say(plots.write(material, name, out or runs[0] / "plots", kind))
         except plots.NothingToPlotError as error:
-            print(f"no plot '{name}': {error}", file=sys.stderr)
+            note(f"no plot '{name}': {error}")
 
 
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
@@ -181,6 +192,6 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
     read = [plots.Material(report.read(folder, of_parts)) for folder in late(runs, "reading runs")]
     pairs = combinations([each.document.results for each in read], 2)
     unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
-    for note in unlike:
-        print(f"note: allowed, though unlike: {note}", file=sys.stderr)
-    print(plots.write_trend(read, out, kind, unlike))
+    for difference in unlike:
+        note(f"note: allowed, though unlike: {difference}")
+    say(plots.write_trend(read, out, kind, unlike))

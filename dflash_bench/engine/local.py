@@ -19,6 +19,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method, drafts_trees
+from dflash_bench.models import chat
 from dflash_bench.models.loading import Models
 from dflash_bench.presets import Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
@@ -67,11 +68,19 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use eagle3")
     defaults = preset.num_drafts or {}
     drafters = {
-        method.label: DRAFTERS[method.name](models, target, method.num_drafts or defaults.get(method.name))
-        for method in methods
+        method.label: DRAFTERS[method.name](models, target, _num_drafts(models, method, defaults)) for method in methods
     }
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     return LocalBackend(target, models.tokenizer, drafters, limits, sampling, thinking)
+
+
+def _num_drafts(models: Models, method: Method, defaults: Mapping[str, int]) -> int | None:
+    """As the user asked, else as the preset says; None is the drafter's own."""
+    if method.block_size is None:
+        return method.num_drafts or defaults.get(method.name)
+    draft: Any = models.drafts[method.draft]
+    num_drafts: int = draft.config.num_drafts(method.block_size)
+    return num_drafts
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -100,12 +109,9 @@ class LocalBackend:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The chat as the model's own template renders it."""
-        chat = [{"role": message.role, "content": message.content} for message in messages]
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
-        text = self.tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, enable_thinking=self.thinking
-        )
+        text = chat.rendered(self.tokenizer, messages, self.thinking)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(self, method: str, messages: Sequence[Message], repeat: int = 0) -> Generation:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import json_file, shape
+from dflash_bench import reading, shape
 from dflash_bench.atomic import cannot
 from dflash_bench.compare import changes
 from dflash_bench.errors import UserError, unknown
@@ -130,7 +130,7 @@ def _cell_lines(cell: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Baseline:
-    stored = json_file.read(path)
+    stored = reading.json_of(path)
     if not isinstance(stored, dict) or "cells" not in stored or "format" not in stored:
         raise UserError(f"{path} is no baseline; write one with: dflash-bench baseline RUN -o FILE")
     if not isinstance(stored["format"], int) or stored["format"] > FORMAT:

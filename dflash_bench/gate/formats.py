@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from dflash_bench.gate.checks import Check, Outcome
 from dflash_bench.metrics import BASELINE, FIGURES, Cell
-from dflash_bench.tables import aligned, markdown, p_value
+from dflash_bench.tables import aligned, in_markdown, markdown, p_value
 
 COUNTS = ("mismatch", "failed")
 HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pass", "p (Holm)", "why")
@@ -54,8 +54,8 @@ def summary(outcome: Outcome) -> str:
     sign = "❌" if outcome.failures else "✅"
     heads = ["result", *HEADS[1:]]
     table = markdown(heads, [_row(check) for check in outcome.checks], left=4)
-    notes = "".join(f"\n- {note}" for note in outcome.notes)
-    return f"### dflash-bench check {sign}\n\n{headline(outcome)}\n\n{table}\n{notes}\n"
+    notes = "".join(f"\n- {in_markdown(note)}" for note in outcome.notes)
+    return f"### dflash-bench check {sign}\n\n{in_markdown(headline(outcome))}\n\n{table}\n{notes}\n"
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

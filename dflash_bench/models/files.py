@@ -1,4 +1,4 @@
-"""The files of a checkpoint: config.json, and its tensors in whichever of four ways they are stored.
+"""The tensors of a checkpoint, in whichever of four ways they are stored.
 
 Tensors are read whole, or as their headers say: shapes and types on torch's "meta" device, with no memory behind
 them. No file runs code: safetensors holds none, and a pickle is opened with `weights_only`.
@@ -7,6 +7,7 @@ them. No file runs code: safetensors holds none, and a pickle is opened with `we
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 import warnings
@@ -20,10 +21,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_bench import reading
 from dflash_bench.errors import UserError
+from dflash_bench.models.folders import INDEX, WHOLE, read_json
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MOST_TENSORS = 100_000
+"""In one file; every name costs time, and no model has nearly as many."""
 POINTER = b"version https://git-lfs"
 """How the stand-in for a large file begins, where git brought the folder and git-lfs did not."""
 PICKLED, ZIPPED = b"\x80", b"PK"
@@ -39,38 +43,18 @@ def only_maps(name: str) -> bool:
     return name in ("d2t", "t2d")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "config.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"no model in {path.parent}: cannot read {path.name} ({error.strerror})") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON (line {error.lineno})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return config
-
-
 def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
     """All tensors by name, a leading `model.` taken off; those that are not wanted as headers only.
 
     Raises UserError for what is missing or damaged.
     """
-    if (folder / WHOLE).exists():
+    if os.path.lexists(folder / WHOLE):
         stored = _safetensors(folder / WHOLE, wanted)
-    elif (folder / INDEX).exists():
+    elif os.path.lexists(folder / INDEX):
         stored = _shards(folder / INDEX, lambda path: _safetensors(path, wanted))
-    elif (folder / PICKLE).exists():
+    elif os.path.lexists(folder / PICKLE):
         stored = _pickled(folder / PICKLE)
-    elif (folder / PICKLE_INDEX).exists():
+    elif os.path.lexists(folder / PICKLE_INDEX):
         stored = _shards(folder / PICKLE_INDEX, _pickled)
     else:
         raise UserError(f"no weights: {folder / WHOLE} is missing (nor is there {INDEX} or {PICKLE})")
@@ -95,6 +79,8 @@ def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
     _refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
+            if (count := len(file.keys())) > MOST_TENSORS:
+                raise UserError(f"{path} holds {count:,} tensors, more than any model has; copy it again")
             return {name: _tensor(file, name, wanted) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from error
@@ -122,7 +108,7 @@ def _shards(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str,
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(listed.values())):
         path = index.parent / name
-        if Path(name).name != name or not path.exists():
+        if Path(name).name != name or not os.path.isfile(path):
             raise UserError(f"{index} names the file {name}, which is not beside it; copy the checkpoint again")
         held = read(path)
         expected = {tensor for tensor, file in listed.items() if file == name}
@@ -168,6 +154,7 @@ def _refuse_pointer(path: Path) -> None:
 
 
 def _start(path: Path) -> bytes:
+    reading.require_file(path)
     try:
         with path.open("rb") as file:
             return file.read(len(POINTER))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from dflash_bench.errors import UserError
+from dflash_bench.models import folders
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Configuration, weights without code in them, and tokenizers."""
@@ -33,8 +34,7 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Check
     Of a snapshot come FILES; with `pickles`, and only where it has no safetensors, PICKLES; with `code`, modules.
     Raises UserError with the remedy for a folder or id that is not there, and within seconds for a hub that is not.
     """
-    folder = Path(reference).expanduser()
-    if reference and folder.is_dir():
+    if folder := folder_of(reference):
         return Checkpoint(folder, weights_sha256(folder))
     name, _, revision = reference.partition("@")
     if not _ID.fullmatch(name):
@@ -45,7 +45,17 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Check
         if not pickles:
             raise UserError(f"{name} has no safetensors weights, and a target is loaded from no other file")
         snapshot = _snapshot(name, snapshot.name, [*patterns, *PICKLES])
+    folders.require_files(snapshot)
     return Checkpoint(snapshot, f"{name}@{snapshot.name}")
+
+
+def folder_of(reference: str) -> Path | None:
+    """The folder of this name, where there is one. Raises UserError for one whose files cannot be read."""
+    folder = Path(os.path.expanduser(reference))
+    if not reference or not os.path.isdir(folder):
+        return None
+    folders.require_files(folder)
+    return folder
 
 
 def _snapshot(name: str, revision: str, patterns: list[str]) -> Path:
@@ -53,15 +63,15 @@ def _snapshot(name: str, revision: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     # What lies in folders are other forms of the same weights.
-    files: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
+    chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
     # The base of the hub's own errors: whatever the HTTP library, of which there have been several, can raise.
     http_error = cast("type[Exception]", HfHubHTTPError.__bases__[0])
     try:
         commit = HfApi().model_info(name, revision=revision, timeout=ANSWER_WITHIN_S).sha
-        return Path(snapshot_download(name, revision=commit, **files))
+        return Path(snapshot_download(name, revision=commit, **chosen))
     except (http_error, OSError) as error:
         try:
-            return Path(snapshot_download(name, revision=revision, local_files_only=True, **files))
+            return Path(snapshot_download(name, revision=revision, local_files_only=True, **chosen))
         except OSError:
             raise _cannot_get(name, revision, error) from error
 
@@ -94,13 +104,12 @@ def weights_sha256(folder: Path) -> str:
 
 def is_here(reference: str) -> bool:
     """Is it on this disk, weights and all? Nothing is asked of the network, and no library loaded that could."""
-    folder = Path(reference).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(reference))
+    if not os.path.isdir(folder):
         folder = _cached_folder(reference)
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        shards = set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError):
+        shards = set(folders.read_json(folder / folders.INDEX)["weight_map"].values())
+    except (UserError, KeyError, AttributeError, TypeError):
         shards = {path.name for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)}
     return (folder / "config.json").exists() and bool(shards) and all((folder / name).exists() for name in shards)
 

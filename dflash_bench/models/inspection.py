@@ -11,6 +11,7 @@ from dflash_bench.models import formats, pairing, targets
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format
 
+MOST_OF_A_KIND = 3
 LABELS = {
     False: "infill: slot k predicts the token at slot k, slot 0 is idle",
     True: "shift: slot k predicts the token after slot k",
@@ -101,10 +102,13 @@ def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:
 
 def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[str]:
     found = list(formats.problems(form, checkpoint, shape))
-    missing = [name for name in found if name.startswith("missing tensor")]
-    # A file of another kind misses all of them; the first says it.
-    extra = [f"{len(missing) - 3} more missing tensors"] if len(missing) > 3 else []
-    return [name for name in found if name not in missing[3:]] + extra
+    # A file of another kind misses all of them, or has as many that do not belong; the first say it.
+    for kind in ("missing tensor", "surplus tensor"):
+        of_kind = [problem for problem in found if problem.startswith(kind)]
+        if len(of_kind) > MOST_OF_A_KIND:
+            rest = set(of_kind[MOST_OF_A_KIND:])
+            found = [problem for problem in found if problem not in rest] + [f"{len(rest)} more {kind}s"]
+    return found
 
 
 def _layers(config: DraftConfig) -> str:

@@ -94,6 +94,7 @@ def _load_target(folder: Path, device: str, dtype: torch.dtype | str, placement:
     from transformers import AutoModelForCausalLM
 
     _check_code(folder, placement.trust_remote_code)
+    targets.config_of(folder, placement.trust_remote_code)
     options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
     if placement.spread:
         _require_accelerate()
@@ -118,7 +119,21 @@ def _load_target(folder: Path, device: str, dtype: torch.dtype | str, placement:
             f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
             "it belongs to other weights, or they are to be removed"
         )
-    return (_spread(folder, model) if placement.spread else model.to(device)), tokenizer
+    _check_stops(folder, model.generation_config.eos_token_id)
+    return (_spread(folder, model) if placement.spread else _placed(folder, model, device)), tokenizer
+
+
+def _check_stops(folder: Path, stops: object) -> None:
+    for stop in stops if isinstance(stops, list) else [stops]:
+        if stop is not None and type(stop) is not int:
+            raise UserError(f"{folder}: eos_token_id in generation_config.json cannot be {stop!r}; it is a token's id")
+
+
+def _placed(folder: Path, model: Any, device: str) -> Any:
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{folder} does not fit on {device}; use --device-map auto, or a smaller --dtype") from error
 
 
 def _check_code(folder: Path, trusted: bool) -> None:

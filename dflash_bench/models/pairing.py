@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 
@@ -32,12 +33,12 @@ def vocabulary_in(folder: Path) -> dict[str, int]:
     """Token to id, from tokenizer.json or else vocab.json; none where neither is there. UserError for a damaged one."""
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
-        if not path.exists():
+        if not os.path.lexists(path):
             continue
+        content = reading.json_of(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
             return _tokens(content) if name == "tokenizer.json" else {str(t): int(i) for t, i in content.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a vocabulary ({error}); copy it again, or remove it") from error
     return {}
 

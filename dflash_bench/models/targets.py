@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from dflash_bench import presets
 from dflash_bench.errors import UserError
 from dflash_bench.models import files, hub, pairing
+from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 UNREADABLE = (
-    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError,
+    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
+    AssertionError, StrictDataclassError,
 )  # fmt: skip
 """All that transformers raises for a folder whose files make no sense."""
 
@@ -28,22 +31,26 @@ def find_draft(reference: str) -> Path:
     if reference in presets.table():
         drafts = presets.table()[reference].drafts.values()
         raise UserError(f"{reference} is a model and not a draft; its drafts are {', '.join(drafts)}")
-    folder = Path(reference).expanduser()
-    return folder if folder.is_dir() else hub.fetch(reference, pickles=True).folder
+    return hub.folder_of(reference) or hub.fetch(reference, pickles=True).folder
 
 
 def find_target(name: str) -> Path:
     """A folder that holds a model, a hub id, or the target of what `--model` knows."""
-    folder = Path(name)
-    if (folder / "config.json").exists():
+    folder = hub.folder_of(name)
+    if folder and os.path.lexists(folder / "config.json"):
         return folder
-    is_hub_id = "/" in name and not folder.exists()
+    is_hub_id = "/" in name and folder is None
     return hub.fetch(name if is_hub_id else presets.preset(name).target).folder
 
 
 def name_of(name: str) -> str:
     """Of the target that `find_target` takes this for."""
     return presets.name(presets.table()[name].target if name in presets.table() else name)
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Is it what a damaged file brings about, and not a bug? tokenizers, which is Rust, raises bare Exceptions."""
+    return isinstance(error, UNREADABLE) or type(error) is Exception
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -53,7 +60,9 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     pairing.vocabulary_in(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except UNREADABLE as error:
+    except Exception as error:
+        if not is_unreadable(error):
+            raise
         raise cannot_load(folder, error) from error
     if set(tokenizer.encode("a", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
         raise UserError(f"{folder} has no tokenizer that reads text; copy its tokenizer files from where it came from")
@@ -67,19 +76,27 @@ def cannot_load(folder: Path, error: Exception) -> UserError:
     return UserError(f"cannot load a causal language model from {folder}: {reason or type(error).__name__}")
 
 
-def shape_of(folder: Path) -> TargetShape:
-    """The embedding's own rows where weights are there: they may be more than the config's vocabulary."""
+def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Of the target's text model. Raises UserError where it describes none."""
     from transformers import AutoConfig
 
-    files.read_config(folder)
+    read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder).get_text_config()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
         sizes = {name: getattr(config, name) for name in SIZES}
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
+    if (length := getattr(config, "max_position_embeddings", None)) is not None:
+        sizes["max_position_embeddings"] = length
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise UserError(f"{folder} is no target: {name} in its config.json cannot be {size!r}")
+    return config
+
+
+def shape_of(folder: Path) -> TargetShape:
+    """The embedding's own rows where weights are there: they may be more than the config's vocabulary."""
+    config = config_of(folder)
     stored = _stored(folder, headers_only=True)
     rows = stored[EMBEDDING].shape[0] if EMBEDDING in stored else config.vocab_size
     return TargetShape(config.hidden_size, rows, config.num_hidden_layers)

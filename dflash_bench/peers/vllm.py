@@ -9,7 +9,7 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-from dflash_bench import json_file
+from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 FORMULAS = {
@@ -37,7 +37,7 @@ class Served:
 
 def read(path: Path) -> Served:
     """Raises UserError for a file that is no such result, and names the key of a value that is no number."""
-    found = json_file.read(path)
+    found = reading.json_of(path)
     if not isinstance(found, dict) or "output_throughput" not in found or "completed" not in found:
         raise UserError(f"{path} is no result of vllm bench serve (no output_throughput, no completed)")
     completed, failed, concurrency = (_count(path, found, key) for key in ("completed", "failed", "max_concurrency"))

@@ -20,6 +20,7 @@ from dflash_bench.plots.style import (
     name_axes,
     panels,
 )
+from dflash_bench.text import visible
 
 MOST_POINTS = 400
 MOST_LABELS = 16
@@ -48,7 +49,7 @@ def speedup(material: Material) -> Any:
                 axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_xticks(range(len(shown)), shown, rotation=0 if len(shown) <= 5 else 20)
+    axes.set_xticks(range(len(shown)), list(map(visible, shown)), rotation=0 if len(shown) <= 5 else 20)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
     axes.set_ylabel("speedup.decode")
@@ -101,7 +102,7 @@ def rounds(material: Material) -> Any:
     if not cells:
         raise NothingToPlotError("the backend does not show what a round spends its time on")
     figure, axes = _one(0.7 + 0.34 * len(cells))
-    labels = [f"{cell.suite}  {cell.method}" for cell in cells]
+    labels = [visible(f"{cell.suite}  {cell.method}") for cell in cells]
     left = np.zeros(len(cells))
     hatches = {"draft": "///", "verify": "", "other": ""}
     for name, colour in PARTS.items():

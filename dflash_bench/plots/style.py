@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_bench.metrics import BASELINE
 from dflash_bench.stats import Interval
+from dflash_bench.text import visible
 
 INK, MUTED, GRID, PAPER = "#1b2530", "#5a6877", "#dde3ea", "#ffffff"
 PLAIN = "#7d8792"
@@ -37,7 +38,7 @@ SETTINGS = {
     "legend.handlelength": 1.6, "legend.columnspacing": 1.4, "lines.linewidth": 1.8, "lines.markersize": 5,
     "svg.fonttype": "none", "svg.hashsalt": "dflash-bench", "text.color": INK, "xtick.color": MUTED,
     "xtick.labelcolor": INK, "ytick.color": MUTED, "ytick.labelcolor": INK, "xtick.labelsize": 10.5,
-    "ytick.labelsize": 10.5,
+    "ytick.labelsize": 10.5, "text.parse_math": False,
 }  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def panels(names: Sequence[str], height: float, **shared: Any) -> tuple[Any, dic
     axes_of = dict(zip(shown, made.flat, strict=False))
     if len(names) > 1:
         for name, axes in axes_of.items():
-            axes.set_title(name)
+            axes.set_title(visible(name))
     for axes in axes_of.values():
         axes.tick_params(labelbottom=True)
     return figure, axes_of
@@ -93,6 +94,8 @@ def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "",
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
+    for handle in handles:
+        handle.set_label(visible(handle.get_label()))
     labels = [len(handle.get_label()) for handle in handles]
     across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
     legend = figure.legend(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dflash_bench.findings import Finding
 from dflash_bench.metrics import Cell
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column
+from dflash_bench.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -38,15 +39,17 @@ def table(cells: Sequence[Cell], columns: Sequence[Column], title: str = "") -> 
     for column in columns:
         made.add_column(column.head, justify=column.justify, vertical="bottom", overflow="fold")
     for suite, members in groupby(cells, key=lambda cell: cell.suite):
-        made.add_row(suite)
+        made.add_row(visible(suite))
         for cell in members:
-            made.add_row(f"  {cell.method}", *(column.text(cell) for column in columns))
+            made.add_row(f"  {visible(cell.method)}", *(column.text(cell) for column in columns))
     return made
 
 
 def text(cells: Sequence[Cell], findings: Sequence[Finding], width: int = 100) -> str:
     """What `render` shows, without a terminal."""
-    console = import_module("rich.console").Console(width=width, color_system=None, highlight=False)
+    console = import_module("rich.console").Console(
+        width=width, color_system=None, highlight=False, markup=False, emoji=False
+    )
     with console.capture() as captured:
         console.print(render(cells, findings))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"

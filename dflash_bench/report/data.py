@@ -13,6 +13,7 @@ from dflash_bench.document import Document
 from dflash_bench.findings import Finding
 from dflash_bench.metrics import FIGURES, FORMULAS, Cell
 from dflash_bench.stats import Interval
+from dflash_bench.text import visible
 
 JSON_FIELDS = (
     "suite",
@@ -92,7 +93,17 @@ def _csv_row(cell: Cell, shown: Sequence[str]) -> list[Any]:
     tallies = [part for name in TALLIES for part in getattr(cell, name) or ("", "")]
     bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in shown]
     figures = [bound for each in bounds for bound in (each.value, each.low, each.high)]
-    return [cell.suite, cell.method, *(getattr(cell, name) for name in COUNTS), *tallies, *map(_csv_value, figures)]
+    return [
+        *map(_csv_text, (cell.suite, cell.method)),
+        *(getattr(cell, name) for name in COUNTS),
+        *tallies,
+        *map(_csv_value, figures),
+    ]
+
+
+def _csv_text(text: str) -> str:
+    """Not what a spreadsheet would take for a formula: those begin with one of these, and run."""
+    return f"'{visible(text)}" if text.lstrip().startswith(("=", "+", "-", "@")) else visible(text)
 
 
 def _csv_value(value: float | None) -> float | str:

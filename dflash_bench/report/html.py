@@ -7,12 +7,12 @@ JSON and is only ever set as text. A content security policy names the script by
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from html import escape
 from itertools import groupby
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from dflash_bench.report import answers
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
 from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.tables import number
+from dflash_bench.text import visible
 
 MOST_ANSWERS = 300
 SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
@@ -47,6 +48,10 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
         path.write_text(page(document, figures, shown), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def escape(text: str) -> str:
+    return html.escape(visible(text, keep="\n\t"))
 
 
 def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answers.Answers) -> str:

@@ -10,6 +10,7 @@ from dflash_bench import environment, tables
 from dflash_bench.findings import Finding
 from dflash_bench.metrics import Cell
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
+from dflash_bench.text import visible
 
 IN_LATEX = ("prompts", "al.pooled", "tps.decode", "speedup.decode [95 %]", "exact", "passed %")
 """Heads of the columns that a paper has room for."""
@@ -25,15 +26,16 @@ def markdown(
     """`info` as in `run.json`, with its `command` and `environment`."""
     suites = ", ".join(dict.fromkeys(cell.suite for cell in cells))
     parts = [
-        f"# {suites}",
+        f"# {tables.in_markdown(suites)}",
         *(f"**{note}**" for note in notes),
-        f"```\n{info['command']}\n```",
+        f"```\n{visible(info['command'])}\n```",
         f"{environment.one_line(info['environment'])}.",
         _markdown_table(cells, RESULTS),
         "Per round:",
         _markdown_table(cells, ROUNDS),
         "## Findings",
-        "\n".join(f"- {finding.text}. Remedy: {finding.remedy}." for finding in findings) or "None.",
+        "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)
+        or "None.",
         "## Formulas",
         INTERVALS,
         "\n".join(f"- `{name}`: {formula}" for name, formula in formulas(*RESULTS, *ROUNDS).items()),
@@ -54,7 +56,7 @@ def latex(info: Mapping[str, Any], cells: Sequence[Cell], notes: Sequence[str] =
     caption = [*notes, f"{environment.one_line(info['environment'])}.", INTERVALS]
     caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]
     lines = [
-        "% " + " ".join(info["command"].splitlines()),
+        f"% {visible(' '.join(info['command'].splitlines()))}",
         r"\begin{table}",
         r"\centering\small",
         rf"\begin{{tabular}}{{ll{'r' * len(columns)}}}",
@@ -86,4 +88,4 @@ def _latex_formulas(columns: Sequence[Column]) -> list[str]:
 
 
 def latex_escaped(text: str) -> str:
-    return "".join(LATEX_SPECIAL.get(letter, letter) for letter in text)
+    return "".join(LATEX_SPECIAL.get(letter, letter) for letter in visible(text))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 NANO = Path(__file__).parent.parent / "nano" / "target"
@@ -21,17 +21,22 @@ def load(info: Mapping[str, Any], given: Path | None) -> Any | None:
         raise UserError(f"{given} holds no tokenizer.json")
     candidates = _places(given) if given else _known(info)
     path = next((path for path in candidates if path.is_file()), None)
-    return None if path is None else import_module("tokenizers").Tokenizer.from_str(_text(path))
+    return None if path is None else _tokenizer(path)
 
 
-def _text(path: Path) -> str:
+def _tokenizer(path: Path) -> Any:
+    text = reading.text_of(path)
+    match reading.parse_json(str(path), text):
+        case {"model": dict()}:
+            pass
+        case _:
+            raise UserError(f"cannot read {path}: no tokenizer (it holds no model)")
     try:
-        text = path.read_text(encoding="utf-8")
-        if not isinstance(json.loads(text)["model"], dict):
-            raise TypeError("its model is no object")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return import_module("tokenizers").Tokenizer.from_str(text)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers, which is Rust, raises nothing more exact
+            raise
         raise UserError(f"cannot read {path}: no tokenizer ({error})") from error
-    return text
 
 
 def _places(folder: Path) -> list[Path]:

@@ -7,13 +7,13 @@ around its answer (prose, fences, units, several boxes) is dealt with here and n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from pathlib import Path
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
 from dflash_bench.sandbox import CageError, isolation
 from dflash_bench.scoring import code, formulas, numbers
-from dflash_bench.scoring.answers import Score, require_module
+from dflash_bench.scoring.answers import Score, reference, require_module
 
 Scorer = Callable[[Prompt, str], Score]
 
@@ -33,10 +33,16 @@ def require(names: Collection[str]) -> None:
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
-    """Raises UserError for a reference that no answer could equal."""
-    if name in NUMBER_SCORERS:
-        for prompt in prompts:
+    """Raises UserError for a prompt without what its answers are held against, or with what none could equal."""
+    for prompt in prompts:
+        if name in NUMBER_SCORERS:
             numbers.right_number(prompt)
+        elif name in _TEXT_SCORERS:
+            reference(prompt)
+        for column, kind in COLUMNS.get(name, {}).items():
+            if not isinstance(prompt.row.get(column), kind):
+                where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
+                raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} runs")
 
 
 def score(name: str, prompt: Prompt, text: str) -> Score:
@@ -62,32 +68,18 @@ SCORERS: dict[str, Scorer] = {
 }
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
 """They run what the model wrote."""
+COLUMNS: dict[str, dict[str, type]] = {
+    "humaneval": {"prompt": str, "entry_point": str, "test": str},
+    "mbpp": {"test_list": list, "test_imports": list},
+}
+"""What they read of a prompt's row."""
+METRIC = str(Path(__file__).parent / "metric.py")
+"""For `evaluate.load`, with the name of a scorer of text."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 """They compare by value."""
 
 
-def as_metric(name: str) -> Any:
-    """A scorer of text as an `evaluate.Metric`: compute(predictions, references) gives its accuracy."""
+def require_text_scorer(name: str) -> None:
+    """Raises UserError for a scorer that needs more than an answer and a reference."""
     if name not in _TEXT_SCORERS:
         raise unknown("metric", name, list(_TEXT_SCORERS))
-    require_module("evaluate")
-    import datasets
-    import evaluate
-
-    string = datasets.Value("string")
-    info = evaluate.MetricInfo(
-        description=f"Fraction of answers that dflash-bench's scorer {name} finds right.",
-        citation="",
-        features=datasets.Features({"predictions": string, "references": string}),
-    )
-
-    class Accuracy(evaluate.Metric):  # type: ignore[misc]
-        def _info(self) -> Any:
-            return info
-
-        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-            pairs = zip(predictions, references, strict=True)
-            scores = [score(name, Prompt(name, "", (), reference=right), text) for text, right in pairs]
-            return {"accuracy": sum(one.passed is True for one in scores) / len(scores)}
-
-    return Accuracy(keep_in_memory=True)

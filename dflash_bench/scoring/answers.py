@@ -37,10 +37,10 @@ def last_box(text: str) -> str | None:
 def reference(prompt: Prompt) -> str:
     if prompt.reference is None:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
-        raise UserError(f"{where} has no reference to compare with; set `reference` in the suite's file")
+        raise UserError(f"{where} has no reference to compare with; write it, or leave it unscored")
     return prompt.reference
 
 
 def require_module(module: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"{module} is not installed; run: pip install 'dflash-bench[eval]'")
+        raise UserError(f"{module} is not installed; run: pip install {module.replace('_', '-')}")

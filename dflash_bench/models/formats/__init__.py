@@ -15,7 +15,7 @@ import torch
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import files
 from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.models.files import read_config
+from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import checks, fields
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftModel, Format, TargetShape
 from dflash_bench.models.formats.detect import FORMATS, detect

@@ -1,0 +1,49 @@
+"""What every command refuses before it begins: options that say nothing, or two things; and how `run` shows its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer import Context
+from typer.core import TyperCommand, TyperOption
+
+from dflash_bench.errors import UserError
+
+
+class Command(TyperCommand):
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        typed, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        if any(param.name == "help" for param in given):
+            return super().parse_args(ctx, args)
+        for param in given:
+            _refuse_repeated(param, given.count(param))
+            _refuse_empty(param, typed[str(param.name)])
+        return super().parse_args(ctx, args)
+
+
+def _name(param: Any) -> str:
+    """As the help has it: --limit, RUN."""
+    return str(param.opts[0] if isinstance(param, TyperOption) else param.metavar or param.name)
+
+
+def _refuse_repeated(param: Any, times: int) -> None:
+    if isinstance(param, TyperOption) and times > 1 and not param.multiple:
+        raise UserError(f"{_name(param)} is given {times} times and takes one value; give it once")
+
+
+def _refuse_empty(param: Any, typed: object) -> None:
+    if "" in (typed if isinstance(typed, list | tuple) else [typed]):
+        raise UserError(f"{_name(param)} is empty; leave it out, or give it a value")
+
+
+class GroupedHelp(Command):
+    """Options under the heading that `rich_help_panel` gives; typer itself does that only with rich, which is slow."""
+
+    def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)

@@ -1,0 +1,16 @@
+"""Where two values that were read from JSON differ, for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+def differences(then: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Key by key: "temperature was 0.0, now 1.0"."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted(then.keys() | now.keys()):
+            yield from differences(then.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif then != now:
+        yield f"{path} was {json.dumps(then)}, now {json.dumps(now)}"

@@ -1,0 +1,110 @@
+"""Files that somebody else made, read whole as text, JSON or TOML: UserError, and no wait, for what is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.errors import UserError
+
+MOST_NESTED = 100
+"""Levels of JSON: more than any file of ours or of a publisher has, and what every reader and writer of it can hold."""
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""The escape of a surrogate: half of a character, unless the other half follows."""
+KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def require_file(path: Path) -> None:
+    """Raises UserError for what is not there, and for what is no file: opening a pipe waits for whoever writes it."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error) from error
+    for is_kind, name in KINDS:
+        if is_kind(mode):
+            raise UserError(f"cannot read {path}: it is {name} and not a file")
+
+
+def text_of(path: Path) -> str:
+    require_file(path)
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: not UTF-8 (byte {error.start})") from error
+
+
+def json_of(path: Path) -> Any:
+    return parse_json(str(path), text_of(path))
+
+
+def parse_json(where: str, text: str) -> Any:
+    """`where` is what the message of a UserError begins with."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if "\n" in text else ""
+        raise UserError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno})") from error
+    except RecursionError as error:
+        raise _nested(where) from error
+    except ValueError as error:  # Python converts no text of more than a few thousand digits
+        raise UserError(f"{where}: a number in its JSON has too many digits") from error
+    _refuse_nested(where, value)
+    _refuse_halves(where, text, value)
+    return value
+
+
+def _refuse_nested(where: str, value: Any) -> None:
+    """What is hardly shallow enough for Python to read is too deep for those who work on it."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [inner for held in level if isinstance(held, dict | list) for inner in _inside(held)]
+        if not level:
+            return
+    raise _nested(where)
+
+
+def _refuse_halves(where: str, text: str, value: Any) -> None:
+    """Half of a character can be written as an escape, and never be stored or shown."""
+    if _HALF.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise UserError(f"{where}: it holds half of a character, {half!a}") from error
+
+
+def _inside(held: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    values = held.values() if isinstance(held, dict) else held
+    return (value for value in values if isinstance(value, dict | list))
+
+
+def _nested(where: str) -> UserError:
+    return UserError(f"{where}: nested more than {MOST_NESTED} deep")
+
+
+def toml_of(path: Path) -> dict[str, Any]:
+    text = text_of(path)
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise _nested(str(path)) from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid TOML ({error})") from error
+
+
+def cannot_read(path: Path, error: OSError | ValueError) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return UserError(f"cannot read {path}: {reason}")

@@ -1,0 +1,178 @@
+"""A user's own prompts: the forms they come in, the files of other benchmarks as they are, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench import prompts
+from dflash_bench.errors import UserError
+from dflash_bench.records import Message
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        prompts.load(path, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def own(folder: Path, *rows: object) -> Path:
+    path = folder / "mine.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Why {x}?"},
+    ]
+    path = own(tmp_path, {"prompt": "Hi"}, {"turns": ["Hi", "Why?"], "id": "t"}, {"messages": talk, "category": "c"})
+    loaded = prompts.load(path)
+    assert [(prompt.prompt_id, prompt.turns, prompt.category) for prompt in loaded.prompts] == [
+        ("0", ("Hi",), None),
+        ("t", ("Hi", "Why?"), None),
+        ("2", ("Why {x}?",), "c"),
+    ]
+    assert loaded.prompts[2].opening == tuple(Message(**message) for message in talk[:-1])
+    assert (loaded.suite.name, loaded.suite.scorer, loaded.suite.version) == ("prompts", "none", 1)
+    assert len(prompts.load(path, limit=2).prompts) == 2
+
+
+MESSAGES = "a list of {role, content} that ends with role user; roles: system, user, assistant"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "Hi"}, "needs one of prompt, turns, messages; has none"),
+        ({"prompt": "Hi", "turns": ["Hi"]}, "needs one of prompt, turns, messages; has prompt and turns"),
+        ({"prompt": ["Hi", 1]}, "prompt must be a string, or a list of strings, one a turn"),
+        ({"turns": "Hi"}, "turns must be a list of strings"),
+        ({"messages": []}, f"messages must be {MESSAGES}"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, f"messages must be {MESSAGES}"),
+        (
+            {"messages": [{"role": "tool", "content": ""}, {"role": "user", "content": ""}]},
+            f"messages must be {MESSAGES}",
+        ),
+        ({"messages": [{"role": "user"}]}, f"messages must be {MESSAGES}"),
+        ({"prompt": " "}, "a prompt needs at least one turn, and no turn may be blank"),
+        ({"prompt": "Hi", "id": 1.5}, "'id' must be a string or an integer, not float"),
+    ],
+)
+def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(tmp_path: Path, row: object, message: str) -> None:
+    path = own(tmp_path, {"prompt": "Hi"}, row)
+    assert refusal(path) == f"{path} line 2: {message}"
+
+
+def test_a_prompts_file_that_is_missing_empty_or_repeats_an_id_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    assert refusal(path) == f"cannot read {path}: No such file or directory"
+    assert refusal(own(tmp_path)) == f"file {path}: no rows for suite 'prompts'"
+    twice = own(tmp_path, {"prompt": "Hi", "id": 1}, {"prompt": "Why?"})
+    assert refusal(twice) == f"file {path}: rows 1 and 2 share the id '1'"
+
+
+# What is out there
+
+BENCHMARKS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "Spec-Bench and EAGLE": (
+        {"question_id": 101, "category": "math", "turns": ["1 + 1?", "And 3 more?"], "reference": ["2", "5"]},
+        ("101", "math", ("1 + 1?", "And 3 more?"), "5"),
+    ),
+    "without a reference": (
+        {"question_id": 81, "category": "writing", "turns": ["Write."]},
+        ("81", "writing", ("Write.",), None),
+    ),
+    "MT-Bench on the hub": (
+        {"category": "roleplay", "prompt": ["Be.", "Go on."], "reference": [], "prompt_id": 3},
+        ("3", "roleplay", ("Be.", "Go on."), None),
+    ),
+    "HumanEval": ({"task_id": "HumanEval/0", "prompt": "def f():"}, ("HumanEval/0", None, ("def f():",), None)),
+    "a reference for both turns": (
+        {"id": "a", "question_id": 2, "turns": ["1?", "2?"], "reference": ["only"]},
+        ("a", None, ("1?", "2?"), "only"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_files_of_other_benchmarks_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    row, expected = BENCHMARKS[name]
+    loaded = prompts.load(own(tmp_path, row))
+    (prompt,) = loaded.prompts
+    assert (prompt.prompt_id, prompt.category, prompt.turns, prompt.reference) == expected
+    assert loaded.notes == ()
+
+
+def test_keys_that_nothing_reads_are_named_once_and_a_slip_is_told(tmp_path: Path) -> None:
+    path = own(tmp_path, {"prompt": "a", "refernce": "1", "source": "x"}, {"prompt": "b", "source": "y", "level": 2})
+    known = "prompt, turns, messages, id, question_id, task_id, prompt_id, category, reference"
+    told = f"{path}: nothing reads refernce, source, level (known: {known}) did you mean reference by refernce?"
+    assert prompts.load(path).notes == (told,)
+
+
+def test_what_a_scorer_reads_is_not_unread(tmp_path: Path) -> None:
+    path = own(tmp_path, {"prompt": "def f():", "test": "assert f()", "entry_point": "f"})
+    assert prompts.load(path, scorer="humaneval", columns=("prompt", "entry_point", "test")).notes == ()
+
+
+def test_a_list_of_references_has_one_a_turn_where_they_are_scored(tmp_path: Path) -> None:
+    path = own(tmp_path, {"turns": ["1?"], "reference": ["1", "one"]})
+    assert prompts.load(path).prompts[0].reference is None
+    expected = f"{path} line 1: 'reference' lists 2 texts for 1 turns; give one a turn"
+    assert refusal(path, scorer="math") == expected
+
+
+NAMES = {
+    "a newline": "a\nb",
+    "an escape sequence": "\x1b[31mred",
+    "a mark that turns the text around": "a\u202eb",
+    "nothing that is seen": " ",
+    "more than a table can hold": "9" * 201,
+}
+
+
+@pytest.mark.parametrize("key", ["id", "question_id", "task_id", "category"])
+@pytest.mark.parametrize("what", NAMES)
+def test_a_name_that_cannot_be_shown_is_refused(key: str, what: str, tmp_path: Path) -> None:
+    told = refusal(own(tmp_path, {"prompt": "Hi", key: NAMES[what]}))
+    assert told.startswith(f"{tmp_path / 'mine.jsonl'} line 1: '{key}' must be a name of 1 to 200 characters that can")
+    assert told.isprintable() and len(told) < 300
+
+
+def test_markup_and_formulas_are_names_like_any_other(tmp_path: Path) -> None:
+    names = ["[/]", "[bold]", "=1+1", "$x_1$", "a|b", "<b>", "`code`", "日本"]
+    path = own(tmp_path, *({"prompt": "Hi", "id": name, "category": name} for name in names))
+    assert [prompt.category for prompt in prompts.load(path).prompts] == names
+
+
+@pytest.mark.parametrize("key", ["prompt", "id", "category", "reference", "note"])
+def test_half_a_character_is_refused_wherever_it_is(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi"} | {key: "a \ud83d b"}))
+    assert refusal(path).startswith(f"{path} line 1: holds half a character, \\ud83d, which is in no text")
+
+
+LONG = {
+    "an id of 10,000 digits": (
+        f'{{"prompt": "Hi", "id": {"9" * 10_000}}}',
+        "a number in its JSON has too many digits",
+    ),
+    "lists in lists": (f'{{"prompt": "Hi", "x": {"[" * 120 + "]" * 120}}}', "nested more than 100 deep"),
+    "very many of them": ("[" * 100_000, "nested more than 100 deep"),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_json_that_python_cannot_hold_is_refused(what: str, tmp_path: Path) -> None:
+    text, message = LONG[what]
+    path = tmp_path / "mine.jsonl"
+    path.write_text(text)
+    assert refusal(path) == f"{path} line 1: {message}"
