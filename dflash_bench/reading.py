@@ -47,7 +47,7 @@ def text_of(path: Path) -> str:
 
 
 def json_of(path: Path) -> Any:
-    return parse_json(str(path), text_of(path))
+    return parse_json(f"cannot read {path}", text_of(path))
 
 
 def parse_json(where: str, text: str) -> Any:

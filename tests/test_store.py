@@ -378,7 +378,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         assert refusal(store.load, tmp_path) == f"cannot read {path}: not written by dflash-bench run"
     path.write_text('{"identity": ')
-    assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: Expecting value")
+    assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: not valid JSON (Expecting value")
     path.write_bytes(b"\xff")
     assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: ")
 
