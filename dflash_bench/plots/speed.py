@@ -49,7 +49,8 @@ def speedup(material: Material) -> Any:
                 axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_xticks(range(len(shown)), list(map(visible, shown)), rotation=0 if len(shown) <= 5 else 20)
+    below = [material.label(suite).replace(" (", "\n(", 1) for suite in shown]
+    axes.set_xticks(range(len(shown)), below, rotation=0 if len(shown) <= 5 else 20)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
     axes.set_ylabel("speedup.decode")
@@ -102,7 +103,7 @@ def rounds(material: Material) -> Any:
     if not cells:
         raise NothingToPlotError("the backend does not show what a round spends its time on")
     figure, axes = _one(0.7 + 0.34 * len(cells))
-    labels = [visible(f"{cell.suite}  {cell.method}") for cell in cells]
+    labels = [f"{cell.label}  {visible(cell.method)}" for cell in cells]
     left = np.zeros(len(cells))
     hatches = {"draft": "///", "verify": "", "other": ""}
     for name, colour in PARTS.items():
@@ -126,7 +127,7 @@ def prompts(material: Material) -> Any:
     shown = [suite for suite in material.suites if any(len(points.get((suite, m), ())) for m in material.drafting)]
     if not shown:
         raise NothingToPlotError("no prompt was answered both plainly and by a method")
-    figure, axes_of = panels(shown, 2.9, sharex=True, sharey=True)
+    figure, axes_of = panels(shown, 2.9, material.label, sharex=True, sharey=True)
     for suite, axes in axes_of.items():
         for method in material.drafting:
             found = points.get((suite, method), np.zeros((0, 2)))
