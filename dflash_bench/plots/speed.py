@@ -103,7 +103,12 @@ def rounds(material: Material) -> Any:
     if not cells:
         raise NothingToPlotError("the backend does not show what a round spends its time on")
     figure, axes = _one(0.7 + 0.34 * len(cells))
-    labels = [f"{cell.label}  {visible(cell.method)}" for cell in cells]
+    # A suite's name once: with its source it is long.
+    suites = [cell.suite for cell in cells]
+    labels = [
+        visible(cell.method) if cell.suite in suites[:at] else f"{cell.label}  {visible(cell.method)}"
+        for at, cell in enumerate(cells)
+    ]
     left = np.zeros(len(cells))
     hatches = {"draft": "///", "verify": "", "other": ""}
     for name, colour in PARTS.items():
@@ -152,16 +157,19 @@ def _per_token(cell: Cell) -> Any:
 
 
 def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
-    """Draws those that end inside the axes, and says which."""
+    """Draws those that cross the axes, up to the fastest prompt, and says which."""
     plain, own = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
     left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
-    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and 0.97 * right / times < top]
+    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and top * times > 1.05 * left]
     for axes in all_axes:
         axes.set_xlim(left, right)
         axes.set_ylim(0, top)
         for times in drawn:
-            axes.plot([0, right], [0, right / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(f"{times}×", (right, right / times), (2, 0), textcoords="offset points", fontsize=9.5,
-                          color=MUTED, va="center", annotation_clip=False)  # fmt: skip
+            end = min(right, top * times)
+            leaves_above = end < right
+            axes.plot([0, end], [0, end / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.annotate(f"{times}×", (end, end / times), (3, -5) if leaves_above else (2, 0), fontsize=9.5,
+                          textcoords="offset points", color=MUTED, va="top" if leaves_above else "center",
+                          annotation_clip=False)  # fmt: skip
     return drawn

@@ -24,7 +24,7 @@ from dflash_bench.findings import Finding
 from dflash_bench.findings.badges import Badge
 from dflash_bench.metrics import Cell
 from dflash_bench.report import answers
-from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas
+from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.tables import number
 from dflash_bench.text import visible
@@ -71,6 +71,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answ
         "lead": "".join(f"<p>{escape(text)}</p>" for text in sentences(document)),
         "tiles": "".join(_tile(document, method) for method in document.methods),
         "results": _table(document, RESULTS),
+        "legend": "".join(f"<p>{escape(line)}</p>" for line in legend(document.cells, document.findings)),
         "rounds": _table(document, ROUNDS),
         "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
@@ -106,14 +107,17 @@ def _tile(document: Document, method: str) -> str:
     value = f"{speedup.value:.2f}<small>×</small>" if speedup else "n/a"
     at = document.methods.index(method) % 7
     lines = "".join(f"<span>{escape(row)}</span>" for row in rows if row)
-    weak = _pills(document.badges(method))
+    weak = _pills(document.badges(method), in_words=True)
     head = f"<h3>{escape(method)}</h3><b>{value}</b>{weak}"
     return f'<div class="tile" style="--own: var(--series-{at})">{head}{lines}</div>'
 
 
-def _pills(badges: Sequence[Badge]) -> str:
-    """Told in words; what they mean stands in the title, and below the table."""
-    pills = (f'<i class="badge" title="{escape(each.meaning)}">{escape(each.name)}</i>' for each in badges)
+def _pills(badges: Sequence[Badge], *, in_words: bool) -> str:
+    """In words where there is room, else as marks that are explained below the table."""
+    pills = (
+        f'<i class="badge" title="{escape(each.meaning)}">{escape(each.name if in_words else each.mark)}</i>'
+        for each in badges
+    )
     return f'<span class="badges">{"".join(pills)}</span>' if badges else ""
 
 
@@ -130,7 +134,7 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
 
 def _table_row(cell: Cell, columns: Sequence[Column], findings: Sequence[Finding]) -> str:
     figures = "".join(
-        f"<td{_spare(column)}>{escape(column.text(cell))}{_pills(badges_of(column, cell, findings))}</td>"
+        f"<td{_spare(column)}>{_pills(badges_of(column, cell, findings), in_words=False)}{escape(column.text(cell))}</td>"
         for column in columns
     )
     return f"<tr><th>{escape(cell.method)}</th>{figures}</tr>"

@@ -18,7 +18,9 @@ def sentences(document: Document) -> list[str]:
     """The headline; a method that cannot be compared is not in it."""
     found = [(method, *over_all(document.cells, method)) for method in document.methods]
     faster = [
-        f"{method} {with_badges(document, method, speedup)} times as fast" for method, speedup, _ in found if speedup
+        f"{method} {with_interval(speedup)} times as fast{_weak(document, method)}"
+        for method, speedup, _ in found
+        if speedup
     ]
     longer = [f"{method} {number(al)} tokens" for method, _, al in found if al]
     exact, passed = tally(document, "exact"), tally(document, "passed")
@@ -32,7 +34,7 @@ def sentences(document: Document) -> list[str]:
     elif exact:
         told.append(f"{exact[1] - exact[0]:,} of {exact[1]:,} answers compared are not the plain output.")
     if passed:
-        told.append(f"{100 * passed[0] / passed[1]:.1f} % of the drafted answers are right.")
+        told.append(f"{100 * passed[0] / passed[1]:.1f} % of what the drafting methods answered is right.")
     return told
 
 
@@ -45,6 +47,11 @@ def speedups(document: Document, is_known: bool) -> str:
     if bare and not is_known:
         return f"no answers of plain decoding in {labels.listed(bare)}"
     return f"speedup.decode{over_suites(document)}"
+
+
+def _weak(document: Document, method: str) -> str:
+    names = ", ".join(badge.name for badge in document.badges(method))
+    return f" ({names})" if names else ""
 
 
 def with_badges(document: Document, method: str, speedup: Interval | None) -> str:
