@@ -134,7 +134,8 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
 
 def _table_row(cell: Cell, columns: Sequence[Column], findings: Sequence[Finding]) -> str:
     figures = "".join(
-        f"<td{_spare(column)}>{_pills(badges_of(column, cell, findings), in_words=False)}{escape(column.text(cell))}</td>"
+        f"<td{_spare(column)}>{_pills(badges_of(column, cell, findings), in_words=False)}"
+        f"{escape(column.text(cell))}</td>"
         for column in columns
     )
     return f"<tr><th>{escape(cell.method)}</th>{figures}</tr>"
