@@ -61,6 +61,7 @@ def run(tmp_path: Path) -> Path:
         ["compare", "run", "--compat", "zlab"],
         ["compare", "run", "--by", "output-position"],
         ["compare", "run", "--against", "paper:qwen3-8b"],
+        ["check", "run"],
     ],
     ids=" ".join,
 )
@@ -88,6 +89,13 @@ def test_programs_read_the_bare_name_and_the_whole_source(run: Path, main: Main)
     compared = json.loads(main("compare", "run", "--json")[1])
     assert (compared["cells"][0]["suite"], compared["cells"][0]["source"]) == ("gsm8k", FOLDER)
     assert (compared["changes"][0]["suite"], compared["changes"][0]["sources"]) == ("gsm8k", [FOLDER, FOLDER])
+
+
+def test_what_a_build_reads_of_a_check_keeps_the_bare_name(run: Path, main: Main) -> None:
+    shown = json.loads(main("check", "run", "--json", "--junit", "check.xml", "--summary", "check.md")[1])
+    assert {(check["suite"], check["source"]) for check in shown["checks"]} == {("gsm8k", FOLDER)}
+    assert 'classname="dflash-bench.gsm8k.dflash"' in Path("check.xml").read_text()
+    assert "| gsm8k (folder data) |" in Path("check.md").read_text()
 
 
 def test_a_run_that_does_not_say_where_its_prompts_came_from_is_shown_all_the_same(tmp_path: Path, main: Main) -> None:
