@@ -288,9 +288,7 @@ def test_compat_says_where_the_official_harness_would_have_printed_something_els
     over = {"emitted": lambda row: (*row.generation.emitted[:-1], row.generation.emitted[-1] - 1)}
     rows = changed(rows, "eagle3-tree", 5, finish_reason="length")
     rows = changed(rows, "eagle3-tree", 2, **over)  # of these the last round overshot, and was cut
-    stored(tmp_path / "other", rows)
-    notes = found(main, "other", "--compat", "zlab")["notes"]
-    assert [note.partition(":")[0] for note in notes] == [
+    assert [note.partition(":")[0] for note in zlab.notes(frame.from_records(rows))] == [
         "the official harness has no eagle3-tree", "3 of 48 answers reach the token limit exactly",
     ]  # fmt: skip
 

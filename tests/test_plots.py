@@ -43,9 +43,7 @@ def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str
 
 def drafting(**num_drafts: int) -> dict[str, Any]:
     """As a run of these methods is stored, each with its tokens a round."""
-    methods = {
-        label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()
-    }
+    methods = {label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()}
     return {"methods": methods} | asked("gsm8k")
 
 
