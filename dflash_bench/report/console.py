@@ -34,7 +34,10 @@ def text(cells: Sequence[Cell], findings: Sequence[Finding]) -> str:
 def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding], title: str = "") -> list[str]:
     """A suite's name on a line of its own, as long as it may be, and its methods below."""
     heads = [("", title), *(_two_lines(column.head) for column in columns)]
-    rows = {cell.place: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)] for cell in cells}
+    rows = {
+        cell.place: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
+        for cell in cells
+    }
     widths = [max(map(len, texts)) for texts in zip(*zip(*heads, strict=True), *rows.values(), strict=True)]
     is_left = [True, *(column.justify == "left" for column in columns)]
     lines = [_line(texts, widths, is_left) for texts in zip(*heads, strict=True)]
@@ -61,9 +64,7 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _wrapped(text: str, first: str, others: str) -> str:
-    return textwrap.fill(
-        visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
-    )
+    return textwrap.fill(visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def suites_text(listings: Sequence[Listing], groups: Mapping[str, Sequence[str]]) -> str:
