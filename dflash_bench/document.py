@@ -8,7 +8,9 @@ from pathlib import Path
 
 from dflash_bench import frame, metrics, stats
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.findings import Finding, findings
+from dflash_bench.findings import Finding, badges, findings
+from dflash_bench.findings.badges import Badge
+from dflash_bench.findings.speed import contains_one
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
 from dflash_bench.stats import Interval
 
@@ -37,6 +39,15 @@ class Document:
     def suites(self) -> list[str]:
         return list(dict.fromkeys(cell.suite for cell in self.cells))
 
+    def label(self, suite: str) -> str:
+        """A suite for people, with where its prompts came from."""
+        return next(cell.label for cell in self.cells if cell.suite == suite)
+
+    def badges(self, method: str) -> list[Badge]:
+        """What weakens a method's speed-up over all suites; nothing where there is none."""
+        speedup, _ = over_all(self.cells, method)
+        return badges.beside_mean(self.findings, contains_one(speedup)) if speedup else []
+
 
 def read(folder: Path, allow: Sequence[str] = ()) -> Document:
     """Raises UserError for a run that is unfinished or damaged, unless `allow` names that."""
@@ -44,7 +55,7 @@ def read(folder: Path, allow: Sequence[str] = ()) -> Document:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
     results = frame.read(folder, allow=allow)
-    cells = metrics.summarise(results.rows)
+    cells = metrics.summarise(results.rows, results.info["identity"])
     if not any(cell.num_prompts for cell in cells):
         raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
     return Document(folder, results, cells, findings(results.rows, cells, results.info["identity"]), tuple(allow))

@@ -248,6 +248,7 @@ class _Rounds:
             "num_emitted": self._sum(self.values["emitted"]),
             "num_drafting": self._sum(drafting),
             "num_whole": self._sum(drafting & (drafted == accepted)),
+            "num_first_kept": self._sum(accepted > 0),
             "first_draft_s": np.zeros(len(self.rows)),
         }
         found["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from dflash_bench import stats
+from dflash_bench import labels, stats
 from dflash_bench.methods import drafts_trees
 from dflash_bench.stats import Interval
 
@@ -105,6 +105,8 @@ class Cell:
     """One suite and method, or a slice of it; a figure that cannot be had is absent from `figures`."""
 
     suite: str
+    source: str = ""
+    """Of the suite's prompts, as the run recorded it; empty where that is not known."""
     method: str
     slice: str = ""
     num_prompts: int
@@ -121,6 +123,11 @@ class Cell:
     """`TERMS` per prompt, [prompts, terms]."""
 
     @property
+    def label(self) -> str:
+        """The suite for people."""
+        return labels.named(self.suite, self.source)
+
+    @property
     def place(self) -> tuple[str, str, str]:
         return self.suite, self.slice, self.method
 
@@ -133,14 +140,18 @@ PLACE = ["suite", "slice", "method"]
 ANSWER = ["suite", "slice", "prompt_id", "turn", "repeat"]
 
 
-def summarise(rows: Any) -> list[Cell]:
-    """One cell per suite, slice and method as they first appear in the run, the baseline first in each."""
+def summarise(rows: Any, identity: Mapping[str, Any] | None = None) -> list[Cell]:
+    """One cell per suite, slice and method as they first appear in the run, the baseline first in each.
+
+    `identity`, as in `run.json`, tells where the prompts came from.
+    """
     counts = _counts(rows)
     sums = _prompt_sums(without_errors(rows))
     by_cell = dict(iter(sums.groupby(level=[0, 1, 2], observed=True)))
     # Two at a time: drawing prompts is NumPy's work, outside the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place)), _places(rows)))
+        cells = list(pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place)), _places(rows)))
+    return [replace(cell, source=labels.source_of(identity or {}, cell.suite)) for cell in cells]
 
 
 def _places(rows: Any) -> list[tuple[str, str, str]]:

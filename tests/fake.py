@@ -11,6 +11,7 @@ from rows import generation
 
 from dflash_bench import cli, session
 from dflash_bench.records import Divergence, Generation, Message
+from dflash_bench.suites import Loaded
 
 Fault = Callable[[Generation], Generation]
 
@@ -57,8 +58,15 @@ def other_tokens(answer: Generation) -> Generation:
 
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
     """The command line uses this backend and loads no model."""
-    known = {"model": "fake", "temperature": 0.0, "dtype": "float32"} | dict(identity or {})
-    monkeypatch.setattr(session, "_open", lambda *_: (known, backend))
+
+    def opened(
+        _request: Any, _model: Any, _chosen: Any, loaded: Sequence[Loaded]
+    ) -> tuple[dict[str, Any], FakeBackend]:
+        suites = {each.suite.name: session._identity(each) for each in loaded}
+        known = {"model": "fake", "temperature": 0.0, "dtype": "float32", "suites": suites}
+        return known | dict(identity or {}), backend
+
+    monkeypatch.setattr(session, "_open", opened)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

@@ -114,7 +114,7 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
         ("gsm8k", method) for method in ("ar", "dflash", "eagle3:2")
     ]
     promised = (
-        "suite method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode speedup_e2e "
+        "suite source method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode speedup_e2e "
         "exact audit passed draft_ms verify_ms other_ms break_even_al"
     )
     assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}
@@ -123,7 +123,7 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
     assert (plain["exact"], dflash["exact"], dflash["passed"]) == ([3, 3], [4, 4], [2, 4])
     assert [cell["audit"] for cell in shown["cells"]] == [[4, 4]] * 3
     assert plain["break_even_al"] is None
-    assert {tuple(finding) for finding in shown["findings"]} == {("kind", "text", "remedy")}
+    assert {tuple(finding) for finding in shown["findings"]} == {("kind", "text", "remedy", "places")}
 
 
 def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
@@ -134,7 +134,8 @@ def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
     assert code == 1
     info, records = store.load(here / "out")
     assert (info["state"], len(records)) == ("complete", 12)
-    assert "gsm8k dflash: 4 of 4 answers leave the plain answer" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "gsm8k (folder data) dflash: 4 of 4 answers leave the plain answer" in told
 
 
 @pytest.mark.parametrize("temperature", ["0", "1e-6"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from golden import assert_golden
 from rows import drafted, pair, plain
-from runs import SUITES, answers, changed, slower, stored
+from runs import SUITES, answers, asked, changed, slower, stored
 
 from dflash_bench import frame, parts, store
 from dflash_bench.peers import published, zlab
@@ -227,7 +227,7 @@ def test_wrong_and_missing_answers_are_told_and_every_run_is_shown(tmp_path: Pat
     stored(tmp_path / "then", answers())
     stored(tmp_path / "now", changed(answers(), exactness="mismatch", passed=False))
     told = found(main, "then", "now")
-    assert told["notes"] == ["now: 24 answers are not the target's own output (gsm8k dflash)"]
+    assert told["notes"] == ["now: 24 answers are not the target's own output (gsm8k (embedded) dflash)"]
     exact = {(cell["run"], cell["method"]): cell["exact"] for cell in told["cells"]}
     assert (exact["then", "dflash"], exact["now", "dflash"]) == ([24, 24], [0, 24])
     info = json.loads((tmp_path / "now" / "run.json").read_text())
@@ -281,8 +281,20 @@ def test_compat_shows_both(tmp_path: Path, main: Main) -> None:
     assert_golden("compare_zlab.txt", main("compare", "run", "--compat", "zlab")[1])
 
 
+def test_compat_says_where_the_official_harness_would_have_printed_something_else(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    assert found(main, "run", "--compat", "zlab")["notes"] == []
+    rows = [replace(row, method="eagle3-tree") if row.method == "dflash" else row for row in answers()]
+    over = {"emitted": lambda row: (*row.generation.emitted[:-1], row.generation.emitted[-1] - 1)}
+    rows = changed(rows, "eagle3-tree", 5, finish_reason="length")
+    rows = changed(rows, "eagle3-tree", 2, **over)  # of these the last round overshot, and was cut
+    assert [note.partition(":")[0] for note in zlab.notes(frame.from_records(rows))] == [
+        "the official harness has no eagle3-tree", "3 of 48 answers reach the token limit exactly",
+    ]  # fmt: skip
+
+
 def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers(), model="qwen3-8b")
+    stored(tmp_path / "run", answers(), model="qwen3-8b", **asked("gsm8k"))
     figures = found(main, "run", "--against", "paper")["figures"]
     assert {each["published"]["target_model"] for each in figures} == {"Qwen3-8B"}
     assert {each["published"]["dataset"] for each in figures} == {"gsm8k"}
@@ -292,24 +304,55 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
     assert {name for name, value in own.items() if value is None} <= set(published.FORMULAS)
 
 
+def test_embedded_prompts_are_not_set_beside_the_papers(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(), target="Qwen/Qwen3-8B")
+    line = told(main, "run", "--against", "paper")
+    assert "gsm8k (embedded): embedded prompts are samples of this project" in line
+    assert "run again with --data hub, or --data FOLDER" in line
+
+
+def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "alike", answers(), target="Qwen/Qwen3-8B", max_new_tokens=2048, **asked("gsm8k", prompts=128),
+           methods={"dflash": {"name": "dflash", "num_drafts": 15}})  # fmt: skip
+    assert found(main, "alike", "--against", "paper")["notes"] == []
+    suites = [*answers(suite="mbpp"), *answers(suite="aime25")]
+    stored(tmp_path / "other", suites, target="Qwen/Qwen3-8B", max_new_tokens=192, methods={},
+           **asked("mbpp", "aime25", source="folder data", prompts=30))  # fmt: skip
+    notes = found(main, "other", "--against", "paper")["notes"]
+    assert [note for note in notes if "tokens a round" not in note] == [
+        "other numbers of prompts than in the authors' published command: mbpp 30 (theirs: 128); "
+        "how many the paper's figures are of is not stated",
+        "answers end at 192 tokens here, at 2,048 in the paper's main tables",
+        "the rows of mbpp, aime25 are from a folder: whether they are the hub's was not looked at",
+        "the prompts of mbpp are in other words than the authors' harness asks",
+        "in which words the authors ask aime25 is not published",
+    ]
+
+
+def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
+    eagle = {each.formula for each in published.load() if each.method.startswith("eagle3")}
+    assert eagle == {"al.unstated", "speedup.unstated", "al.served", "speedup.served"}
+    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in published.load() if each.method == "dflash"}
+
+
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers())
+    stored(tmp_path / "run", answers(), **asked("gsm8k"))
     assert "unknown target of published figures 'nano'; known: " in told(main, "run", "--against", "paper")
     note = "the run's target is nano, the published figures are of Qwen3-4B"
     assert f"note: {note}" in main("compare", "run", "--against", "paper:qwen3-4b")[1]
     assert note in found(main, "run", "--against", "paper:qwen3-4b")["notes"]
-    stored(tmp_path / "warm", answers(), temperature=0.7)
+    stored(tmp_path / "warm", answers(), temperature=0.7, **asked("gsm8k"))
     line = told(main, "warm", "--against", "paper:Qwen3-4B")
     assert "nothing was published for Qwen3-4B without thinking at temperature 0.7" in line
 
 
 def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "other", answers(), model="qwen3-8b", target="my/Other-7B")
+    stored(tmp_path / "other", answers(), model="qwen3-8b", target="my/Other-7B", **asked("gsm8k"))
     assert "unknown target of published figures 'my/Other-7B'" in told(main, "other", "--against", "paper")
     assert found(main, "other", "--against", "paper:qwen3-8b")["notes"][0] == (
         "the run's target is my/Other-7B, the published figures are of Qwen3-8B"
     )
-    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
+    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B", **asked("gsm8k"))
     assert not any("target" in note for note in found(main, "same", "--against", "paper:qwen3-8b")["notes"])
     assert published.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
 
@@ -320,15 +363,17 @@ def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: P
 def test_published_figures_are_those_of_the_runs_thinking_mode(
     tmp_path: Path, main: Main, thinking: bool | None, shown: set[str]
 ) -> None:
-    stored(tmp_path / "run", answers(suite="math500"), target="Qwen/Qwen3-8B", thinking=thinking)
+    stored(tmp_path / "run", answers(suite="math500"), target="Qwen/Qwen3-8B", thinking=thinking, **asked("math500"))
     figures = found(main, "run", "--against", "paper")["figures"]
     assert {each["published"]["thinking"] for each in figures} == shown
 
 
 def test_a_run_that_thinks_where_nobody_published_that_finds_nothing(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers(suite="mbpp"), target="Qwen/Qwen3-8B", thinking=True)
+    stored(tmp_path / "run", answers(suite="mbpp"), target="Qwen/Qwen3-8B", thinking=True, **asked("mbpp"))
     line = told(main, "run", "--against", "paper")
-    assert "nothing was published for Qwen3-8B with thinking at temperature 0 on mbpp ar, mbpp dflash" in line
+    assert (
+        "nothing was published for Qwen3-8B with thinking at temperature 0 on mbpp (hub) ar, mbpp (hub) dflash" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -343,7 +388,9 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
 ) -> None:
     rows = [replace(row, method=method) if row.method == "dflash" else row for row in answers()]
     number = 59 if "tree" in method else 7
-    stored(tmp_path / "run", rows, target="Qwen/Qwen3-8B", methods={method: {"name": method, "num_drafts": number}})
+    methods = {method: {"name": method, "num_drafts": number}}
+    identity = {"methods": methods, "max_new_tokens": 2048} | asked("gsm8k", prompts=128)
+    stored(tmp_path / "run", rows, target="Qwen/Qwen3-8B", **identity)
     shown = found(main, "run", "--against", "paper")
     figures = [each["published"] for each in shown["figures"] if each["method"] == method]
     assert {each["config"] for each in figures} == configs

@@ -165,7 +165,14 @@ def test_of_a_large_run_whole_prompts_of_each_suite_are_shown(tmp_path: Path) ->
     rows = [*answers(30), *answers(30, suite="math500")]
     page = page_of(stored(tmp_path / "run", rows), most=11)
     places = [(row["suite"], row["prompt"], row["method"]) for row in data(page)["rows"]]
-    expected = [("gsm8k", "p000"), ("math500", "p000"), ("gsm8k", "p001"), ("math500", "p001"), ("gsm8k", "p002")]
+    numbers = [
+        ("gsm8k (embedded)", 0),
+        ("math500", 0),
+        ("gsm8k (embedded)", 1),
+        ("math500", 1),
+        ("gsm8k (embedded)", 2),
+    ]
+    expected = [(suite, f"p{number:03}") for suite, number in numbers]
     assert sorted(places) == sorted((*place, method) for place in expected for method in ("ar", "dflash"))
     assert "10 of 120 answers, the first prompts of each suite." in page
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, record
-from runs import SUITES, answers, slower, stored
+from runs import SUITES, answers, asked, slower, stored
 
 from dflash_bench import frame, metrics, plots
 from dflash_bench.plots import acceptance, speed, style
@@ -33,7 +33,7 @@ def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> N
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([interval.value for interval in found])
     ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
     assert ends == [pytest.approx([interval.low, interval.high]) for interval in found]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k", "math500"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k\n(embedded)", "math500"]
 
 
 def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str]:
@@ -43,11 +43,8 @@ def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str
 
 def drafting(**num_drafts: int) -> dict[str, Any]:
     """As a run of these methods is stored, each with its tokens a round."""
-    return {
-        "methods": {
-            label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()
-        }
-    }
+    methods = {label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()}
+    return {"methods": methods} | asked("gsm8k")
 
 
 def test_a_published_figure_of_the_same_configuration_stands_with_ours_by_the_same_formula(tmp_path: Path) -> None:
@@ -56,18 +53,22 @@ def test_a_published_figure_of_the_same_configuration_stands_with_ours_by_the_sa
         "dflash", "published, speedup.zlab: z-lab/Qwen3-8B-DFlash-b16, block 16, 1 step", "this run, speedup.zlab",
         "published, speedup.zlab: block 16, 5 layers",
     ]  # fmt: skip
+    embedded = legend_of(
+        tmp_path / "embedded", rows, target="Qwen/Qwen3-8B", **drafting(dflash=15) | asked("gsm8k", source="embedded")
+    )
+    assert embedded == ["dflash"]
     assert legend_of(tmp_path / "short", rows, target="Qwen/Qwen3-8B", **drafting(dflash=4)) == ["dflash"]
     other = legend_of(tmp_path / "other", rows, model="qwen3-8b", target="my/Other-7B", **drafting(dflash=15))
     assert other == ["dflash"]
 
 
-def test_a_tree_is_marked_beside_trees_of_its_size_and_a_chain_beside_chains(tmp_path: Path) -> None:
-    rows = [replace(row, method="eagle3-tree") if row.method == "dflash" else row for row in answers(12)]
-    tree = legend_of(tmp_path / "tree", rows, target="Qwen/Qwen3-8B", **drafting(eagle3_tree=59))
-    assert tree[1] == "published, speedup.zlab: tree 60, steps 7, top-k 10" and len(tree) == 3
-    rows = [replace(row, method="eagle3") if row.method == "dflash" else row for row in answers(12)]
-    chain = legend_of(tmp_path / "chain", rows, target="Qwen/Qwen3-8B", **drafting(eagle3=7))
-    assert chain[1] == "published, speedup.zlab: RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7" and len(chain) == 3
+@pytest.mark.parametrize(("method", "number"), [("eagle3", 7), ("eagle3-tree", 59)])
+def test_a_published_figure_whose_formula_is_not_stated_stands_beside_none_of_ours(
+    tmp_path: Path, method: str, number: int
+) -> None:
+    rows = [replace(row, method=method) if row.method == "dflash" else row for row in answers(12)]
+    methods = {"methods": {method: {"name": method, "num_drafts": number}}} | asked("gsm8k")
+    assert legend_of(tmp_path / "run", rows, target="Qwen/Qwen3-8B", **methods) == [method]
 
 
 def test_the_shares_of_rounds_add_up_and_stand_at_what_was_kept(tmp_path: Path) -> None:
@@ -107,8 +108,9 @@ def test_the_lines_that_are_drawn_are_those_that_are_named(tmp_path: Path) -> No
     near = speed.prompts(Material(read(stored(tmp_path / "near", slower(answers(12, noise=0), 1.2)))))
     drawn = [[text.get_text() for text in figure.axes[0].texts] for figure in (slow, fast, near)]
     named = [figure.legends[0].get_title().get_text() for figure in (slow, fast, near)]
-    assert drawn == [["1×"], ["4×"], []]
-    assert named == ["dashed: 1× as fast as plain decoding", "dashed: 4× as fast as plain decoding", ""]
+    # Near plain decoding its own line leaves the axes above, and tells who gained from who lost.
+    assert drawn == [["1×"], ["4×"], ["1×"]]
+    assert named == [f"dashed: {times}× as fast as plain decoding" for times in (1, 4, 1)]
     assert not any("×" in caption for caption in plots.CAPTIONS.values())
 
 
@@ -153,7 +155,23 @@ def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:
     figure = style.with_style(trend, runs)
     values = figure.axes[0].lines[0].get_ydata()
     assert values[0] == pytest.approx(2 * values[1])
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["gsm8k · speedup.decode", "gsm8k · al.pooled"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "gsm8k (embedded) · speedup.decode", "gsm8k (embedded) · al.pooled",
+    ]  # fmt: skip
+
+
+def test_a_trend_over_runs_of_other_prompts_names_both_sources(tmp_path: Path) -> None:
+    runs = [
+        Material(read(stored(tmp_path / name, answers(12), **asked("gsm8k", source=source))))
+        for name, source in (("a", "embedded"), ("b", "hub openai/gsm8k@c0ffee"))
+    ]
+    title = style.with_style(trend, runs).axes[0].get_title(loc="left")
+    assert title == "gsm8k (embedded and hub) · speedup.decode"
+
+
+def test_a_panel_says_where_its_prompts_came_from_even_alone(tmp_path: Path) -> None:
+    figure = style.with_style(acceptance.histogram, Material(read(stored(tmp_path / "run", answers(4)))))
+    assert figure.axes[0].get_title(loc="left") == "gsm8k (embedded)"
 
 
 def test_more_suites_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:

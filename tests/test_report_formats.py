@@ -76,9 +76,9 @@ def test_latex_leaves_no_letter_that_it_would_read() -> None:
     assert latex_escaped("<g>") == r"\textless{}g\textgreater{}"
 
 
-def test_the_card_is_ten_lines_as_stored(run: Path, main: Main) -> None:
+def test_the_card_is_as_stored_with_one_line_more_than_ten_for_what_is_weak(run: Path, main: Main) -> None:
     code, shown, _ = main("card", "run")
-    assert (code, len(shown.splitlines())) == (0, 10)
+    assert (code, len(shown.splitlines())) == (0, 11)
     assert_golden("card.txt", shown)
 
 
@@ -88,10 +88,10 @@ def test_the_card_of_a_run_without_plain_answers_says_why_there_is_no_speedup(tm
     line = next(
         line for line in main("card", "run", "--allow", "unfinished")[1].splitlines() if line.startswith("speed-up")
     )
-    assert line == "speed-up    dflash n/a (no answers of plain decoding in gsm8k, math500)"
+    assert line == "speed-up    dflash n/a (no answers of plain decoding in gsm8k (embedded), math500)"
     assert main("report", "run", "--html", "page.html", "--allow", "unfinished")[0] == 0
     page = Path("page.html").read_text()
-    assert "<b>n/a</b><span>no answers of plain decoding in gsm8k, math500</span>" in page
+    assert "<b>n/a</b><span>no answers of plain decoding in gsm8k (embedded), math500</span>" in page
 
 
 def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, main: Main) -> None:
@@ -175,3 +175,22 @@ def test_a_schema_from_later(run: Path, main: Main) -> None:
 def test_answers_that_are_not_exact_are_in_the_card(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", changed(answers(4), first=1, exactness="mismatch"))
     assert "3/4 the plain output" in main("card", "run")[1]
+
+
+def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, main: Main) -> None:
+    rows = [*answers(6), *changed(answers(6, suite="math500"), decode_s=lambda row: 4 * row.generation.decode_s)]
+    stored(tmp_path / "run", rows)
+    line, weak = (line for line in main("card", "run")[1].splitlines() if line.startswith(("speed-up", "weak")))
+    assert "] ?n (speedup.decode, geometric mean over 2 suites" in line
+    assert weak.startswith("weak        ? = the interval contains 1") and "n = fewer than 20 prompts" in weak
+    assert main("report", "run", "--html", "page.html")[0] == 0
+    page = Path("page.html").read_text()
+    tile = page[page.index('class="tile"') :].partition("</div>")[0]
+    assert ">interval contains 1</i>" in tile and ">few prompts</i>" in tile
+    table = page[page.index('<section id="results">') :].partition("Per round")[0]
+    assert ">n</i>" in table and "<p>n = fewer than 20 prompts" in table
+
+
+def test_a_strong_run_has_a_card_of_ten_lines(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(24))
+    assert len(main("card", "run")[1].splitlines()) == 10

@@ -76,8 +76,9 @@ def run(
         note(_stopped(folder))
         sys.exit(130)
     results = frame.read(folder)
-    rows, cells = results.rows, metrics.summarise(results.rows)
-    notes = findings(rows, cells, results.info["identity"])
+    rows, identity = results.rows, results.info["identity"]
+    cells = metrics.summarise(rows, identity)
+    notes = findings(rows, cells, identity)
     if as_json:
         say(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import stats
+from dflash_bench import labels, stats
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.frame import ALLOWED, Results
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell, summarise
@@ -40,6 +40,9 @@ class Versus:
     """`after` over `before` on the prompts that both have."""
 
     suite: str
+    label: str
+    """The suite for people: with where the prompts of both sides came from."""
+    sources: tuple[str, str]
     slice: str
     before: str
     after: str
@@ -109,7 +112,9 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     difference = (new_sums[:, right] - old_sums[:, right])[both]
     lost, gained = int((difference < 0).sum()), int((difference > 0).sum())
     method = f" {cell.method}" if cell else ""
-    return Versus(new.suite + method, new.slice, before, after, len(old_sums), changes, lost, gained)
+    sources = old.source, new.source
+    label = labels.named(new.suite, *sources) + method
+    return Versus(new.suite + method, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained)
 
 
 def on_common_prompts(old: Cell, new: Cell) -> tuple[Any, Any]:
@@ -153,9 +158,9 @@ def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
 
 def summarised(results: Results) -> list[Cell]:
     """Raises UserError where a suite has no answer by plain decoding: there is nothing to compare with."""
-    cells = summarise(results.rows)
+    cells = summarise(results.rows, results.info["identity"])
     plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
-    bare = list(dict.fromkeys(cell.suite for cell in cells if cell.suite not in plain))
+    bare = list(dict.fromkeys(cell.label for cell in cells if cell.suite not in plain))
     if bare:
         raise UserError(f"{results.name} has no answers of plain decoding (ar) for {', '.join(bare)}; run it again")
     return cells

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import environment, frame, rounds
+from dflash_bench import environment, frame, labels, rounds
 from dflash_bench.compare import text as texts
 from dflash_bench.compare.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.errors import UserError, unknown
@@ -85,8 +85,12 @@ def _wrong(run: Results) -> list[str]:
     """A comparison of numbers that mean nothing says so."""
     wrong = run.rows[mismatched(run.rows)]
     cells = wrong[["suite", "method"]].drop_duplicates().itertuples(index=False, name=None)
-    where = ", ".join(" ".join(cell) for cell in cells)
+    where = ", ".join(f"{_label(run, suite)} {method}" for suite, method in cells)
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
+
+
+def _label(run: Results, suite: str) -> str:
+    return labels.named(suite, labels.source_of(run.info["identity"], suite))
 
 
 def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
@@ -114,8 +118,12 @@ def _compat(run: Results) -> Comparison:
         cell = own[each.suite, each.method]
         ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
         pairs = zip((each.al, each.tps, each.speedup), ours, strict=True)
-        rows.append([each.suite, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
-        found.append(asdict(each) | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True)))
+        rows.append([cell.label, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
+        found.append(
+            asdict(each)
+            | {"source": cell.source}
+            | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True))
+        )
     heads = [
         "suite",
         "method",
@@ -127,9 +135,8 @@ def _compat(run: Results) -> Comparison:
         "speedup.zlab",
         "speedup.decode",
     ]
-    return Comparison(
-        f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}", {"compat": "zlab", "cells": found}
-    )
+    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}"
+    return Comparison(text, {"compat": "zlab", "cells": found}, tuple(zlab.notes(run.rows)))
 
 
 def _against(run: Results, against: str) -> Comparison:
@@ -142,21 +149,20 @@ def _against(run: Results, against: str) -> Comparison:
         "thinking", "conc.", "hardware", "source",
     ]  # fmt: skip
     rows = [
-        [b.suite, b.method, number(b.num_drafts, 0), b.published.formula, number(b.own), number(b.published.value),
-         number(b.published.num_drafts, 0), b.published.config, b.published.thinking, str(b.published.concurrency),
-         b.published.hardware, b.published.source] for b in found
+        [_label(run, b.suite), b.method, number(b.num_drafts, 0), b.published.formula, number(b.own),
+         number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
+         b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
     ]  # fmt: skip
     formulas = _formulas(
         {k: v for k, v in (zlab.FORMULAS | published.FORMULAS).items() if any(k in row for row in rows)}
     )
-    told = [asdict(each) for each in found]
+    told = [asdict(each) | {"source": labels.source_of(identity, each.suite)} for each in found]
+    notes = (*_unlike_published(model, target, found), *published.unlike_conditions(found, identity))
     text = (
         f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
         "n/a: not published, or no formula of ours is that one"
     )
-    return Comparison(
-        text, {"against": "paper", "target": target, "figures": told}, tuple(_unlike_published(model, target, found))
-    )
+    return Comparison(text, {"against": "paper", "target": target, "figures": told}, notes)
 
 
 def _unlike_published(model: str, target: str, found: Sequence[published.Beside]) -> Iterator[str]:
@@ -177,7 +183,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Co
         for cell, shown in zip(own, texts.cells_json(own), strict=True):
             positions = reached.get((cell.suite, cell.method), {})
             figures = (positions.get(name, cell.value(name)) for name in ids)
-            what = f"{run.name} {cell.suite} {cell.method}"
+            what = f"{run.name} {cell.label} {cell.method}"
             # This engine answers one prompt at a time.
             rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
             cells.append({"run": run.name, **shown, "accept_at": positions})

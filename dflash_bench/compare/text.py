@@ -41,7 +41,7 @@ def _table(
 
 
 def _place(cell: Cell) -> list[str]:
-    return [cell.suite, cell.slice or "-", cell.method]
+    return [cell.label, cell.slice or "-", cell.method]
 
 
 def _tally(tally: tuple[int, int] | None) -> str:
@@ -69,15 +69,15 @@ def versus_text(found: Sequence[Versus]) -> str:
 
 
 def _sides(versus: Versus) -> list[str]:
-    return [versus.suite, versus.slice or "-", versus.before, versus.after]
+    return [versus.label, versus.slice or "-", versus.before, versus.after]
 
 
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": cell.suite, "slice": cell.slice or None, "method": cell.method, "num_prompts": cell.num_prompts,
-            "time_free": _figures(cell, is_timing=False), "exact": cell.exact, "passed": cell.passed,
-            "timings": _figures(cell, is_timing=True),
+            "suite": cell.suite, "source": cell.source or None, "slice": cell.slice or None, "method": cell.method,
+            "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
+            "passed": cell.passed, "timings": _figures(cell, is_timing=True),
         }
         for cell in cells
     ]  # fmt: skip
@@ -99,7 +99,8 @@ def interval_json(interval: Interval) -> list[float | None]:
 def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": versus.suite, "slice": versus.slice or None, "before": versus.before, "after": versus.after,
+            "suite": versus.suite, "sources": versus.sources, "slice": versus.slice or None,
+            "before": versus.before, "after": versus.after,
             "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
             "p_passed": versus.p_passed,
             "ratios": {

@@ -7,37 +7,23 @@ it found or None. It looks at the rows again, because a cell no longer holds wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
 from dflash_bench import metrics
-from dflash_bench.findings import over_time
-from dflash_bench.findings.case import Case, Seen, answers
+from dflash_bench.findings import over_time, speed
+from dflash_bench.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
+from dflash_bench.findings.speed import DEAD_AL, never_drafts, tokens_a_round
 from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
 from dflash_bench.records import Divergence
 
-MIN_PROMPTS = 20
-WIDE = 0.10
-"""Half of an interval, as a share of its value."""
-DEAD_AL = 1.05
+__all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
+
 SATURATED = 0.5
 """Share of rounds that keep the whole draft."""
 TRUNCATED = 0.10
 """Share of answers cut at the limit."""
-SPEED_REMEDIES = {
-    "draft": "{fewer}, or use a smaller draft",
-    "verify": "{fewer}: on this device a longer forward costs too much",
-    "other": "the models are not the cost: try --threads 1, and keep the machine free of other work",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    kind: str
-    text: str
-    remedy: str
 
 
 def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
@@ -54,8 +40,17 @@ def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | Non
 
 def _finding(alike: Sequence[Seen]) -> Finding:
     first, *others = alike
-    likewise = f"; likewise {', '.join(seen.where for seen in others)}" if others else ""
-    return Finding(first.kind, f"{first.where}: {first.text}{likewise}", first.remedy)
+    likewise = f"; likewise {_wheres(others)}" if others else ""
+    places = tuple(seen.place for seen in alike)
+    return Finding(first.kind, f"{_wheres([first])}: {first.text}{likewise}", first.remedy, places)
+
+
+def _wheres(others: Sequence[Seen]) -> str:
+    """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
+    by_suite: dict[str, list[str]] = {}
+    for seen in others:
+        by_suite.setdefault(seen.label, []).append(seen.place[1])
+    return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
 
 
 def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
@@ -117,10 +112,10 @@ def _near_ties(case: Case) -> Seen | None:
 
 
 def _nothing_drafted(case: Case) -> Seen | None:
-    if case.is_baseline or not _never_drafts(case):
+    if case.is_baseline or not never_drafts(case):
         return None
     num_rounds = int(case.good["num_rounds"].sum())
-    remedy = f"{_tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
+    remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
     return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
 
 
@@ -147,53 +142,6 @@ def last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
-def _dead_draft(case: Case) -> Seen | None:
-    al = case.cell.value("al.pooled")
-    if case.is_baseline or al is None or al >= DEAD_AL or _never_drafts(case):
-        return None
-    text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
-    remedy = "check that the draft was trained for this model: revision, chat template, tapped layers"
-    return case.seen("dead_draft", text, remedy)
-
-
-def _slower_than_plain(case: Case) -> Seen | None:
-    speedup = case.cell.figures.get("speedup.decode")
-    if case.is_baseline or speedup is None or speedup.value >= 1:
-        return None
-    text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(case.cell)}"
-    return case.seen("slower", text, _how_faster(case.cell))
-
-
-def _why_slow(cell: Cell) -> str:
-    parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
-    if al is None or needed is None or not parts:
-        return "the backend shows no rounds, so the reason is not available"
-    compared = "below" if al < needed else "not below"
-    besides = "" if al < needed else ", which leaves out other ms and draft prefill"
-    round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
-    largest = f"{max(parts, key=lambda name: parts[name])} is the largest part of a round ({round_ms} ms)"
-    return f"al.pooled {al:.2f} is {compared} break_even_al {needed:.2f}{besides}; {largest}"
-
-
-def _how_faster(cell: Cell) -> str:
-    parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
-    if not parts or al is None or needed is None:
-        return f"{_tokens_a_round(cell, 'fewer')}, and see with a local model where a round spends its time"
-    remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if al < needed else "other"]
-    return remedy.format(fewer=_tokens_a_round(cell, "fewer"))
-
-
-def _tokens_a_round(cell: Cell, how_many: str) -> str:
-    return f"draft {how_many} tokens a round (--method {cell.method.partition(':')[0]}:N)"
-
-
-def _parts(cell: Cell) -> dict[str, float]:
-    """Milliseconds of a round; empty where not all are known."""
-    parts = {name: cell.value(f"{name}_ms") for name in ("draft", "verify", "other")}
-    known = {name: value for name, value in parts.items() if value is not None}
-    return known if len(known) == len(parts) else {}
-
-
 def _saturated(case: Case) -> Seen | None:
     # No round keeps all nodes of a tree: they are alternatives.
     if drafts_trees(case.cell.method):
@@ -202,7 +150,7 @@ def _saturated(case: Case) -> Seen | None:
     if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
     text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) keep the whole draft"
-    remedy = f"{_tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
+    remedy = f"{tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
     return case.seen("saturated", text, remedy)
 
 
@@ -221,21 +169,8 @@ def _few_prompts(case: Case) -> Seen | None:
     return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
 
 
-def _wide_interval(case: Case) -> Seen | None:
-    speedup = case.cell.figures.get("speedup.decode")
-    half = speedup.half_width if speedup else None
-    if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value:
-        return None
-    text = f"speedup.decode {speedup.value:.2f} is known to ± {half:.2f} only ({half / speedup.value:.0%})"
-    return case.seen("wide_interval", text, "raise --limit, or add suites")
-
-
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft,
-    _slower_than_plain, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated,
-    _few_prompts, _wide_interval,
+    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, speed.dead_draft,
+    speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
+    over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval,
 )  # fmt: skip
-
-
-def _never_drafts(case: Case) -> bool:
-    return bool(case.good["num_rounds"].sum()) and not case.good["num_drafting"].sum()

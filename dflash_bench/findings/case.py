@@ -8,15 +8,30 @@ from typing import Any
 
 from dflash_bench.metrics import BASELINE, Cell
 
+MIN_PROMPTS = 20
+
+Place = tuple[str, str]
+"""Suite and method; the method is empty where all of a suite's share the fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: str
+    text: str
+    remedy: str
+    places: tuple[Place, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one check saw; `where` is a cell, or a suite whose methods share the fault."""
+    """What one check saw at one place."""
 
     kind: str
-    where: str
+    label: str
+    """The suite for people."""
     text: str
     remedy: str
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +58,17 @@ class Case:
         drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
         return next((known for name, known in drafts.items() if self.cell.method.startswith(name)), {})
 
+    @property
+    def first_kept(self) -> float | None:
+        """accept_at[1], over the rounds that draft; None where there are none, or none is shown."""
+        num_drafting, num_kept = (float(self.good[name].sum()) for name in ("num_drafting", "num_first_kept"))
+        return num_kept / num_drafting if num_drafting else None
+
     def seen(self, kind: str, text: str, remedy: str) -> Seen:
-        return Seen(kind, f"{self.cell.suite} {self.cell.method}", text, remedy)
+        return Seen(kind, self.cell.label, text, remedy, (self.cell.suite, self.cell.method))
 
     def seen_in_suite(self, kind: str, text: str, remedy: str) -> Seen:
-        return Seen(kind, self.cell.suite, text, remedy)
+        return Seen(kind, self.cell.label, text, remedy, (self.cell.suite, ""))
 
 
 def answers(rows: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import frame, stats
+from dflash_bench import frame, labels, stats
 from dflash_bench.compare import changes
 from dflash_bench.errors import UserError
 from dflash_bench.findings import DEAD_AL
@@ -30,6 +30,8 @@ class Check:
     """One thing that was judged. `expected` is the baseline's value on the same prompts, or an absolute floor."""
 
     suite: str
+    source: str = ""
+    """Of the suite's prompts, as the run recorded it."""
     method: str
     kind: str
     """A figure's id; "mismatch", "failed" or a kind of flaw for what must not happen at all."""
@@ -46,7 +48,12 @@ class Check:
 
     @property
     def name(self) -> str:
-        return f"{self.suite} {self.method} {self.figure}"
+        return f"{self.label} {self.method} {self.figure}"
+
+    @property
+    def label(self) -> str:
+        """The suite for people."""
+        return labels.named(self.suite, self.source)
 
     @property
     def figure(self) -> str:
@@ -86,9 +93,9 @@ def checked(run: Path, baseline: Path | None, limits: Path | None, allow: Sequen
     results = frame.read(run, allow=allow, judging=True)
     if flawed := broken(results, allow):
         # Figures of what is left would be judged as if they were the run's.
-        return Checked(Outcome(tuple(flawed), ()), ())
+        return Checked(_with_sources(Outcome(tuple(flawed), ()), results), ())
     cells = changes.summarised(results)
-    outcome = judge(results, cells, expected, own_limits, allow)
+    outcome = _with_sources(judge(results, cells, expected, own_limits, allow), results)
     return Checked(with_failed_answers(outcome) if "failed" in allow else outcome, cells)
 
 
@@ -105,10 +112,16 @@ def broken(results: Results, allow: Sequence[str]) -> list[Check]:
     ]  # fmt: skip
 
 
+def _with_sources(outcome: Outcome, results: Results) -> Outcome:
+    identity = results.info["identity"]
+    checks = [replace(check, source=labels.source_of(identity, check.suite)) for check in outcome.checks]
+    return replace(outcome, checks=tuple(checks))
+
+
 def with_failed_answers(outcome: Outcome) -> Outcome:
     """The same, where answers that failed do not count against the run: they are told instead."""
     failed = [check for check in outcome.checks if check.kind == "failed" and check.failed]
-    told = [f"allowed: {check.suite} {check.method}: {check.reason}" for check in failed]
+    told = [f"allowed: {check.label} {check.method}: {check.reason}" for check in failed]
     checks = [replace(check, failed=False) if check in failed else check for check in outcome.checks]
     return Outcome(tuple(checks), (*outcome.notes, *told))
 

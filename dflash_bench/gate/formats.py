@@ -37,7 +37,7 @@ def _row(check: Check) -> list[str]:
     change = "-" if absolute else f"{check.change:+.1%}".replace("-0.0%", "+0.0%")
     return [
         "FAIL" if check.failed else "ok",
-        check.suite,
+        check.label,
         check.method,
         check.figure,
         shown,

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import labels
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.findings import last_part
 from dflash_bench.peers.zlab import Official
 
 SOURCES = ("paper",)
+EMBEDDED = "embedded"
+MAX_NEW_TOKENS = 2048
+"""Of the main tables."""
+NUM_PROMPTS = 128
+"""Of each suite in the evaluation that the authors publish the command of; all where there are fewer."""
+NUM_ROWS = {"aime24": 30, "aime25": 30, "gsm8k": 1319, "humaneval": 164, "math500": 500, "mbpp": 257, "mt_bench": 80}
+SAME_TEXTS = ("gsm8k", "math500", "mt_bench")
+"""Suites whose prompts the authors' harness asks in the words that ours have."""
+OTHER_TEXTS = ("humaneval", "mbpp")
+"""Which it asks in other words; those of the rest are not published."""
 FORMULAS = {
     "al.served": "acceptance length as the server counts it",
     "speedup.served": "output tokens/s of the server, with drafting / without",
     "tps.served": "output tokens/s of the server",
+    "al.unstated": "acceptance length of EAGLE-3; the authors do not say by which formula or harness",
+    "speedup.unstated": "speed-up of EAGLE-3; the authors do not say by which formula or harness",
 }
 """Of published figures only; those of `zlab` besides."""
 
@@ -110,8 +123,15 @@ def is_target(model: str, target: str) -> bool:
 def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) -> list[Beside]:
     """What was published for the run's suites, methods, temperature and thinking, however long the drafts.
 
-    Raises UserError where that is nothing.
+    Raises UserError where that is nothing, and for embedded prompts, which are not those that the suites are named for.
     """
+    embedded = [suite for suite in dict.fromkeys(cell.suite for cell in own) if _is_embedded(identity, suite)]
+    if embedded:
+        label = labels.listed((suite, EMBEDDED) for suite in embedded)
+        raise UserError(
+            f"{label}: embedded prompts are samples of this project, and no published figure is of them; "
+            "run again with --data hub, or --data FOLDER that holds the hub's rows"
+        )
     temperature, modes = identity["temperature"], MODES[identity.get("thinking")]
     found = []
     for cell in own:
@@ -125,7 +145,45 @@ def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) ->
             and each.thinking in modes
         ]
     if not found:
-        cells = ", ".join(f"{cell.suite} {cell.method}" for cell in own)
+        cells = ", ".join(
+            f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in own
+        )
         thinking = "with thinking" if "on" in modes else "without thinking"
         raise UserError(f"nothing was published for {target} {thinking} at temperature {temperature:g} on {cells}")
     return found
+
+
+def _is_embedded(identity: Mapping[str, Any], suite: str) -> bool:
+    return labels.source_of(identity, suite) == EMBEDDED
+
+
+def unlike_conditions(found: Sequence[Beside], identity: Mapping[str, Any]) -> Iterator[str]:
+    """How the run was asked otherwise than the authors ask, a sentence each."""
+    suites = list(dict.fromkeys(each.suite for each in found))
+    yield from _counts(suites, identity)
+    limit = identity.get("max_new_tokens")
+    if limit != MAX_NEW_TOKENS:
+        yield f"answers end at {limit} tokens here, at {MAX_NEW_TOKENS:,} in the paper's main tables"
+    local = [suite for suite in suites if labels.source_of(identity, suite).startswith("folder ")]
+    if local:
+        yield f"the rows of {', '.join(local)} are from a folder: whether they are the hub's was not looked at"
+    other = [suite for suite in suites if suite in OTHER_TEXTS]
+    if other:
+        yield f"the prompts of {', '.join(other)} are in other words than the authors' harness asks"
+    unknown_texts = [suite for suite in suites if suite not in (*OTHER_TEXTS, *SAME_TEXTS)]
+    if unknown_texts:
+        yield f"in which words the authors ask {', '.join(unknown_texts)} is not published"
+
+
+def _counts(suites: Sequence[str], identity: Mapping[str, Any]) -> Iterator[str]:
+    counts = {suite: identity.get("suites", {}).get(suite, {}).get("prompts") for suite in suites}
+    other = [
+        f"{suite} {count} (theirs: {theirs})"
+        for suite, count in counts.items()
+        if count != (theirs := min(NUM_PROMPTS, NUM_ROWS.get(suite, NUM_PROMPTS)))
+    ]
+    if other:
+        yield (
+            f"other numbers of prompts than in the authors' published command: {', '.join(other)}; "
+            "how many the paper's figures are of is not stated"
+        )

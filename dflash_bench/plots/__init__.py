@@ -21,7 +21,7 @@ PLOTS: dict[str, Callable[[Material], Any]] = {
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Plain decoding's seconds per token over the method's, on the same answers.",
-    "acceptance": "Most weight far right means that longer drafts may pay; a tall bar at 0 means wasted drafts.",
+    "acceptance": "Most weight far right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
     "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
     "output": "A line that falls means that the draft loses its way in long answers.",
     "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",

@@ -18,7 +18,7 @@ MIN_ROUNDS = 10
 def histogram(material: Material) -> Any:
     """The share of rounds that accept so many tokens, and its mean plus one, al.pooled."""
     shown, look = _shown(material), looks(material.methods)
-    figure, axes_of = panels(shown, 2.3, sharex=True, sharey=True)
+    figure, axes_of = panels(shown, 2.3, material.label, sharex=True, sharey=True)
     methods = [m for m in material.drafting if any((suite, m) in material.histograms for suite in shown)]
     width = 0.84 / len(methods)
     for suite, axes in axes_of.items():
@@ -38,7 +38,7 @@ def histogram(material: Material) -> Any:
 def positions(material: Material) -> Any:
     """P(a >= k) and P(a >= k given a >= k-1), by position of a chain, by depth of a tree."""
     shown, look = _shown(material), looks(material.methods)
-    figure, axes_of = panels(shown, 2.4, sharex=True, sharey=True)
+    figure, axes_of = panels(shown, 2.4, material.label, sharex=True, sharey=True)
     for suite, axes in axes_of.items():
         for method in material.drafting:
             found = _reached(material.histograms.get((suite, method), {}), method)
@@ -68,7 +68,7 @@ def output(material: Material) -> Any:
     look = looks(material.methods)
     shown = [suite for suite in material.suites if any(place[0] == suite for place in found)]
     stretches = sorted({name for by in found.values() for name in by}, key=lambda name: int(name.split("-")[0]))
-    figure, axes_of = panels(shown, 2.4, sharex=True, sharey=True)
+    figure, axes_of = panels(shown, 2.4, material.label, sharex=True, sharey=True)
     for suite, axes in axes_of.items():
         for method in material.drafting:
             own = [(stretches.index(name), each) for name, each in found.get((suite, method), {}).items()]

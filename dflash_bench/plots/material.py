@@ -42,6 +42,9 @@ class Material:
     def suites(self) -> list[str]:
         return self.document.suites
 
+    def label(self, suite: str) -> str:
+        return self.document.label(suite)
+
     def cell(self, suite: str, method: str) -> Cell | None:
         return next((cell for cell in self.cells if (cell.suite, cell.method) == (suite, method)), None)
 

@@ -49,7 +49,8 @@ def speedup(material: Material) -> Any:
                 axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_xticks(range(len(shown)), list(map(visible, shown)), rotation=0 if len(shown) <= 5 else 20)
+    below = [material.label(suite).replace(" (", "\n(", 1) for suite in shown]
+    axes.set_xticks(range(len(shown)), below, rotation=0 if len(shown) <= 5 else 20)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
     axes.set_ylabel("speedup.decode")
@@ -102,7 +103,12 @@ def rounds(material: Material) -> Any:
     if not cells:
         raise NothingToPlotError("the backend does not show what a round spends its time on")
     figure, axes = _one(0.7 + 0.34 * len(cells))
-    labels = [visible(f"{cell.suite}  {cell.method}") for cell in cells]
+    # A suite's name once: with its source it is long.
+    suites = [cell.suite for cell in cells]
+    labels = [
+        visible(cell.method) if cell.suite in suites[:at] else f"{cell.label}  {visible(cell.method)}"
+        for at, cell in enumerate(cells)
+    ]
     left = np.zeros(len(cells))
     hatches = {"draft": "///", "verify": "", "other": ""}
     for name, colour in PARTS.items():
@@ -126,7 +132,7 @@ def prompts(material: Material) -> Any:
     shown = [suite for suite in material.suites if any(len(points.get((suite, m), ())) for m in material.drafting)]
     if not shown:
         raise NothingToPlotError("no prompt was answered both plainly and by a method")
-    figure, axes_of = panels(shown, 2.9, sharex=True, sharey=True)
+    figure, axes_of = panels(shown, 2.9, material.label, sharex=True, sharey=True)
     for suite, axes in axes_of.items():
         for method in material.drafting:
             found = points.get((suite, method), np.zeros((0, 2)))
@@ -151,16 +157,19 @@ def _per_token(cell: Cell) -> Any:
 
 
 def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
-    """Draws those that end inside the axes, and says which."""
+    """Draws those that cross the axes, up to the fastest prompt, and says which."""
     plain, own = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
     left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
-    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and 0.97 * right / times < top]
+    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and top * times > 1.05 * left]
     for axes in all_axes:
         axes.set_xlim(left, right)
         axes.set_ylim(0, top)
         for times in drawn:
-            axes.plot([0, right], [0, right / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(f"{times}×", (right, right / times), (2, 0), textcoords="offset points", fontsize=9.5,
-                          color=MUTED, va="center", annotation_clip=False)  # fmt: skip
+            end = min(right, top * times)
+            leaves_above = end < right
+            axes.plot([0, end], [0, end / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.annotate(f"{times}×", (end, end / times), (3, -5) if leaves_above else (2, 0), fontsize=9.5,
+                          textcoords="offset points", color=MUTED, va="top" if leaves_above else "center",
+                          annotation_clip=False)  # fmt: skip
     return drawn

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -56,8 +56,13 @@ def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {BASELINE: {"color": PLAIN, "marker": ".", "hatch": ""}} | found
 
 
-def panels(names: Sequence[str], height: float, **shared: Any) -> tuple[Any, dict[str, Any]]:
-    """A figure with one set of axes a suite, two in a row; more than `MOST_PANELS` do not fit and are left out."""
+def panels(
+    names: Sequence[str], height: float, title: Callable[[str], str] = str, **shared: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A figure with one set of axes a suite, two in a row; more than `MOST_PANELS` do not fit and are left out.
+
+    Even one alone has its title: it says where the prompts came from.
+    """
     shown = list(names[:MOST_PANELS])
     across = min(len(shown), 2)
     down = -(-len(shown) // across)
@@ -66,10 +71,8 @@ def panels(names: Sequence[str], height: float, **shared: Any) -> tuple[Any, dic
     for axes in made.flat[len(shown) :]:
         axes.set_visible(False)
     axes_of = dict(zip(shown, made.flat, strict=False))
-    if len(names) > 1:
-        for name, axes in axes_of.items():
-            axes.set_title(visible(name))
-    for axes in axes_of.values():
+    for name, axes in axes_of.items():
+        axes.set_title(visible(title(name)))
         axes.tick_params(labelbottom=True)
     return figure, axes_of
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_bench import labels
 from dflash_bench.plots.material import Material
 from dflash_bench.plots.style import NothingToPlotError, errors, finish, looks, panels
 
@@ -20,8 +21,12 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
     if not drafting:
         raise NothingToPlotError("no run has a drafting method")
     look = looks(methods)
+    # Where runs differ in their sources, the title names each.
+    sources = {
+        suite: [cell.source for run in over_time for cell in run.cells if cell.suite == suite] for suite in suites
+    }
     names = [f"{suite} · {figure}" for suite in suites for figure in FIGURES]
-    figure, axes_of = panels(names, 2.2, sharex=True)
+    figure, axes_of = panels(names, 2.2, lambda name: _title(name, sources), sharex=True)
     for name, axes in axes_of.items():
         suite, _, figure_id = name.rpartition(" · ")
         for method in drafting:
@@ -33,6 +38,11 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
     kinds = dict.fromkeys(each.partition(":")[0] for each in unlike)
     note = "bars: 95 % over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
+
+
+def _title(name: str, sources: Mapping[str, Sequence[str]]) -> str:
+    suite, _, figure_id = name.rpartition(" · ")
+    return f"{labels.named(suite, *sources[suite])} · {figure_id}"
 
 
 def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_id: str, look: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def _json(document: Document) -> str:
 
 
 def _latex(document: Document) -> str:
-    return latex(document.results.info, document.cells, document.notes)
+    return latex(document.results.info, document.cells, document.findings, document.notes)
 
 
 FORMATS: dict[str, Callable[[Document], str]] = {

@@ -47,7 +47,7 @@ def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
         if key not in texts:
             texts[key] = len(cut)
             cut.append((tokens.pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
-        rows.append(_row(row, plain.get(_place(row))) | {"text": texts[key]})
+        rows.append(_row(row, plain.get(_place(row))) | {"suite": document.label(row["suite"]), "text": texts[key]})
     all_plain = any(isinstance(text, str) and text for text in cut)
     why = "" if not all_plain else tokens.OTHER if cutter else tokens.NOT_AT_HAND
     return Answers(rows, cut, len(document.results.rows), why)
@@ -87,7 +87,7 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     own, theirs = _ms_per_token(row), _ms_per_token(plain) if plain else None
     accepted = row["accepted"] or []
-    shown = {name: row[name] for name in ("suite", "method", "turn", "repeat", "error", "answer", "passed")}
+    shown = {name: row[name] for name in ("method", "turn", "repeat", "error", "answer", "passed")}
     shown |= {
         "prompt": row["prompt_id"],
         "exact": row["exactness"],

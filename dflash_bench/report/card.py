@@ -1,18 +1,20 @@
-"""The result in ten lines, to paste into an issue or a chat."""
+"""The result in ten lines, to paste into an issue or a chat, and one more where the speed-up is weak."""
 
 from __future__ import annotations
 
 from dflash_bench.document import Document, over_all
+from dflash_bench.findings import badges
 from dflash_bench.metrics import FORMULAS
-from dflash_bench.report.words import facts, speedups, tally
-from dflash_bench.tables import ABSENT, number, with_interval
+from dflash_bench.report.words import facts, speedups, tally, with_badges
+from dflash_bench.tables import ABSENT, number
 
 
 def card(document: Document) -> str:
     """Raises nothing for what a run does not hold: that line says n/a."""
     info, about = document.results.info, facts(document.results.info)
     found = [(method, *over_all(document.cells, method)) for method in document.methods]
-    faster = ", ".join(f"{method} {with_interval(speedup)}" for method, speedup, _ in found)
+    faster = ", ".join(f"{method} {with_badges(document, method, speedup)}" for method, speedup, _ in found)
+    weak = badges.legend([badge for method in document.methods for badge in document.badges(method)])
     is_known = any(speedup for _, speedup, _ in found)
     meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
     lengths = ", ".join(f"{method} {number(al)}" for method, _, al in found)
@@ -28,6 +30,7 @@ def card(document: Document) -> str:
         "settings": about["settings"],
         "acceptance": f"{lengths or ABSENT} (al.pooled = {FORMULAS['al.pooled']})",
         "speed-up": f"{faster or ABSENT} ({meaning})",
+        **({"weak": "; ".join(weak)} if weak else {}),
         "answers": answers,
         "versions": f"{about['versions']}{commit}",
         "command": " ".join(info["command"].split()),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_bench.metrics import FORMULAS, Cell, Tally
+from dflash_bench.findings import Finding, badges
+from dflash_bench.findings.badges import Badge
+from dflash_bench.metrics import BASELINE, FORMULAS, Cell, Tally
 from dflash_bench.tables import ABSENT, number, with_interval
 
 
@@ -17,6 +19,8 @@ class Column:
     head: str
     text: Callable[[Cell], str]
     justify: Literal["left", "right"] = "right"
+    has_badges: bool = False
+    """Is it the headline figure, which says itself where it is weak?"""
 
     @property
     def one_line(self) -> str:
@@ -37,7 +41,7 @@ RESULTS = (
     Column("al.\npooled", lambda cell: number(cell.value("al.pooled"))),
     Column("al.\nrequest_mean", lambda cell: number(cell.value("al.request_mean"))),
     Column("tps.\ndecode", lambda cell: number(cell.value("tps.decode"), 1)),
-    Column("speedup.\ndecode [95 %]", lambda cell: with_interval(cell.figures.get("speedup.decode")), "left"),
+    Column("speedup.\ndecode [95 %]", lambda cell: with_interval(cell.figures.get("speedup.decode")), "left", True),
     Column("speedup.\ne2e", lambda cell: number(cell.value("speedup.e2e"))),
     Column("exact", lambda cell: _tally(cell.exact)),
     Column("passed\n%", lambda cell: _percent(cell.passed)),
@@ -58,6 +62,21 @@ ROUNDS = (
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )
 INTERVALS = "Intervals are 95 %, by bootstrap over prompts."
+
+
+def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
+    return badges.beside(findings, cell.suite, cell.method) if column.has_badges and cell.method != BASELINE else []
+
+
+def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:
+    """The figure, and behind it the marks of what weakens it, as plain text."""
+    return " ".join(filter(None, [column.text(cell), badges.marks(badges_of(column, cell, findings))]))
+
+
+def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
+    """What the marks in the tables of these cells mean."""
+    column = next(column for column in RESULTS if column.has_badges)
+    return badges.legend([badge for cell in cells for badge in badges_of(column, cell, findings)])
 
 
 def formulas(*columns: Column) -> dict[str, str]:

@@ -5,54 +5,66 @@ Formula ids stand in the column heads. Nothing is told by colour alone; a figure
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from dflash_bench.findings import Finding
 from dflash_bench.metrics import Cell
-from dflash_bench.report.columns import RESULTS, ROUNDS, Column
+from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.table import Table
-
     from dflash_bench.suites import Listing
 
-
-def render(cells: Sequence[Cell], findings: Sequence[Finding]) -> Group:
-    """For a console: what came out, where a round spends its time, and what to be careful of."""
-    group: Group = import_module("rich.console").Group(
-        table(cells, RESULTS), "", table(cells, ROUNDS, "per round"), "", *_finding_lines(findings)
-    )
-    return group
+WIDTH = 100
 
 
-def table(cells: Sequence[Cell], columns: Sequence[Column], title: str = "") -> Table:
-    """A suite's name on a line of its own, its methods below."""
-    rich_table = import_module("rich.table")
-    made: Table = rich_table.Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    made.add_column(f"\n{title}", overflow="fold")
-    for column in columns:
-        made.add_column(column.head, justify=column.justify, vertical="bottom", overflow="fold")
-    for suite, members in groupby(cells, key=lambda cell: cell.suite):
-        made.add_row(visible(suite))
-        for cell in members:
-            made.add_row(f"  {visible(cell.method)}", *(column.text(cell) for column in columns))
-    return made
+def text(cells: Sequence[Cell], findings: Sequence[Finding]) -> str:
+    """What came out, where a round spends its time, and what to be careful of."""
+    blocks = [
+        [*_table(cells, RESULTS, findings), *legend(cells, findings)],
+        _table(cells, ROUNDS, findings, "per round"),
+        _finding_lines(findings),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
 
-def text(cells: Sequence[Cell], findings: Sequence[Finding], width: int = 100) -> str:
-    """What `render` shows, without a terminal."""
-    console = import_module("rich.console").Console(
-        width=width, color_system=None, highlight=False, markup=False, emoji=False
-    )
-    with console.capture() as captured:
-        console.print(render(cells, findings))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding], title: str = "") -> list[str]:
+    """A suite's name on a line of its own, as long as it may be, and its methods below."""
+    heads = [("", title), *(_two_lines(column.head) for column in columns)]
+    rows = {
+        cell.place: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
+        for cell in cells
+    }
+    widths = [max(map(len, texts)) for texts in zip(*zip(*heads, strict=True), *rows.values(), strict=True)]
+    is_left = [True, *(column.justify == "left" for column in columns)]
+    lines = [_line(texts, widths, is_left) for texts in zip(*heads, strict=True)]
+    for suite, members in groupby(cells, key=lambda cell: cell.label):
+        lines += [suite, *(_line(rows[cell.place], widths, is_left) for cell in members)]
+    return lines
+
+
+def _two_lines(head: str) -> tuple[str, str]:
+    above, _, below = head.rpartition("\n")
+    return above, below
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]) -> str:
+    columns = zip(texts, widths, is_left, strict=True)
+    return " ".join(text.ljust(width) if left else text.rjust(width) for text, width, left in columns).rstrip()
+
+
+def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    yield "findings:" if findings else "findings: none"
+    for finding in findings:
+        yield _wrapped(finding.text, "  ", "  ")
+        yield _wrapped(finding.remedy, "    -> ", "    ")
+
+
+def _wrapped(text: str, first: str, others: str) -> str:
+    return textwrap.fill(visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def suites_text(listings: Sequence[Listing], groups: Mapping[str, Sequence[str]]) -> str:
@@ -70,12 +82,3 @@ def _suite_row(listing: Listing) -> tuple[str, ...]:
     suite = listing.suite
     rows = [suite.source, suite.subset, suite.split]
     return suite.name, str(listing.num_embedded), suite.scorer, suite.licence, " ".join(filter(None, rows))
-
-
-def _finding_lines(findings: Sequence[Finding]) -> list[Padding]:
-    # Text, not strings: an error message may hold what rich would take for markup.
-    text, padding = import_module("rich.text").Text, import_module("rich.padding").Padding
-    lines = [(0, "findings:" if findings else "findings: none")]
-    for finding in findings:
-        lines += [(2, finding.text), (4, f"-> {finding.remedy}")]
-    return [padding(text(line), (0, 0, 0, indent)) for indent, line in lines]

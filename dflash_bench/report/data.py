@@ -17,6 +17,7 @@ from dflash_bench.text import visible
 
 JSON_FIELDS = (
     "suite",
+    "source",
     "method",
     "num_prompts",
     "num_tokens",
@@ -60,7 +61,7 @@ def document_json(document: Document) -> dict[str, Any]:
 def _json_cell(cell: Cell) -> dict[str, Any]:
     values: dict[str, Any] = {name.replace(".", "_"): cell.value(name) for name in FIGURES}
     values |= {name.replace(".", "_"): cell.figures.get(name) for name in WITH_INTERVAL}
-    values |= {name: getattr(cell, name) for name in TALLIES}
+    values |= {name: getattr(cell, name) for name in TALLIES} | {"source": cell.source or None}
     return {name: _json_value(values[name] if name in values else getattr(cell, name)) for name in JSON_FIELDS}
 
 
@@ -79,7 +80,7 @@ def _json_value(value: Any) -> Any:
 def csv_text(document: Document) -> str:
     """A figure has three columns, ID, ID.low and ID.high; what cannot be had is an empty field."""
     shown = [name for name in FIGURES if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
-    heads = ["suite", "method", *COUNTS]
+    heads = ["suite", "source", "method", *COUNTS]
     heads += [f"{name}_{part}" for name in TALLIES for part in ("num", "of")]
     heads += [f"{name}{bound}" for name in shown for bound in ("", ".low", ".high")]
     file = io.StringIO()
@@ -93,12 +94,9 @@ def _csv_row(cell: Cell, shown: Sequence[str]) -> list[Any]:
     tallies = [part for name in TALLIES for part in getattr(cell, name) or ("", "")]
     bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in shown]
     figures = [bound for each in bounds for bound in (each.value, each.low, each.high)]
-    return [
-        *map(_csv_text, (cell.suite, cell.method)),
-        *(getattr(cell, name) for name in COUNTS),
-        *tallies,
-        *map(_csv_value, figures),
-    ]
+    counts = [getattr(cell, name) for name in COUNTS]
+    names = map(_csv_text, (cell.suite, cell.source, cell.method))
+    return [*names, *counts, *tallies, *map(_csv_value, figures)]
 
 
 def _csv_text(text: str) -> str:

@@ -16,13 +16,15 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from dflash_bench import __version__, plots
+from dflash_bench import __version__, labels, plots
 from dflash_bench.bars import late
 from dflash_bench.document import Document, over_all
 from dflash_bench.errors import UserError
+from dflash_bench.findings import Finding
+from dflash_bench.findings.badges import Badge
 from dflash_bench.metrics import Cell
 from dflash_bench.report import answers
-from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
+from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.tables import number
 from dflash_bench.text import visible
@@ -31,7 +33,7 @@ MOST_ANSWERS = 300
 SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
 """Columns that a narrow screen leaves out."""
 TEMPLATE = Path(__file__).parent
-WRONG = ("mismatch", "failed", "no_baseline", "near_tie", "nothing_drafted", "dead_draft", "slower")
+WRONG = ("mismatch", "failed", "no_baseline", "near_tie", "nothing_drafted", "dead_draft", "unknown_text", "slower")
 """Findings that a reader must not miss; the others say that a number is weak."""
 
 
@@ -68,8 +70,9 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answ
         "notes": "".join(f'<p class="note">{escape(note)}</p>' for note in document.notes),
         "lead": "".join(f"<p>{escape(text)}</p>" for text in sentences(document)),
         "tiles": "".join(_tile(document, method) for method in document.methods),
-        "results": _table(document.cells, RESULTS),
-        "rounds": _table(document.cells, ROUNDS),
+        "results": _table(document, RESULTS),
+        "legend": "".join(f"<p>{escape(line)}</p>" for line in legend(document.cells, document.findings)),
+        "rounds": _table(document, ROUNDS),
         "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
         "findings": _findings(document),
@@ -89,7 +92,8 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answ
 def _title(document: Document) -> str:
     model = document.results.info["identity"]["model"]
     return (
-        f"{Path(str(model)).name}: {' and '.join(document.methods) or 'plain decoding'} on {', '.join(document.suites)}"
+        f"{Path(str(model)).name}: {' and '.join(document.methods) or 'plain decoding'} on "
+        f"{labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))}"
     )
 
 
@@ -103,22 +107,37 @@ def _tile(document: Document, method: str) -> str:
     value = f"{speedup.value:.2f}<small>×</small>" if speedup else "n/a"
     at = document.methods.index(method) % 7
     lines = "".join(f"<span>{escape(row)}</span>" for row in rows if row)
-    return f'<div class="tile" style="--own: var(--series-{at})"><h3>{escape(method)}</h3><b>{value}</b>{lines}</div>'
+    weak = _pills(document.badges(method), in_words=True)
+    head = f"<h3>{escape(method)}</h3><b>{value}</b>{weak}"
+    return f'<div class="tile" style="--own: var(--series-{at})">{head}{lines}</div>'
 
 
-def _table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+def _pills(badges: Sequence[Badge], *, in_words: bool) -> str:
+    """In words where there is room, else as marks that are explained below the table."""
+    pills = (
+        f'<i class="badge" title="{escape(each.meaning)}">{escape(each.name if in_words else each.mark)}</i>'
+        for each in badges
+    )
+    return f'<span class="badges">{"".join(pills)}</span>' if badges else ""
+
+
+def _table(document: Document, columns: Sequence[Column]) -> str:
     heads = "".join(f"<th{_spare(column)}>{escape(column.one_line)}</th>" for column in columns)
     bodies = []
-    for suite, members in groupby(cells, key=lambda cell: cell.suite):
-        rows = "".join(_table_row(cell, columns) for cell in members)
+    for suite, members in groupby(document.cells, key=lambda cell: cell.label):
+        rows = "".join(_table_row(cell, columns, document.findings) for cell in members)
         head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(suite)}</th></tr>'
         bodies.append(f"<tbody>{head}{rows}</tbody>")
     table = f'<table class="figures"><thead><tr><th></th>{heads}</tr></thead>{"".join(bodies)}</table>'
     return f'<div class="wide">{table}</div>'
 
 
-def _table_row(cell: Cell, columns: Sequence[Column]) -> str:
-    figures = "".join(f"<td{_spare(column)}>{escape(column.text(cell))}</td>" for column in columns)
+def _table_row(cell: Cell, columns: Sequence[Column], findings: Sequence[Finding]) -> str:
+    figures = "".join(
+        f"<td{_spare(column)}>{_pills(badges_of(column, cell, findings), in_words=False)}"
+        f"{escape(column.text(cell))}</td>"
+        for column in columns
+    )
     return f"<tr><th>{escape(cell.method)}</th>{figures}</tr>"
 
 

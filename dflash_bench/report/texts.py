@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from dflash_bench import environment, tables
+from dflash_bench import environment, labels, tables
 from dflash_bench.findings import Finding
 from dflash_bench.metrics import Cell
-from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas
+from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas, legend, marked
 from dflash_bench.text import visible
 
 IN_LATEX = ("prompts", "al.pooled", "tps.decode", "speedup.decode [95 %]", "exact", "passed %")
@@ -24,15 +24,17 @@ def markdown(
     info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()
 ) -> str:
     """`info` as in `run.json`, with its `command` and `environment`."""
-    suites = ", ".join(dict.fromkeys(cell.suite for cell in cells))
+    suites = labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in cells))
+    told = legend(cells, findings)
     parts = [
         f"# {tables.in_markdown(suites)}",
         *(f"**{note}**" for note in notes),
         f"```\n{visible(info['command'])}\n```",
         f"{environment.one_line(info['environment'])}.",
-        _markdown_table(cells, RESULTS),
+        _markdown_table(cells, RESULTS, findings),
+        *(["; ".join(told) + "."] if told else []),
         "Per round:",
-        _markdown_table(cells, ROUNDS),
+        _markdown_table(cells, ROUNDS, findings),
         "## Findings",
         "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)
         or "None.",
@@ -43,17 +45,20 @@ def markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+def _markdown_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> str:
     heads = ["suite", "method", *(column.one_line for column in columns)]
-    rows = [[cell.suite, cell.method, *(column.text(cell) for column in columns)] for cell in cells]
+    rows = [[cell.label, cell.method, *(marked(column, cell, findings) for column in columns)] for cell in cells]
     return tables.markdown(heads, rows, left=2)
 
 
-def latex(info: Mapping[str, Any], cells: Sequence[Cell], notes: Sequence[str] = ()) -> str:
+def latex(
+    info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()
+) -> str:
     r"""A `table` for \usepackage{booktabs}: a suite's name once, and the formulas in the caption."""
     columns = [column for column in RESULTS if column.one_line in IN_LATEX]
     heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
     caption = [*notes, f"{environment.one_line(info['environment'])}.", INTERVALS]
+    caption += [f"{line}." for line in legend(cells, findings)]
     caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]
     lines = [
         f"% {visible(' '.join(info['command'].splitlines()))}",
@@ -62,7 +67,7 @@ def latex(info: Mapping[str, Any], cells: Sequence[Cell], notes: Sequence[str] =
         rf"\begin{{tabular}}{{ll{'r' * len(columns)}}}",
         r"\toprule",
         f"{' & '.join(heads)} \\\\",
-        *_latex_rows(cells, columns),
+        *_latex_rows(cells, columns, findings),
         r"\bottomrule",
         r"\end{tabular}",
         rf"\caption{{{' '.join(caption)}}}",
@@ -72,12 +77,12 @@ def latex(info: Mapping[str, Any], cells: Sequence[Cell], notes: Sequence[str] =
     return "\n".join(lines) + "\n"
 
 
-def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column]) -> list[str]:
+def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for suite, members in groupby(cells, key=lambda cell: cell.suite):
+    for suite, members in groupby(cells, key=lambda cell: cell.label):
         lines.append(r"\midrule")
         for number, cell in enumerate(members):
-            row = ["" if number else suite, cell.method, *(column.text(cell) for column in columns)]
+            row = ["" if number else suite, cell.method, *(marked(column, cell, findings) for column in columns)]
             lines.append(f"{' & '.join(map(latex_escaped, row))} \\\\")
     return lines
 

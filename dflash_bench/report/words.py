@@ -6,16 +6,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_bench import environment
+from dflash_bench import environment, labels
 from dflash_bench.document import Document, over_all
+from dflash_bench.findings import badges
 from dflash_bench.metrics import BASELINE, Tally
+from dflash_bench.stats import Interval
 from dflash_bench.tables import number, with_interval
 
 
 def sentences(document: Document) -> list[str]:
     """The headline; a method that cannot be compared is not in it."""
     found = [(method, *over_all(document.cells, method)) for method in document.methods]
-    faster = [f"{method} {with_interval(speedup)} times as fast" for method, speedup, _ in found if speedup]
+    faster = [
+        f"{method} {with_interval(speedup)} times as fast{_weak(document, method)}"
+        for method, speedup, _ in found
+        if speedup
+    ]
     longer = [f"{method} {number(al)} tokens" for method, _, al in found if al]
     exact, passed = tally(document, "exact"), tally(document, "passed")
     told = []
@@ -28,17 +34,29 @@ def sentences(document: Document) -> list[str]:
     elif exact:
         told.append(f"{exact[1] - exact[0]:,} of {exact[1]:,} answers compared are not the plain output.")
     if passed:
-        told.append(f"{100 * passed[0] / passed[1]:.1f} % of the drafted answers are right.")
+        told.append(f"{100 * passed[0] / passed[1]:.1f} % of what the drafting methods answered is right.")
     return told
 
 
 def speedups(document: Document, is_known: bool) -> str:
     """What the speed-ups are, or why there are none."""
     plain = {cell.suite for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
-    bare = dict.fromkeys(cell.suite for cell in document.cells if cell.num_prompts and cell.suite not in plain)
+    bare = dict.fromkeys(
+        (cell.suite, cell.source) for cell in document.cells if cell.num_prompts and cell.suite not in plain
+    )
     if bare and not is_known:
-        return f"no answers of plain decoding in {', '.join(bare)}"
+        return f"no answers of plain decoding in {labels.listed(bare)}"
     return f"speedup.decode{over_suites(document)}"
+
+
+def _weak(document: Document, method: str) -> str:
+    names = ", ".join(badge.name for badge in document.badges(method))
+    return f" ({names})" if names else ""
+
+
+def with_badges(document: Document, method: str, speedup: Interval | None) -> str:
+    """The figure with its interval, and the marks of what weakens it."""
+    return " ".join(filter(None, [with_interval(speedup), badges.marks(document.badges(method))]))
 
 
 def over_suites(document: Document) -> str:
@@ -61,7 +79,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
     found = {
         "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
         "draft": ", ".join(_draft(name, each, revisions) for name, each in _drafting(identity)),
-        "suite": ", ".join(_suite(name, each) for name, each in identity.get("suites", {}).items()),
+        "suite": "; ".join(_suite(name, each) for name, each in identity.get("suites", {}).items()),
         "machine": environment.one_line(env).partition(";")[0],
         "settings": ", ".join(_settings(identity)),
         "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
@@ -91,7 +109,11 @@ def _revision(text: str | None) -> str:
 
 
 def _suite(name: str, suite: Mapping[str, Any]) -> str:
-    return f"{name} v{suite['version']} ({suite['prompts']:,} prompts, {suite['source']})"
+    """With the whole source where its name for people leaves something out: a commit, or the way to a folder."""
+    _, _, place = suite["source"].partition(" ")
+    return f"{labels.named(name, suite['source'])} v{suite['version']}, {suite['prompts']:,} prompts" + (
+        f" from {place}" if place else ""
+    )
 
 
 def thinking(identity: Mapping[str, Any]) -> str:

@@ -56,8 +56,8 @@ def _score_nothing(_prompt: Prompt, _text: str) -> Score:
 
 
 _TEXT_SCORERS: dict[str, Scorer] = {
-    "aime_integer": numbers.aime,
-    "gsm8k_number": numbers.gsm8k,
+    "aime_integer": numbers.number,
+    "gsm8k_number": numbers.number,
     "math": formulas.math,
 }
 SCORERS: dict[str, Scorer] = {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
+import warnings
 from collections.abc import Collection
 
 from dflash_bench.records import Prompt
 from dflash_bench.sandbox import Limits, run_tests
 from dflash_bench.scoring.answers import Score
 
-_FENCED = re.compile(r"```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # three are a doctest
 _FIRST_CODE = re.compile(r"^(?:import|from|def|async def|class|@\w+)\b", re.MULTILINE)
-_PROSE = re.compile(r"^(?:[A-Z][\w']*,? [a-z]|\*\*|- )", re.MULTILINE)
+_PROSE = re.compile(r"^(?:[A-Z][\w']*(?:,? [a-z]|: [A-Za-z])|\*\*|- |\d+[.)] |#{2,} )", re.MULTILINE)
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 
 LIMITS = Limits(cpu_s=20, wall_s=30.0)  # several times what the slowest right solution takes
@@ -36,19 +39,37 @@ def mbpp(prompt: Prompt, text: str) -> Score:
 
 
 def _code(text: str, names: Collection[str]) -> str:
-    """The last Python block that defines one of `names`; failing that, the likeliest code there is."""
-    fenced = [(language.lower(), textwrap.dedent(body)) for language, body in _FENCED.findall(text)]
+    """The last Python block that defines one of `names`, after the blocks that it may build on.
+
+    Failing that, the likeliest code there is.
+    """
+    text = _QUOTED.sub("", text)
+    fenced = [(language.lower(), textwrap.dedent(body)) for _, language, body in _FENCED.findall(text)]
     blocks = [body for _, body in fenced]
     python = [body for language, body in fenced if language in {"python", "py", "python3"}]
     likeliest = [b for b in python if _defines(b, names)] or [b for b in blocks if _defines(b, names)]
+    if likeliest:
+        earlier = blocks[: len(blocks) - 1 - blocks[::-1].index(likeliest[-1])]
+        return "\n".join([*(block for block in earlier if _only_defines(block)), likeliest[-1]])
     if blocks:
-        return (likeliest or python or blocks)[-1]
+        return (python or blocks)[-1]
     return _without_prose(text) if _defines(text, names) else text
 
 
 def _defines(code: str, names: Collection[str]) -> bool:
     any_name = "|".join(map(re.escape, names))
-    return re.search(rf"^(?:async )?(?:def|class) (?:{any_name})\b", code, re.MULTILINE) is not None
+    by_statement = rf"^(?:(?:async )?(?:def|class) (?:{any_name})\b|(?:{any_name})\s*(?::[^=\n]+)?=(?!=))"
+    return re.search(by_statement, code, re.MULTILINE) is not None
+
+
+def _only_defines(code: str) -> bool:
+    """Can it stand before other code, and do nothing but give it names?"""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that the model wrote
+            statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return all(isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef) for each in statements)
 
 
 def _without_prose(text: str) -> str:

@@ -19,18 +19,41 @@ _WALL_S = 10
 _MEMORY_BYTES = 4 * 2**30
 
 
+_SPACING = re.compile(r"\\(?:left|right)(?![a-z])|\\[!,; ]|[\s$~]")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|tt|sf)?|math(?:bf|it|rm|tt|sf)|mbox)\s*\{([^{}]*)\}")
+_BASE = re.compile(r"\d_\{?(\d+)")
+_EMPHASIS = " \t\n.!*_\"'"
+
+
 def math(prompt: Prompt, text: str) -> Score:
     require_module("math_verify")
     box, right = last_box(text), reference(prompt)
     if box is None:
         paragraph = re.split(r"\n\s*\n", text.strip())[-1]
-        return Score(paragraph or None, bool(paragraph) and _same_formula(right, paragraph))
-    is_same_text = _plain_formula(box) == _plain_formula(right)
-    return Score(box, is_same_text or _same_formula(right, rf"\boxed{{{box}}}"))
+        return Score(paragraph or None, bool(paragraph) and _same_in_prose(right, paragraph))
+    return Score(box, _plain_formula(box) == _plain_formula(right) or _may_equal(right, box, rf"\boxed{{{box}}}"))
+
+
+def _same_in_prose(right: str, paragraph: str) -> bool:
+    """A word is right where it is the last; math-verify finds formulas."""
+    word = _TEXT.sub(r"\1", right).strip()
+    if word.isalpha() and len(word) > 1:
+        return re.search(rf"(?<!\w){word}$", paragraph.rstrip(_EMPHASIS), re.IGNORECASE) is not None
+    return _may_equal(right, paragraph, paragraph)
+
+
+def _may_equal(right: str, answer: str, whole: str) -> bool:
+    """What math-verify cannot tell apart is told here: a time or ratio from a quotient, and numbers of other bases."""
+    bases = [set(_BASE.findall(each)) for each in (right, answer)]
+    if all(bases) and bases[0] != bases[1]:
+        return False
+    if ":" in right and ":" not in answer:
+        return False
+    return _same_formula(right, whole)
 
 
 def _plain_formula(formula: str) -> str:
-    bare = re.sub(r"\\(?:left|right)(?![a-z])|\\[!,; ]|[\s$]", "", formula)
+    bare = _TEXT.sub(r"\1", _SPACING.sub("", formula)).replace("varnothing", "emptyset")
     return bare.replace("dfrac", "frac").rstrip(".")
 
 

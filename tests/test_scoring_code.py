@@ -1,0 +1,192 @@
+"""Code as models write it down, right and wrong; every pair was written for this project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dflash_bench import scoring
+from dflash_bench.records import Prompt
+from dflash_bench.sandbox import Limits
+from dflash_bench.scoring import score
+
+STUB = (
+    "import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef area(radius):\n"
+    '    """The area of a circle.\n    >>> area(0)\n    0.0\n    """\n'
+)
+TEST = (
+    "def check(candidate):\n    assert candidate(0) == 0\n"
+    "    assert abs(candidate(2) - 4 * math.pi) < 1e-9\n    assert half(4) == 2\n"
+)
+BODY = "    return math.pi * radius**2\n"
+RIGHT = "def area(radius):\n" + BODY
+WRONG = "def area(radius):\n    return radius\n"
+HUMANEVAL = {
+    "upper case language": (f"```Python\n{RIGHT}```", True),
+    "python3": (f"```python3\n{RIGHT}```", True),
+    "language with a title": (f'```python title="area.py"\n{RIGHT}```', True),
+    "tildes": (f"~~~python\n{RIGHT}~~~", True),
+    "tildes without language": (f"~~~\n{RIGHT}~~~", True),
+    "four backticks": (f"````python\n{RIGHT}````", True),
+    "windows line ends": (f"```python\n{RIGHT}```".replace("\n", "\r\n"), True),
+    "tabs": ("```python\ndef area(radius):\n\treturn math.pi * radius**2\n```", True),
+    "annotated": ("```python\ndef area(radius: float) -> float:\n    return math.pi * radius**2\n```", True),
+    "stub annotated in answer": (
+        f'```python\nimport math\n\ndef area(radius: float) -> float:\n    """Doc."""\n{BODY}```',
+        True,
+    ),
+    "async": ("```python\nasync def area(radius):\n    return math.pi * radius**2\n```", False),
+    "lambda": ("```python\narea = lambda radius: math.pi * radius**2\n```", True),
+    "assigned from another name": (
+        "```python\ndef circle_area(r):\n    return math.pi * r * r\n\narea = circle_area\n```",
+        True,
+    ),
+    "a class with call": (
+        "```python\nclass area:\n    def __new__(cls, r):\n        return math.pi * r * r\n```",
+        True,
+    ),
+    "decorated": (
+        "```python\nfrom functools import lru_cache\n\n@lru_cache\n"
+        "def area(radius):\n    return math.pi * radius**2\n```",
+        True,
+    ),
+    "prose with backticks": (f"Use `math.pi`. Here:\n```python\n{RIGHT}```", True),
+    "two blocks, helper in the first": (
+        "```python\ndef square(x):\n    return x * x\n```\nand\n```python\n"
+        "def area(radius):\n    return math.pi * square(radius)\n```",
+        True,
+    ),
+    "import in the first block": (
+        "```python\nfrom math import pi\n```\n```python\ndef area(radius):\n    return pi * radius**2\n```",
+        True,
+    ),
+    "thinking, then answer": (f"<think>\n```python\n{WRONG}```\n</think>\n```python\n{RIGHT}```", True),
+    "right in thinking, wrong at the end": (f"<think>\n```python\n{RIGHT}```\n</think>\n```python\n{WRONG}```", False),
+    "test block after": (f"```python\n{RIGHT}```\nTest:\n```python\nassert area(0) == 0\nprint(area(1))\n```", True),
+    "usage that redefines nothing": (
+        f"```python\n{RIGHT}```\n```python\nfrom area import area\nprint(area(1))\n```",
+        True,
+    ),
+    "block in a quote": ("> ```python\n> def area(radius):\n>     return math.pi * radius**2\n> ```", True),
+    "bare, with prose before": (f"Here is the function:\n{RIGHT}", True),
+    "bare, numbered prose after": (f"{RIGHT}\n1. It squares.\n2. It multiplies.\n", True),
+    "bare, with Note": (f"{RIGHT}\nNote: this needs math.\n", True),
+    "bare with heading": (f"### Solution\n{RIGHT}", True),
+    "doctest echoes": (f"```python\n>>> area(0)\n0.0\n```\n```python\n{RIGHT}```", True),
+    "nested function": (
+        "```python\ndef area(radius):\n    def square(x):\n"
+        "        return x * x\n    return math.pi * square(radius)\n```",
+        True,
+    ),
+    "body after docstring": ('    """Doc."""\n' + BODY, True),
+    "body, fenced and indented": (f"```python\n{BODY}```", True),
+    "stub repeated, bare": (STUB + BODY, True),
+    "stub without imports": (
+        f"```python\n{STUB.partition('def area')[1]}{STUB.partition('def area')[2]}{BODY}```",
+        True,
+    ),
+    "own half that is broken": (f"```python\ndef half(x):\n    return x\n\n{RIGHT}```", False),
+    "signature only": ("```python\ndef area(radius):\n```", False),
+    "pass": ("```python\ndef area(radius):\n    pass\n```", False),
+    "syntax error": ("```python\ndef area(radius)\n    return 1\n```", False),
+    "wrong indentation": ("```python\ndef area(radius):\nreturn math.pi * radius**2\n```", False),
+    "other arity": ("```python\ndef area():\n    return 0\n```", False),
+    "prints instead": ("```python\ndef area(radius):\n    print(math.pi * radius**2)\n```", False),
+    "returns text": ("```python\ndef area(radius):\n    return str(math.pi * radius**2)\n```", False),
+    "diameter": ("```python\ndef area(radius):\n    return math.pi * radius\n```", False),
+    "overwrites check": (f"```python\n{WRONG}\ndef check(f):\n    pass\n```", False),
+    "raises SystemExit at import": (f"```python\n{RIGHT}\nraise SystemExit\n```", False),
+    "exit in the function": ("```python\nimport sys\ndef area(radius):\n    sys.exit(0)\n```", False),
+    "closes stdout": (f"```python\nimport sys\nsys.stdout.close()\n{RIGHT}```", True),
+    "prints a lot": (f"```python\nprint('x' * 100000)\n{RIGHT}```", True),
+    "javascript": ("```javascript\nfunction area(r) { return Math.PI * r * r }\n```", False),
+    "json": ('```json\n{"area": 1}\n```', False),
+    "main that calls input": (f"```python\n{RIGHT}\nr = float(input())\nprint(area(r))\n```", False),
+}
+MBPP_ROW = {
+    "prompt": "Write a function to double a number.",
+    "code": "def double(x):\n    return 2 * x",
+    "test_imports": ["import math"],
+    "test_list": ["assert double(2) == 4", "assert set([double(math.pi)]) == {2 * math.pi}"],
+}
+DOUBLE = "def double(x):\n    return 2 * x\n"
+MBPP = {
+    "fenced": (f"```python\n{DOUBLE}```", True),
+    "no language": (f"```\n{DOUBLE}```", True),
+    "py": (f"```py\n{DOUBLE}```", True),
+    "tildes": (f"~~~python\n{DOUBLE}~~~", True),
+    "bare": (DOUBLE, True),
+    "bare with prose": (f"Sure:\n\n{DOUBLE}\nIt doubles.", True),
+    "bare, numbered": (f"{DOUBLE}\n1. It doubles.", True),
+    "lambda": ("```python\ndouble = lambda x: x * 2\n```", True),
+    "assigned": ("```python\ndef twice(x):\n    return x + x\ndouble = twice\n```", True),
+    "annotated": ("```python\ndef double(x: float) -> float:\n    return x * 2\n```", True),
+    "windows": (f"```python\n{DOUBLE}```".replace("\n", "\r\n"), True),
+    "tabs": ("```python\ndef double(x):\n\treturn x * 2\n```", True),
+    "with tests": (f"```python\n{DOUBLE}\nassert double(1) == 2\n```", True),
+    "tests in another block": (f"```python\n{DOUBLE}```\n```python\nassert double(1) == 2\n```", True),
+    "output block": (f"```python\n{DOUBLE}```\nOutput:\n```\n4\n```", True),
+    "bash block": (f"```bash\npip install x\n```\n```python\n{DOUBLE}```", True),
+    "helper block": (
+        "```python\ndef add(a, b):\n    return a + b\n```\n```python\ndef double(x):\n    return add(x, x)\n```",
+        True,
+    ),
+    "import block": (
+        "```python\nfrom operator import add\n```\n```python\ndef double(x):\n    return add(x, x)\n```",
+        True,
+    ),
+    "class": ("```python\nclass Doubler:\n    def double(self, x):\n        return 2 * x\n```", False),
+    "instance method bound": (
+        "```python\nclass Doubler:\n    def __call__(self, x):\n        return 2 * x\n\ndouble = Doubler()\n```",
+        True,
+    ),
+    "decorator": ("```python\nimport functools\n@functools.cache\ndef double(x):\n    return 2 * x\n```", True),
+    "thinking": (f"<think>\n```python\ndef double(x):\n    return x\n```\n</think>\n```python\n{DOUBLE}```", True),
+    "list item": ("1. Code:\n\n   ```python\n   def double(x):\n       return 2 * x\n   ```", True),
+    "docstring": ('```python\ndef double(x):\n    """Double x."""\n    return 2 * x\n```', True),
+    "async def": ("```python\nasync def double(x):\n    return 2 * x\n```", False),
+    "one-liner": ("```python\ndef double(x): return 2 * x\n```", True),
+    "generator": ("```python\ndef double(x):\n    yield 2 * x\n```", False),
+    "none": ("```python\ndef double(x):\n    2 * x\n```", False),
+    "off by one": ("```python\ndef double(x):\n    return 2 * x + 1\n```", False),
+    "constant": ("```python\ndef double(x):\n    return 4\n```", False),
+    "truncates": ("```python\ndef double(x):\n    return int(2 * x)\n```", False),
+    "string": ("```python\ndef double(x):\n    return str(2 * x)\n```", False),
+    "other name": ("```python\ndef Double(x):\n    return 2 * x\n```", False),
+    "syntax": ("```python\ndef double(x) return 2 * x\n```", False),
+    "recursion": ("```python\ndef double(x):\n    return double(x)\n```", False),
+    "raises": ("```python\ndef double(x):\n    raise ValueError\n```", False),
+    "exit": ("```python\nimport os\nos._exit(0)\n```", False),
+    "spoilt later": (f"```python\n{DOUBLE}```\nOr:\n```python\ndef double(x):\n    return x\n```", False),
+    "corrected": (f"```python\ndef double(x):\n    return x\n```\nNo:\n```python\n{DOUBLE}```", True),
+    "prose only": ("Multiply by two.", False),
+    "empty": ("", False),
+    "empty block": ("```python\n```", False),
+    "disables assert": (
+        "```python\nimport builtins\nbuiltins.AssertionError = type('Quiet', (), {})\n"
+        "def double(x):\n    return 5\n```",
+        False,
+    ),
+}
+HUMANEVAL_ROW = {"prompt": STUB, "entry_point": "area", "test": TEST}
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring.code, "LIMITS", Limits(cpu_s=2, wall_s=20.0))
+
+
+def passed(name: str, row: Mapping[str, Any], text: str) -> bool | None:
+    return score(name, Prompt("suite", "0", ("question",), row=row), text).passed
+
+
+@pytest.mark.parametrize(("text", "right"), HUMANEVAL.values(), ids=HUMANEVAL.keys())
+def test_humaneval_finds_the_code_in_every_shape_and_no_wrong_code_passes(text: str, right: bool) -> None:
+    assert passed("humaneval", HUMANEVAL_ROW, text) is right
+
+
+@pytest.mark.parametrize(("text", "right"), MBPP.values(), ids=MBPP.keys())
+def test_mbpp_finds_the_code_in_every_shape_and_no_wrong_code_passes(text: str, right: bool) -> None:
+    assert passed("mbpp", MBPP_ROW, text) is right
