@@ -18,6 +18,7 @@ import numpy as np
 from dflash_bench import parts, shape, store, whole
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Record
+from dflash_bench.slices import SLICES, sliced, stretch_of
 from dflash_bench.whole import Account, Flaw, Witness
 
 KEPT = (
@@ -30,9 +31,6 @@ KEPT = (
 LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit")
 """Few and often repeated: kept as pandas categories."""
-SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
-FIRST_EDGE = 32
-"""Lengths and positions are sliced at this and its doubles."""
 COLUMNS = (*KEPT, *LISTS, "token_ids")
 ALLOWED = ("damaged", *whole.REMEDIES)
 """What a reader may go on in spite of."""
@@ -92,7 +90,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
         tables.append(_table(parts.batches(part, COLUMNS, left_out=surplus), by) if again else table)
     if not sum(map(len, tables)):
         raise UserError(none + (" that show their rounds" if by == "output-position" else ""))
-    frame = _sliced(_frame(tables), by)
+    frame = sliced(_frame(tables), by)
     return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
 
 
@@ -145,7 +143,7 @@ def _table(batches: Iterable[Any], by: str) -> Any:
 def from_records(records: Sequence[Record], by: str = "suite") -> Any:
     """The frame of what `store.append` would write."""
     (batch,) = parts.to_table(records).to_batches()
-    return _sliced(_frame([_scalars(batch, by)]), by)
+    return sliced(_frame([_scalars(batch, by)]), by)
 
 
 def _frame(tables: Sequence[Any]) -> Any:
@@ -279,33 +277,3 @@ def _flat(column: Any, lengths: Any) -> Any:
     spread = np.full(int(lengths.sum()), np.nan)
     spread[np.repeat(own > 0, lengths)] = values
     return spread
-
-
-def _sliced(frame: Any, by: str) -> Any:
-    """The column `slice`, whose values sort as they are to be read."""
-    pandas: Any = import_module("pandas")
-    match by:
-        case "suite":
-            labels, codes = [""], np.zeros(len(frame), dtype=np.int64)
-        case "category":
-            named = frame["category"].cat.add_categories("none").fillna("none")
-            frame["slice"] = named.cat.remove_unused_categories()
-            return frame.drop(columns="stretch")
-        case "turn":
-            turns, codes = np.unique(frame["turn"], return_inverse=True)
-            labels = [f"turn {turn + 1}" for turn in turns]
-        case _:
-            found = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
-            edges, codes = np.unique(found, return_inverse=True)
-            labels = [stretch_name(int(edge)) for edge in edges]
-    frame["slice"] = pandas.Categorical.from_codes(codes, labels)
-    return frame.drop(columns="stretch")
-
-
-def stretch_of(lengths: Any) -> Any:
-    """0 up to `FIRST_EDGE` tokens, and one more for every doubling."""
-    return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
-
-
-def stretch_name(edge: int) -> str:
-    return f"1-{FIRST_EDGE}" if edge == 0 else f"{FIRST_EDGE * 2 ** (edge - 1) + 1}-{FIRST_EDGE * 2**edge}"

@@ -44,6 +44,7 @@ IDENTITY: dict[str, Any] = {
     "device?": (str, None),
     "threads?": (int, None),
     "audit?": str,
+    "code?": (str, None),
     "plan?": str,
 }
 STORED: dict[str, Any] = {

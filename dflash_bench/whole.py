@@ -28,8 +28,8 @@ REMEDIES = {
 }
 """What can be wrong with the rows of a run, as `--allow` names it, and what to do about it."""
 MOST_NAMED = 4
-SCORED_WHERE_CAGED = ("humaneval", "mbpp")
-"""Scorers that leave answers without a score where the machine cannot hold the code."""
+CODE_SCORERS = ("humaneval", "mbpp")
+"""They leave answers without a score where no cage can hold what the model wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Flaw:
     method: str
     num: int
     what: str
-    """Such as "of 24 answers are missing, first p003"."""
+    """Such as "5 of 24 answers missing, first p003"."""
 
     def __str__(self) -> str:
-        return f"{self.suite} {self.method}: {self.num} {self.what}"
+        return f"{self.suite} {self.method}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,6 @@ class Witness:
 @dataclass(frozen=True, slots=True)
 class Account:
     flaws: tuple[Flaw, ...]
-    num_missing: int
-    num_planned: int
     surplus: tuple[Any, ...]
     """Of each part, which rows are no measurement of this run, or a second one of the same, [rows]."""
 
@@ -96,18 +94,17 @@ def account(info: Mapping[str, Any], where: str, witnesses: Sequence[Witness]) -
     plans.refuse_size(plan, where)
     answers = _Answers(plan, rows)
     wrong = [*_faults_of_parts(witnesses), *_unlike_the_plain(info["identity"], answers, rows)]
-    wrong += _unscored(info, plan, answers, rows)
+    wrong += _unscored(info["identity"], answers, rows)
     invalid = np.zeros(rows.num, dtype=bool)
     for _, which in wrong:
         invalid[which] = True
-    flaws = [*_missing(plan, answers), *_absent_prompts(info["identity"], plan, stored is None)]
-    flaws += _by_cell("doubled", "answers are there twice", answers.second, rows)
-    flaws += _by_cell("foreign", "answers are none that the plan asks for", answers.foreign, rows)
-    flaws += [flaw for why, which in wrong for flaw in _by_cell("invalid", f"answers cannot be: {why}", which, rows)]
+    flaws = [*_missing(plan, answers), *(_absent_prompts(info["identity"], plan) if stored is None else ())]
+    flaws += _by_cell("doubled", "twice", answers.second, rows)
+    flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows)
+    flaws += [flaw for why, which in wrong for flaw in _by_cell("invalid", f"cannot be: {why}", which, rows)]
     surplus = invalid | _mask(answers.second, rows.num) | _mask(answers.foreign, rows.num)
     ends = np.cumsum([len(each.rows) for each in witnesses])
-    num_missing = sum(flaw.num for flaw in flaws if flaw.kind == "unfinished")
-    return Account(tuple(flaws), num_missing, plan.num_answers, tuple(np.split(surplus, ends[:-1])))
+    return Account(tuple(flaws), tuple(np.split(surplus, ends[:-1])))
 
 
 def told(flaws: Sequence[Flaw]) -> str:
@@ -214,16 +211,14 @@ def _derived(identity: Mapping[str, Any], rows: _Rows) -> Plan:
     return Plan(tuple(methods), int(identity.get("repeats") or rows.repeat.max(initial=0) + 1), prompts)
 
 
-def _absent_prompts(identity: Mapping[str, Any], plan: Plan, is_derived: bool) -> Iterator[Flaw]:
+def _absent_prompts(identity: Mapping[str, Any], plan: Plan) -> Iterator[Flaw]:
     """Where no plan names the prompts, the identity still counts them."""
-    if not is_derived:
-        return
     for suite, known in (identity.get("suites") or {}).items():
         num, wanted = len(plan.prompts.get(suite, ())), known["prompts"]
         if num < wanted:
-            yield Flaw("unfinished", suite, "", wanted - num, f"of {wanted} prompts are missing")
+            yield Flaw("unfinished", suite, "", wanted - num, f"{wanted - num} of {wanted} prompts missing")
         elif num > wanted:
-            yield Flaw("foreign", suite, "", num - wanted, f"prompts are more than the {wanted} that were asked")
+            yield Flaw("foreign", suite, "", num - wanted, f"{num} prompts where {wanted} were asked")
 
 
 def _missing(plan: Plan, answers: _Answers) -> Iterator[Flaw]:
@@ -234,7 +229,8 @@ def _missing(plan: Plan, answers: _Answers) -> Iterator[Flaw]:
     cells = of_suite * num_methods + missing % num_methods
     for cell, at, num in zip(*np.unique(cells, return_index=True, return_counts=True), strict=True):
         suite, prompt, turn, repeat, method = plan.place(missing[at])
-        what = f"of {sizes[cell // num_methods]} answers are missing, first {_place(prompt, turn, repeat)}"
+        size = sizes[cell // num_methods]
+        what = f"{num} of {size} answers missing, first {_place(prompt, turn, repeat)}"
         yield Flaw("unfinished", suite, method, int(num), what)
 
 
@@ -266,15 +262,14 @@ def _unlike_the_plain(identity: Mapping[str, Any], answers: _Answers, rows: _Row
         yield "not audited, though its run is", np.flatnonzero(wanted & ~rows.audited)
 
 
-def _unscored(info: Mapping[str, Any], plan: Plan, answers: _Answers, rows: _Rows) -> Iterator[tuple[str, Any]]:
+def _unscored(identity: Mapping[str, Any], answers: _Answers, rows: _Rows) -> Iterator[tuple[str, Any]]:
     """Without a score, where the suite has a scorer that could give one."""
-    known = info["identity"].get("suites") or {}
-    machines = [info, *info.get("resumed", [])]
-    uncaged = any(each.get("sandbox") is None for each in machines)
+    known = identity.get("suites") or {}
+    without_code = identity.get("code") == "not run"
     scored = [
         rows.code("suite", name)
         for name, suite in known.items()
-        if suite.get("scorer", "none") != "none" and not (uncaged and suite["scorer"] in SCORED_WHERE_CAGED)
+        if suite.get("scorer", "none") != "none" and not (without_code and suite["scorer"] in CODE_SCORERS)
     ]
     wanted = np.isin(rows.codes["suite"], scored) & answers.is_last_turn & ~rows.failed
     yield "not scored, though its suite is", np.flatnonzero(wanted & ~rows.scored)
@@ -288,7 +283,13 @@ def _by_cell(kind: str, what: str, which: Any, rows: _Rows) -> Iterator[Flaw]:
     for at, num in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
         row = int(which[at])
         place = _place(rows.name("prompt_id", row), int(rows.turn[row]), int(rows.repeat[row]))
-        yield Flaw(kind, rows.name("suite", row), rows.name("method", row), num, f"{what}, first {place}")
+        yield Flaw(
+            kind,
+            rows.name("suite", row),
+            rows.name("method", row),
+            num,
+            f"{num} answer{'s' * (num > 1)} {what}, first {place}",
+        )
 
 
 def _place(prompt: str, turn: int, repeat: int) -> str:

@@ -177,14 +177,16 @@ def test_an_audit_without_effect_is_refused(
     assert capsys.readouterr().err.startswith(f"dflash-bench: {expected}")
 
 
-def test_failed_answers_are_rows_and_no_failure_of_the_run(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+def test_failed_answers_are_rows_and_exit_status_1(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
     def nan(answer: Generation) -> Generation:
         return Generation((), "", "error", 5, 0.0, 0.0, error="NaN logits after 3 tokens (row 0)")
 
     gsm8k(here / "data", 2)
     code, _ = fake_run(monkeypatch, *ASKED, "--json", faults={"dflash": nan})
-    shown = json.loads(capsys.readouterr().out)
-    assert (code, shown["cells"][1]["tps_decode"]) == (0, None)
+    captured = capsys.readouterr()
+    shown = json.loads(captured.out)
+    assert (code, shown["cells"][1]["tps_decode"]) == (1, None)
+    assert captured.err == "dflash-bench: 2 of 6 answers failed; --allow failed lets that pass\n"
     assert "NaN logits" in shown["findings"][0]["text"]
 
 

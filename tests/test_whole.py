@@ -90,46 +90,46 @@ def another_prompt(row: dict[str, Any]) -> dict[str, Any]:
 TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = {
     "a deleted part": (
         delete_a_part,
-        [("ar", "unfinished", "5 of 24 answers are missing, first p005"),
-         ("dflash", "unfinished", "5 of 24 answers are missing, first p005")],
+        [("ar", "unfinished", "5 of 24 answers missing, first p005"),
+         ("dflash", "unfinished", "5 of 24 answers missing, first p005")],
     ),
     "a copied part": (
         copy_a_part,
-        [("ar", "doubled", "5 answers are there twice, first p000"),
-         ("dflash", "doubled", "5 answers are there twice, first p000")],
+        [("ar", "doubled", "5 answers twice, first p000"),
+         ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a merged part copied": (
         lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000050-000060.parquet"),
-        [("ar", "doubled", "5 answers are there twice, first p000"),
-         ("dflash", "doubled", "5 answers are there twice, first p000")],
+        [("ar", "doubled", "5 answers twice, first p000"),
+         ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a part hidden by a bogus merged one": (
         lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000001-000002.parquet"),
-        [("ar", "unfinished", "10 of 24 answers are missing, first p005"),
-         ("dflash", "unfinished", "10 of 24 answers are missing, first p005"),
-         ("ar", "doubled", "5 answers are there twice, first p000"),
-         ("dflash", "doubled", "5 answers are there twice, first p000")],
+        [("ar", "unfinished", "10 of 24 answers missing, first p005"),
+         ("dflash", "unfinished", "10 of 24 answers missing, first p005"),
+         ("ar", "doubled", "5 answers twice, first p000"),
+         ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a missing suite": (
         without(suite="math500"),
-        [("ar", "unfinished", "2 of 2 answers are missing, first p000"),
-         ("dflash", "unfinished", "2 of 2 answers are missing, first p000")],
+        [("ar", "unfinished", "2 of 2 answers missing, first p000"),
+         ("dflash", "unfinished", "2 of 2 answers missing, first p000")],
     ),
     "a missing method": (
         without(method="dflash"),
-        [("dflash", "unfinished", "24 of 24 answers are missing, first p000"),
-         ("dflash", "unfinished", "2 of 2 answers are missing, first p000")],
+        [("dflash", "unfinished", "24 of 24 answers missing, first p000"),
+         ("dflash", "unfinished", "2 of 2 answers missing, first p000")],
     ),
     "a missing plain row": (
         without(method="ar", prompt_id="p007"),
-        [("ar", "unfinished", "1 of 24 answers are missing, first p007")],
+        [("ar", "unfinished", "1 of 24 answers missing, first p007")],
     ),
     "a prompt of another text": (
         lambda run: rewritten(run / "part-000000.parquet", another_prompt),
-        [("ar", "unfinished", "1 of 24 answers are missing, first p003"),
-         ("dflash", "unfinished", "1 of 24 answers are missing, first p003"),
-         ("ar", "foreign", "1 answers are none that the plan asks for, first p003"),
-         ("dflash", "foreign", "1 answers are none that the plan asks for, first p003")],
+        [("ar", "unfinished", "1 of 24 answers missing, first p003"),
+         ("dflash", "unfinished", "1 of 24 answers missing, first p003"),
+         ("ar", "foreign", "1 answer not in the plan, first p003"),
+         ("dflash", "foreign", "1 answer not in the plan, first p003")],
     ),
 }  # fmt: skip
 
@@ -221,12 +221,12 @@ def test_an_old_run_is_held_to_what_it_tells(tmp_path: Path, main: Main) -> None
     assert main("check", "run")[0] == 0
     rewritten(run / "part-000000.parquet", lambda row: row | ({"method": "eagle3"} if is_second(row) else {}))
     assert failed_checks(main) == [
-        ("dflash", "unfinished", "1 of 24 answers are missing, first p000"),
-        ("eagle3", "foreign", "1 answers are none that the plan asks for, first p000"),
+        ("dflash", "unfinished", "1 of 24 answers missing, first p000"),
+        ("eagle3", "foreign", "1 answer not in the plan, first p000"),
     ]
     shutil.rmtree(run)
     delete_a_part(old(tmp_path / "run", answers()))
-    assert failed_checks(main) == [("", "unfinished", "5 of 24 prompts are missing")]
+    assert failed_checks(main) == [("", "unfinished", "5 of 24 prompts missing")]
     shutil.rmtree(run)
     copy_a_part(old(tmp_path / "run", answers()))
     assert [kind for _, kind, _ in failed_checks(main)] == ["doubled", "doubled"]
@@ -358,11 +358,11 @@ def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main
     found = failed_checks(main)
     assert {(method, kind) for method, kind, _ in found} == {("dflash", "invalid")}
     assert any(told in reason and reason.endswith("first p003") for _, _, reason in found)
-    assert_refused_by_all(main, "run is invalid: gsm8k dflash: 1 answers cannot be: ")
+    assert_refused_by_all(main, "run is invalid: gsm8k dflash: 1 answer cannot be: ")
     code, out, err = main("report", "run", "--allow", "invalid", "--format", "json")
     assert (code, err) == (0, "")
     shown = json.loads(out)
-    assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answers cannot be: ")
+    assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answer cannot be: ")
     assert [cell["num_prompts"] for cell in shown["cells"]] == [6, 5]
     assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
 
@@ -371,4 +371,4 @@ def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main
 def test_a_row_of_no_place_is_foreign(column: str, run: Path, main: Main) -> None:
     rewritten(run / "part-000000.parquet", lambda row: row | ({column: None} if is_second(row) else {}))
     assert "foreign" in {kind for _, kind, _ in failed_checks(main)}
-    assert_refused_by_all(main, "answers are none that the plan asks for")
+    assert_refused_by_all(main, "not in the plan")

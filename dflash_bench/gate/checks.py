@@ -105,7 +105,7 @@ def broken(results: Results, allow: Sequence[str]) -> list[Check]:
     return [
         Check(
             suite=flaw.suite, method=flaw.method, kind=flaw.kind, found=flaw.num, expected=0, failed=True,
-            reason=f"{flaw.num} {flaw.what}",
+            reason=flaw.what,
         )
         for flaw in results.flaws
         if flaw.kind not in allowed

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from dflash_bench import parts, stats
-from dflash_bench.frame import stretch_name, stretch_of
 from dflash_bench.metrics import BASELINE
+from dflash_bench.slices import stretch_name, stretch_of
 from dflash_bench.stats import Interval
 
 COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")

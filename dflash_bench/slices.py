@@ -1,0 +1,42 @@
+"""Parts of a run that are told apart: by category, turn, length of the prompt, and how far into the answer."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
+FIRST_EDGE = 32
+"""Lengths and positions are sliced at this and its doubles."""
+
+
+def sliced(frame: Any, by: str) -> Any:
+    """The column `slice`, whose values sort as they are to be read."""
+    pandas: Any = import_module("pandas")
+    match by:
+        case "suite":
+            labels, codes = [""], np.zeros(len(frame), dtype=np.int64)
+        case "category":
+            named = frame["category"].cat.add_categories("none").fillna("none")
+            frame["slice"] = named.cat.remove_unused_categories()
+            return frame.drop(columns="stretch")
+        case "turn":
+            turns, codes = np.unique(frame["turn"], return_inverse=True)
+            labels = [f"turn {turn + 1}" for turn in turns]
+        case _:
+            found = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
+            edges, codes = np.unique(found, return_inverse=True)
+            labels = [stretch_name(int(edge)) for edge in edges]
+    frame["slice"] = pandas.Categorical.from_codes(codes, labels)
+    return frame.drop(columns="stretch")
+
+
+def stretch_of(lengths: Any) -> Any:
+    """0 up to `FIRST_EDGE` tokens, and one more for every doubling."""
+    return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
+
+
+def stretch_name(edge: int) -> str:
+    return f"1-{FIRST_EDGE}" if edge == 0 else f"{FIRST_EDGE * 2 ** (edge - 1) + 1}-{FIRST_EDGE * 2**edge}"
