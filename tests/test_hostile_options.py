@@ -95,8 +95,11 @@ def test_a_model_of_no_such_name(
     refused(main, *words("run", option, f"dflash={value}" if option == "--draft" else value), *draft)
 
 
+FILES = [("run", "--prompts"), ("report", "--tokenizer"), ("check", "--baseline"), ("baseline", "--limits")]
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "absent", "unreadable", "deep", "digits", "bytes"])
-@pytest.mark.parametrize(("command", "option"), [("run", "--prompts"), ("report", "--tokenizer")])
+@pytest.mark.parametrize(("command", "option"), FILES)
 def test_a_file_that_is_none_is_one_line(kind: str, command: str, option: str, here: Path, main: Main) -> None:
     contents = {
         "deep": b"[" * 100_000,
@@ -105,6 +108,8 @@ def test_a_file_that_is_none_is_one_line(kind: str, command: str, option: str, h
         "unreadable": b"",
     }
     path = here / "odd"
+    if kind == "unreadable" and os.geteuid() == 0:
+        pytest.skip("root reads every file")
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
