@@ -5,7 +5,6 @@ A row comes with the place that an error message names. What a row means is the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 from dflash_bench import reading
 from dflash_bench.errors import UserError
-from dflash_bench.text import visible
 
 HUB_TIMEOUT_S = 10.0
 
@@ -56,11 +54,6 @@ def _json_object(where: str, line: str) -> Row:
     row = reading.parse_json(where, line)
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = visible(error.object[error.start])
-        raise UserError(f"{where}: holds half a character, {half}, which is in no text; write the whole one") from error
     return row
 
 

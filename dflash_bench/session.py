@@ -17,7 +17,7 @@ from dflash_bench import environment, methods, presets, prompts, runner, sandbox
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.presets import Preset
 from dflash_bench.progress import Progress
-from dflash_bench.records import SCHEMA_VERSION, Audit, Message, is_greedy
+from dflash_bench.records import SCHEMA_VERSION, Audit, is_greedy
 
 if TYPE_CHECKING:
     from dflash_bench.models.loading import Models
@@ -172,7 +172,7 @@ def _open(
     )
     models = load(model, _drafts(chosen), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
     thinking = _thinking(request, model, models.tokenizer)
-    chat.check(models.tokenizer, _chats(loaded), bool(thinking))
+    chat.check(models.tokenizer, [each for one in loaded for each in suites.chats(one)], bool(thinking))
     max_new_tokens, seed = request.max_new_tokens or model.max_new_tokens, request.seed or 0
     sampling = Sampling(request.temperature, seed)
     backend = open_backend(models, model, chosen, max_new_tokens, sampling, bool(thinking))
@@ -192,17 +192,6 @@ def _open(
         "threads": threads,
     }
     return identity, backend
-
-
-def _chats(loaded: Sequence[suites.Loaded]) -> list[tuple[str, list[Message]]]:
-    """Each prompt as its last turn will be asked, with a word in place of the answers that are not there yet."""
-    chats = []
-    for each in loaded:
-        for prompt in each.prompts:
-            *earlier, last = (Message("user", turn) for turn in prompt.turns)
-            asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
-            chats.append((f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *asked, last]))
-    return chats
 
 
 def _identity_of_models(request: Request, model: Preset, models: Models) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 from dflash_bench import reading, rows
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Prompt
+from dflash_bench.records import Message, Prompt
 from dflash_bench.rows import DataSet, Row
 from dflash_bench.text import shortened, visible
 
@@ -129,6 +129,14 @@ def load(suite: Suite, data: str | Path = "embedded", limit: int | None = None) 
         found, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
     prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(found)]
     return draw(suite, prompts, source, limit)
+
+
+def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
+    """What names each prompt, and the messages of its last turn, with a word for the answers that are not there yet."""
+    for prompt in loaded.prompts:
+        *earlier, last = (Message("user", turn) for turn in prompt.turns)
+        asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
+        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *asked, last]
 
 
 def prompt_hash(prompt: Prompt) -> str:

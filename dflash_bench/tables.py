@@ -52,4 +52,5 @@ def markdown(heads: Sequence[str], rows: Rows, left: int = 1) -> str:
 
 def in_markdown(text: str) -> str:
     """As text that is neither a cell's end, code, emphasis nor HTML."""
-    return re.sub(r"[\\`*|]", r"\\\g<0>", visible(text)).replace("<", "&lt;")
+    escaped = re.sub(r"[\\`*|]", r"\\\g<0>", visible(text))
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", escaped)

@@ -8,6 +8,10 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from dflash_bench.errors import UserError
+from dflash_bench.text import shortened
+
+LONGEST_NAME = 255
+"""Bytes that file systems allow for one name; a whole path has sixteen times as many."""
 
 
 class Command(TyperCommand):
@@ -17,7 +21,9 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
         for param in given:
             _refuse_repeated(param, given.count(param))
-            _refuse_empty(param, typed[str(param.name)])
+            value = typed[str(param.name)]
+            for text in value if isinstance(value, list | tuple) else [value]:
+                _refuse_empty_or_long(param, text)
         return super().parse_args(ctx, args)
 
 
@@ -31,9 +37,11 @@ def _refuse_repeated(param: Any, times: int) -> None:
         raise UserError(f"{_name(param)} is given {times} times and takes one value; give it once")
 
 
-def _refuse_empty(param: Any, typed: object) -> None:
-    if "" in (typed if isinstance(typed, list | tuple) else [typed]):
+def _refuse_empty_or_long(param: Any, text: object) -> None:
+    if text == "":
         raise UserError(f"{_name(param)} is empty; leave it out, or give it a value")
+    if isinstance(text, str) and max(len(text) / 16, *(len(part.encode()) for part in text.split("/"))) > LONGEST_NAME:
+        raise UserError(f"{_name(param)} {shortened(text, 40)} is longer than any name can be")
 
 
 class GroupedHelp(Command):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dflash_bench import reading, shape
-from dflash_bench.atomic import cannot
 from dflash_bench.compare import changes
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.frame import Results
@@ -169,12 +167,7 @@ def _cell_of_json(stored: Mapping[str, Any]) -> Cell:
 
 def read_limits(path: Path) -> dict[str, Limit]:
     """A TOML file with a table per figure: ["al.pooled"], and below it `fall = 0.01` or `at_least = 4`."""
-    try:
-        return _limits(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise cannot("read", path, error) from error
-    except RecursionError as error:
-        raise UserError(f"cannot read {path}: its arrays and tables are nested too deeply") from error
+    return _limits(str(path), reading.toml_of(path))
 
 
 def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:

@@ -17,7 +17,7 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
 ANSWER_WITHIN_S = 4.0
 """A hub that is silent for longer is taken for none; a download itself may take as long as it needs."""
-_ID = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?")
+_ID = re.compile(r"(?!.*(--|\.\.)|.{97})\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
