@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
-from dflash_bench import metrics
+from dflash_bench import metrics, sandbox
 from dflash_bench.findings import over_time
 from dflash_bench.findings.case import Case, Seen, answers
 from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
 from dflash_bench.records import Divergence
+from dflash_bench.scoring import CODE_SCORERS
 
 MIN_PROMPTS = 20
 WIDE = 0.10
@@ -230,10 +231,18 @@ def _wide_interval(case: Case) -> Seen | None:
     return case.seen("wide_interval", text, "raise --limit, or add suites")
 
 
+def _code_not_run(case: Case) -> Seen | None:
+    suite = case.identity.get("suites", {}).get(case.cell.suite, {})
+    if not case.is_baseline or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
+        return None
+    text = f"answers are code that was not run, and so are not scored: {sandbox.NO_CAGE}"
+    return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)
+
+
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, _dead_draft,
     _slower_than_plain, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated,
-    _few_prompts, _wide_interval,
+    _few_prompts, _wide_interval, _code_not_run,
 )  # fmt: skip
 
 
