@@ -35,11 +35,12 @@ from pathlib import Path
 
 from dflash_bench.cage.keeper import last_line
 
-# -P keeps the current folder off the path, -S the installed packages; a fixed hash seed repeats verdicts that depend on
-# the order of sets.
+# -P keeps the current folder off the path, -S the installed packages.
 _START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.cage.keeper import main; main()"
 _KEEPER: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(Path(__file__).parents[1]))
-_KEEPER_ENV = {"PYTHONHASHSEED": "0"}
+# A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library would
+# use up what memory the limit allows to be addressed.
+_KEEPER_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
 _ANSWER = re.compile(r"(\d+)\n(?:passed|failed (.*))\n", re.DOTALL)
 _MIB = 2**20
