@@ -13,8 +13,8 @@ A cage has namespaces or Landlock or both; so it takes Linux, on x86-64 or 64-bi
 - programs that cheat their own tests (see `cage.runner`), load on the processor for as long as the limits last, and
   faults of the kernel itself;
 - reading what lies among the libraries, packages installed beside the standard library included;
-- without namespaces: seeing that a file exists, its size, owner and times; and writing to the disk, where what no limit
-  of the kernel's bounds is looked at every 50 ms (bytes and files in the temporary folder; threads in any cage).
+- without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads; and
+  writing to the disk, whose use (bytes and files) the keeper looks at every 50 ms, as it does at threads in any cage.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dflash_bench.cage.keeper import last_line
 # -P keeps the current folder off the path, -S the installed packages.
 _START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.cage.keeper import main; main()"
 _KEEPER: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(Path(__file__).parents[1]))
-# A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library would
-# use up what memory the limit allows to be addressed.
+# A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library
+# would reserve more memory than the limit allows to be addressed.
 _KEEPER_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
 _ANSWER = re.compile(r"(\d+)\n(?:passed|failed (.*))\n", re.DOTALL)
@@ -122,7 +122,8 @@ def holds(cage: Cage) -> bool:
 def _private_file() -> str:
     """One in the home folder, where there is one and it can be seen."""
     with suppress(OSError, RuntimeError):  # no home
-        return next((str(path) for path in sorted(Path.home().iterdir()) if path.is_file()), "/etc/hosts")
+        files = (path for path in sorted(Path.home().iterdir()) if path.is_file() and not path.is_symlink())
+        return str(next(files, "/etc/hosts"))
     return "/etc/hosts"
 
 

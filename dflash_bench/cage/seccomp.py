@@ -41,6 +41,7 @@ def _conditions(pid: int) -> Mapping[str, Sequence[Condition]]:
         # Opened for reading with O_TRUNC, a file that may only be read would be emptied before Landlock 3.
         "open": [(1, opens, _PLAIN_OPENS)],
         "openat": [(2, opens, _PLAIN_OPENS)],
+        "renameat2": [(4, _ANY, [0, 1])],  # RENAME_NOREPLACE; a whiteout would be a device
         # Flags and locks; F_SETOWN and F_SETSIG would send signals to others.
         "fcntl": [(1, _ANY, [0, 1, 2, 3, 4, 5, 6, 7, 1030])],
         # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2
