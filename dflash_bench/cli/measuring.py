@@ -112,4 +112,6 @@ def suites() -> None:
     from dflash_bench.suites import known_groups, table
 
     say(report.suites_text(table(), known_groups()))
-    say(f"\ncode that a model wrote runs in: {sandbox.describe(sandbox.strongest())}")
+    cage = sandbox.strongest()
+    here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
+    say(f"\ncode that a model wrote {here}")
