@@ -320,6 +320,8 @@ def test_a_plain_process_has_limits_and_ends_with_its_group(monkeypatch: Patch) 
     assert run("while True: pass") == Outcome(False, "timed out")
     assert run("import os\nos._exit(0)") == Outcome(False, "did not finish")
     assert "MemoryError" in run("x = bytearray(10 * 2**30)").reason
+    copy = "import os\nif os.fork():\n    os.wait()\n    os._exit(0)"
+    assert not run(copy).passed  # a forked copy cannot finish in place of the original
     # The limit on processes counts all of the user's.
     fork = "import os, time\ntry: child = os.fork()\nexcept OSError: child = None\nif child == 0: time.sleep(1000)"
     assert run(fork) == Outcome(True, "passed")
