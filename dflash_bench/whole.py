@@ -270,7 +270,8 @@ def _unscored(info: Mapping[str, Any], plan: Plan, answers: _Answers, rows: _Row
     """Without a score, where the suite has a scorer that could give one."""
     known = info["identity"].get("suites") or {}
     machines = [info, *info.get("resumed", [])]
-    uncaged = any(each.get("sandbox") is None for each in machines)
+    not_run = info["identity"].get("code") == "not run"
+    uncaged = not_run or any(each.get("sandbox") is None for each in machines)
     scored = [
         rows.code("suite", name)
         for name, suite in known.items()

@@ -157,7 +157,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "strongest", lambda: None)
-    session.perform(code_run(model), tmp_path / "not run", resume=False)
+    session.perform(code_run(model), tmp_path / "not run", resume=False, tell=print)
     info, records = store.load(tmp_path / "not run")
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
     assert [record.passed for record in records] == [None, None]
@@ -165,8 +165,8 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     noted = findings(read.rows, metrics.summarise(read.rows), info["identity"])
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
     with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
-        session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True)
-    session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False)
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)
+    session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, tell=print)
     info, records = store.load(tmp_path / "unsafe")
     assert (info["sandbox"], info["identity"]["code"]) == ("unsafe: a plain process, rlimits", "unsafe")
     assert [record.passed for record in records] == [False, False]
@@ -175,10 +175,10 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
 def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_open", lambda *_: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match="no effect without a suite of code"):
-        session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False)
+        session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, tell=print)
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
     with pytest.raises(UserError, match=r"no effect here: this system has a cage \(landlock, seccomp"):
-        session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False)
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, tell=print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,6 +187,6 @@ def test_a_run_goes_on_after_keepers_that_break_down(
 ) -> None:
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
     monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-c", "raise SystemExit('no room')"))
-    session.perform(code_run(model), tmp_path / "run", resume=False)
+    session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
     info, records = store.load(tmp_path / "run")
     assert (info["state"], [record.passed for record in records]) == ("complete", [False, False])

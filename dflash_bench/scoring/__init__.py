@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from dflash_bench.errors import unknown
+from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
 from dflash_bench.sandbox import Cage
 from dflash_bench.scoring import code, formulas, numbers
