@@ -14,6 +14,7 @@ from dflash_bench import plan as plans
 from dflash_bench import scoring
 from dflash_bench.plan import BASELINE, Asked
 from dflash_bench.records import Audit, Divergence, Generation, Message, Prompt, Record
+from dflash_bench.sandbox import Cage
 from dflash_bench.scoring.answers import Score
 from dflash_bench.store import Key, Run
 from dflash_bench.suites import Loaded, prompt_hash
@@ -42,6 +43,8 @@ class Plan:
     repeats: int = 1
     deterministic: bool = True
     audit: Audit = "all"
+    cage: Cage | None = None
+    """Where model-written code is run; without one it is not, and stays unscored."""
 
     @property
     def num_generations(self) -> int:
@@ -220,5 +223,6 @@ class Conversation:
         if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
             return record
         if text not in self.scores:
-            self.scores[text] = scoring.score(self.item.loaded.suite.scorer, self.item.prompt, text)
+            scorer = self.item.loaded.suite.scorer
+            self.scores[text] = scoring.score(scorer, self.item.prompt, text, self.plan.cage)
         return replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)

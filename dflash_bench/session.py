@@ -54,6 +54,7 @@ class Request:
     attention: str | None = None
     thinking: bool | None = None
     trust_remote_code: bool = False
+    unsafe_code: bool = False
     audit: str | None = None
 
     @property
@@ -74,6 +75,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     scoring.require({each.suite.scorer for each in loaded})
     for each in loaded:
         scoring.check_references(each.suite.scorer, each.prompts)
+    cage = _cage(request, loaded)
     identity, backend = _open(request, model, chosen, loaded)
     plan = runner.Plan(
         tuple(loaded),
@@ -81,8 +83,12 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
         request.repeats,
         is_greedy(request.temperature),
         _audit(request),
+        cage,
     )
-    info = _info(request, identity) | {"plan": runner.to_store(plan), "sandbox": _sandbox(loaded)}
+    has_code = _has_code(loaded)
+    identity["code"] = sandbox.how_run(cage) if has_code else None
+    held_by = sandbox.describe(cage) if has_code else None
+    info = _info(request, identity) | {"plan": runner.to_store(plan), "sandbox": held_by}
     for each in loaded:
         for note in each.notes:
             tell(f"note: {note}")
@@ -230,9 +236,20 @@ def _identity(loaded: suites.Loaded) -> dict[str, Any]:
     }
 
 
-def _sandbox(loaded: Sequence[suites.Loaded]) -> str | None:
-    """What held the code that the model wrote."""
-    return sandbox.isolation() if scoring.CODE_SCORERS & {each.suite.scorer for each in loaded} else None
+def _has_code(loaded: Sequence[suites.Loaded]) -> bool:
+    return bool(scoring.CODE_SCORERS & {each.suite.scorer for each in loaded})
+
+
+def _cage(request: Request, loaded: Sequence[suites.Loaded]) -> sandbox.Cage | None:
+    """Where the code that the model writes will run. Raises UserError where --unsafe-code would change nothing."""
+    if not _has_code(loaded):
+        if request.unsafe_code:
+            raise UserError("--unsafe-code has no effect without a suite of code (humaneval or mbpp)")
+        return None
+    cage = sandbox.strongest()
+    if cage and request.unsafe_code:
+        raise UserError(f"--unsafe-code has no effect here: this system has a cage ({cage}), and code runs in it")
+    return sandbox.UNSAFE if request.unsafe_code else cage
 
 
 def _silence_transformers() -> None:

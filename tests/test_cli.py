@@ -20,7 +20,8 @@ import tiny
 from fake import FakeBackend, install, main, other_tokens
 from golden import assert_golden
 
-from dflash_bench import presets, progress, scoring, store
+from dflash_bench import presets, progress, sandbox, scoring, store
+from dflash_bench.errors import UserError
 from dflash_bench.records import Divergence, Generation
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +78,16 @@ def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypat
     assert line.split() == ["gsm8k", "32", "gsm8k_number", "MIT", "openai/gsm8k", "main", "test"]
     assert "\n  grade-school word problems\n" in out
     assert "\ngroup code: humaneval, mbpp\n" in out
+
+
+def test_the_list_of_suites_says_where_code_runs(monkeypatch: Patch, capsys: Captured) -> None:
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    assert main(monkeypatch, "suites") == 0
+    assert "\ncode that a model wrote here runs in: landlock, seccomp, rlimits" in capsys.readouterr().out
+    monkeypatch.setattr(sandbox, "strongest", lambda: None)
+    assert main(monkeypatch, "suites") == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "code that a model wrote is not run here, for want of a cage; see 'run --unsafe-code'"
 
 
 # The whole output
@@ -411,14 +422,8 @@ def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     told = refused("--suite", "math500")
     assert told == "math_verify is not installed; run: pip install math-verify"
-    with pytest.raises(scoring.UserError, match="unknown scorer 'x'"):
+    with pytest.raises(UserError, match="unknown scorer 'x'"):
         scoring.require({"x"})
-
-    def no_cage() -> str:
-        raise scoring.CageError("this system grants no cage")
-
-    monkeypatch.setattr(scoring, "isolation", no_cage)
-    assert refused("--suite", "mbpp") == "this system grants no cage; leave out the suites humaneval and mbpp"
 
 
 @pytest.mark.parametrize("part", ["target", "dflash", "eagle3"])

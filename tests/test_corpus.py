@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from dflash_bench import scoring, suites
+from dflash_bench import sandbox, scoring, suites
 from dflash_bench.train import embedded
 from dflash_bench.train.corpus import mixture
 from dflash_bench.train.data import held_out_tasks, is_held_out, training_tasks
@@ -50,7 +50,7 @@ def test_worked_answers_score_as_right(suite):
 def test_functions_pass_their_own_tests(suite):
     for task in islice((task for task in mixture.tasks(3) if task.suite == suite), 6):
         prompt = suites.to_prompt(SUITES[suite], "task", 0, with_id(suite, 0, task.row))
-        assert scoring.score(suite, prompt, task.answers[0]).passed, task
+        assert scoring.score(suite, prompt, task.answers[0], sandbox.strongest() or sandbox.UNSAFE).passed, task
 
 
 def test_chat_has_two_turns_in_all_eight_categories():

@@ -13,6 +13,7 @@ from fake import FakeBackend, other_tokens
 from dflash_bench import runner, scoring, store
 from dflash_bench.records import Divergence, Generation, Message, Prompt, Record
 from dflash_bench.runner import Plan
+from dflash_bench.sandbox import Cage
 from dflash_bench.suites import Loaded, Suite
 
 METHODS = ("ar", "dflash", "eagle3")
@@ -227,12 +228,14 @@ def test_sampled_answers_and_failed_ones_are_not_judged(runs: Runs, tmp_path: Pa
 def test_the_last_answer_is_scored_and_equal_texts_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[str] = []
 
-    def score(name: str, prompt: Prompt, text: str) -> scoring.Score:
+    def score(name: str, prompt: Prompt, text: str, cage: Cage | None) -> scoring.Score:
+        assert cage == Cage(landlock=True)
         scored.append(f"{name} {prompt.prompt_id} {text}")
         return scoring.Score("42", True)
 
     monkeypatch.setattr(scoring, "score", score)
-    records = runs(Plan((loaded(*prompts(2, 2), scorer="math"),), METHODS), FakeBackend())
+    plan = Plan((loaded(*prompts(2, 2), scorer="math"),), METHODS, cage=Cage(landlock=True))
+    records = runs(plan, FakeBackend())
     assert scored == ["math p0 about and then? 0", "math p1 about and then? 1"]
     assert {(row.turn, row.answer, row.passed) for row in records} == {(0, None, None), (1, "42", True)}
 

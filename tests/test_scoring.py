@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from dflash_bench import scoring
 from dflash_bench.errors import UserError
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import Limits
+from dflash_bench.sandbox import UNSAFE, Limits, strongest
 from dflash_bench.scoring import check_references, score
 from dflash_bench.scoring.answers import Score
 
@@ -158,6 +159,9 @@ def test_without_math_verify_the_user_is_told_what_to_install(monkeypatch: pytes
 
 # ---- code ------------------------------------------------------------------------------------------------
 
+CAGE = strongest() or UNSAFE
+"""The code below is ours."""
+
 HUMANEVAL = prompt(
     row={
         "task_id": "Own/0",
@@ -221,11 +225,11 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("text", "right"), ANSWERS.values(), ids=ANSWERS.keys())
 def test_humaneval_answers_are_run_against_their_tests(text: str, right: bool) -> None:
-    assert score("humaneval", HUMANEVAL, text).passed is right
+    assert score("humaneval", HUMANEVAL, text, CAGE).passed is right
 
 
 def test_the_code_taken_is_recorded() -> None:
-    assert score("humaneval", HUMANEVAL, f"So:\n```python\n{RIGHT}```") == Score(RIGHT, True)
+    assert score("humaneval", HUMANEVAL, f"So:\n```python\n{RIGHT}```", CAGE) == Score(RIGHT, True)
 
 
 MBPP = prompt(
@@ -250,7 +254,18 @@ MBPP = prompt(
     ],
 )
 def test_mbpp_answers_are_run_against_their_tests(text: str, right: bool) -> None:
-    assert score("mbpp", MBPP, text).passed is right
+    assert score("mbpp", MBPP, text, CAGE).passed is right
+
+
+@pytest.mark.parametrize(("name", "asked"), [("humaneval", HUMANEVAL), ("mbpp", MBPP)])
+def test_without_a_cage_code_is_not_run(name: str, asked: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    assert score(name, asked, f"```python\n{RIGHT}```") == Score(RIGHT, None)
+
+
+def test_a_keeper_that_breaks_down_is_a_failed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_bench.sandbox._KEEPER", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    assert score("humaneval", HUMANEVAL, f"```python\n{RIGHT}```", CAGE) == Score(RIGHT, False)
 
 
 # ---- the table -------------------------------------------------------------------------------------------
@@ -308,10 +323,10 @@ def test_every_solution_of_humaneval_is_right(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()  # the real limits
     for row in rows("humaneval/test.jsonl"):
         text = f"```python\n{row['prompt']}{row['canonical_solution']}\n```"
-        assert score("humaneval", prompt(row=row), text).passed, row["task_id"]
+        assert score("humaneval", prompt(row=row), text, CAGE).passed, row["task_id"]
 
 
 def test_every_solution_of_mbpp_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for row in rows("mbpp/test.jsonl"):
-        assert score("mbpp", prompt(row=row), f"```python\n{row['code']}\n```").passed, row["task_id"]
+        assert score("mbpp", prompt(row=row), f"```python\n{row['code']}\n```", CAGE).passed, row["task_id"]

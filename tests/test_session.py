@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dflash_bench import presets, session, store
+from dflash_bench import frame, metrics, presets, sandbox, session, store
 from dflash_bench.errors import UserError
+from dflash_bench.findings import findings
 from dflash_bench.session import Request
 
 
@@ -132,6 +133,7 @@ def test_a_run_remembers_what_it_was_made_with(
     assert info["options"]["suites"] == ["mbpp"]
     assert info["options"]["max_new_tokens"] == 4
     assert "rlimits" in info["sandbox"]
+    assert identity["code"] == "caged"
     assert "torch" in info["environment"]["packages"]
     assert identity["methods"] == {
         "ar": {"name": "ar", "num_drafts": 0},
@@ -145,3 +147,46 @@ def test_a_run_remembers_what_it_was_made_with(
     assert (identity["device"], identity["dtype"], identity["threads"]) == ("cpu", "float32", 1)
     # Not a word from a library, and no progress where nobody watches.
     assert capfd.readouterr() == ("", "")
+
+
+def code_run(model: Path, **changes: object) -> Request:
+    return request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, **changes)
+
+
+def test_without_a_cage_code_is_not_run_unless_asked_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "strongest", lambda: None)
+    session.perform(code_run(model), tmp_path / "not run", resume=False, tell=print)
+    info, records = store.load(tmp_path / "not run")
+    assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
+    assert [record.passed for record in records] == [None, None]
+    read = frame.read(tmp_path / "not run")
+    noted = findings(read.rows, metrics.summarise(read.rows), info["identity"])
+    assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
+    with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)
+    session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, tell=print)
+    info, records = store.load(tmp_path / "unsafe")
+    assert (info["sandbox"], info["identity"]["code"]) == ("unsafe: a plain process, rlimits", "unsafe")
+    assert [record.passed for record in records] == [False, False]
+
+
+def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_open", lambda *_: pytest.fail("loaded a model"))
+    with pytest.raises(UserError, match="no effect without a suite of code"):
+        session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, tell=print)
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    with pytest.raises(UserError, match=r"no effect here: this system has a cage \(landlock, seccomp"):
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, tell=print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_goes_on_after_keepers_that_break_down(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-c", "raise SystemExit('no room')"))
+    session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
+    info, records = store.load(tmp_path / "run")
+    assert (info["state"], [record.passed for record in records]) == ("complete", [False, False])

@@ -42,6 +42,7 @@ def run(
     dtype: options.Dtype = None,
     attention: options.Attention = None,
     threads: options.Threads = None,
+    unsafe_code: options.UnsafeCode = False,
     out: options.Out = None,
     resume: options.Resume = False,
     allow: options.AllowFailed = None,
@@ -60,6 +61,7 @@ def run(
         max_new_tokens=max_new_tokens, temperature=temperature,
         block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
+        unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":
@@ -107,7 +109,10 @@ def _stopped(folder: Path) -> str:
 @app.command(cls=Command)
 def suites() -> None:
     """List the suites: where their rows come from, how many are shipped, how they are scored."""
-    from dflash_bench import report
+    from dflash_bench import report, sandbox
     from dflash_bench.suites import known_groups, table
 
     say(report.suites_text(table(), known_groups()))
+    cage = sandbox.strongest()
+    here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
+    say(f"\ncode that a model wrote {here}")

@@ -101,6 +101,12 @@ Attention = Annotated[
 Threads = Annotated[
     int | None, _machine(metavar="N", min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
 ]
+UnsafeCode = Annotated[
+    bool,
+    _machine(
+        "--unsafe-code", help="Without a cage for it, run code that a model wrote all the same; else it is not run."
+    ),
+]
 
 Out = Annotated[Path | None, _results(metavar="DIR", help="Folder for the results; results/runs/TIME-MODEL if absent.")]
 Resume = Annotated[bool, _results("--resume", help="Continue the run in --out.")]

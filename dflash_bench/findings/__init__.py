@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from typing import Any
 
-from dflash_bench import metrics
+from dflash_bench import metrics, sandbox
 from dflash_bench.findings import over_time, speed
 from dflash_bench.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.findings.speed import DEAD_AL, never_drafts, tokens_a_round
 from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
 from dflash_bench.records import Divergence
+from dflash_bench.scoring import CODE_SCORERS
 
 __all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
 
@@ -169,8 +170,16 @@ def _few_prompts(case: Case) -> Seen | None:
     return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
 
 
+def _code_not_run(case: Case) -> Seen | None:
+    suite = case.identity.get("suites", {}).get(case.cell.suite, {})
+    if not case.is_baseline or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
+        return None
+    text = f"answers are code that was not run, and so are not scored: {sandbox.NO_CAGE}"
+    return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)
+
+
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, speed.dead_draft,
     speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
-    over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval,
+    over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval, _code_not_run,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether an answer is right: `SCORERS` maps a suite's scorer name to a function of prompt and text.
+"""Whether an answer is right: `SCORERS` maps a suite's scorer name to a function of prompt and text (and cage).
 
 Numbers and formulas are compared by value, code by running its tests in the sandbox. What a model may write
 around its answer (prose, fences, units, several boxes) is dealt with here and nowhere else.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import CageError, isolation
+from dflash_bench.sandbox import Cage
 from dflash_bench.scoring import code, formulas, numbers
 from dflash_bench.scoring.answers import Score, reference, require_module
 
@@ -25,11 +25,6 @@ def require(names: Collection[str]) -> None:
             raise unknown("scorer", name, list(SCORERS))
     if "math" in names:
         require_module("math_verify")
-    if CODE_SCORERS & set(names):
-        try:
-            isolation()
-        except CageError as error:
-            raise UserError(f"{error}; leave out the suites humaneval and mbpp") from error
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
@@ -45,10 +40,11 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
                 raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} runs")
 
 
-def score(name: str, prompt: Prompt, text: str) -> Score:
+def score(name: str, prompt: Prompt, text: str, cage: Cage | None = None) -> Score:
+    """Code is run in `cage`; without one it is not run, and stays unscored."""
     if name not in SCORERS:
         raise unknown("scorer", name, list(SCORERS))
-    return SCORERS[name](prompt, text)
+    return SCORERS[name](prompt, text, cage) if name in CODE_SCORERS else SCORERS[name](prompt, text)
 
 
 def _score_nothing(_prompt: Prompt, _text: str) -> Score:
@@ -60,7 +56,7 @@ _TEXT_SCORERS: dict[str, Scorer] = {
     "gsm8k_number": numbers.number,
     "math": formulas.math,
 }
-SCORERS: dict[str, Scorer] = {
+SCORERS: dict[str, Callable[..., Score]] = {
     **_TEXT_SCORERS,
     "humaneval": code.humaneval,
     "mbpp": code.mbpp,

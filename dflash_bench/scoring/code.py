@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection
 
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import Limits, run_tests
+from dflash_bench.sandbox import Cage, Limits, run_tests
 from dflash_bench.scoring.answers import Score
 
 _FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
@@ -21,21 +21,24 @@ _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 LIMITS = Limits(cpu_s=20, wall_s=30.0)  # several times what the slowest right solution takes
 
 
-def humaneval(prompt: Prompt, text: str) -> Score:
+def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = _code(text, {name})
     if _defines(code, {name}):
         solution = stub.partition(f"def {name}(")[0] + code
     else:  # only the body, or what follows the stub
         solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
-    program = _join(solution, prompt.row["test"], f"check({name})")
-    return Score(code, run_tests(program, LIMITS).passed)
+    return _score(code, _join(solution, prompt.row["test"], f"check({name})"), cage)
 
 
-def mbpp(prompt: Prompt, text: str) -> Score:
+def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
     tests = prompt.row["test_list"]
     code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
-    return Score(code, run_tests(_join(*prompt.row["test_imports"], code, *tests), LIMITS).passed)
+    return _score(code, _join(*prompt.row["test_imports"], code, *tests), cage)
+
+
+def _score(code: str, program: str, cage: Cage | None) -> Score:
+    return Score(code, run_tests(program, cage, LIMITS).passed if cage else None)
 
 
 def _code(text: str, names: Collection[str]) -> str:

@@ -1,0 +1,149 @@
+"""Every cage that this machine grants, asked for by this user and, where that is root, by nobody too."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench import sandbox
+from dflash_bench.sandbox import Cage, Limits, Outcome
+
+USUAL = Limits()
+SHORT = Limits(cpu_s=1, wall_s=2.0)
+RIGHT = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\n"
+MARKER = uuid.uuid4().hex
+"""An argument of every keeper, to find the cage's processes by."""
+NOBODY = 65534
+_SERVER = """
+import json, sys
+from dflash_bench import sandbox
+sandbox._KEEPER += (json.loads(sys.stdin.readline()),)
+for line in sys.stdin:
+    cage, limits, program = json.loads(line)
+    if program is None: print(json.dumps([sandbox.holds(sandbox.Cage(**cage)), ""]), flush=True)
+    else:
+        outcome = sandbox.run_tests(program, sandbox.Cage(**cage), sandbox.Limits(**limits))
+        print(json.dumps([outcome.passed, outcome.reason]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A cage, and whose process asks for it."""
+
+    cage: Cage
+    is_nobody: bool
+
+    def __str__(self) -> str:
+        return f"{self.cage}".replace("as root", "asked by nobody") if self.is_nobody else f"{self.cage}"
+
+    def run(self, program: str, limits: Limits = USUAL) -> Outcome:
+        if self.is_nobody:
+            return Outcome(*_ask(self.cage, limits, program))
+        return sandbox.run_tests(program, self.cage, limits)
+
+    def fails(self, program: str, limits: Limits = SHORT) -> str:
+        """The reason."""
+        outcome = self.run(program, limits)
+        assert not outcome.passed, program
+        return outcome.reason
+
+    def passes(self, program: str, limits: Limits = USUAL) -> bool:
+        outcome = self.run(program, limits)
+        assert outcome == Outcome(True, "passed"), outcome.reason
+        return True
+
+    def give(self, path: Path) -> None:
+        """To the user who asks, as far as ownership goes."""
+        if self.is_nobody:
+            os.chown(path, NOBODY, NOBODY)
+
+
+def _ask(cage: Cage, limits: Limits, program: str | None) -> tuple[bool, str]:
+    server = _server()
+    assert isinstance(server, subprocess.Popen)
+    assert server.stdin
+    assert server.stdout
+    server.stdin.write(json.dumps([asdict(cage), asdict(limits), program]) + "\n")
+    server.stdin.flush()
+    passed, reason = json.loads(server.stdout.readline())
+    return passed, reason
+
+
+@cache
+def _server() -> Any:
+    """A process of nobody's that runs programs for us; or the reason why there is none."""
+    if os.geteuid() != 0:
+        return "only root can become another user"
+    home = Path(tempfile.mkdtemp(prefix="dflash-bench-tests-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    home.chmod(0o755)
+    package = Path(sandbox.__file__).parent
+    shutil.copytree(package / "cage", home / "dflash_bench" / "cage", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("__init__.py", "sandbox.py"):
+        shutil.copy(package / name, home / "dflash_bench" / name)
+    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        with suppress(OSError, subprocess.CalledProcessError):
+            _as_nobody(subprocess.check_call, [python, "-c", "import sys; assert sys.version_info >= (3, 11)"], home)
+            server = _as_nobody(subprocess.Popen, [python, "-s", "-c", _SERVER], home)
+            server.stdin.write(json.dumps(MARKER) + "\n")
+            return server
+    return "nobody can read no Python of 3.11 or newer here"
+
+
+def _as_nobody(start: Callable[..., Any], words: list[str], home: Path) -> Any:
+    pipe = subprocess.PIPE if start is subprocess.Popen else None
+    return start(
+        words, cwd=home, env={"PYTHONPATH": str(home), "PATH": os.defpath}, stdin=pipe, stdout=pipe,
+        stderr=subprocess.DEVNULL, user=NOBODY, group=NOBODY, extra_groups=[], text=True,
+    )  # fmt: skip
+
+
+def _boxes() -> list[Any]:
+    params = []
+    for is_nobody in (False, True):
+        if is_nobody and isinstance(_server(), str):
+            params.append(pytest.param(None, id="asked by nobody", marks=pytest.mark.skip(reason=_server())))
+            continue
+        for cage in sandbox.cages():
+            if is_nobody and cage.as_nobody:
+                continue  # only root can choose
+            cage_holds = _ask(cage, Limits(), None)[0] if is_nobody else sandbox.holds(cage)
+            box = Box(cage, is_nobody)
+            marks = () if cage_holds else (pytest.mark.skip(reason="not granted here"),)
+            params.append(pytest.param(box, id=str(box), marks=marks))
+    return params
+
+
+BOXES = _boxes()
+ASKED_BY_US = [box for param in BOXES if (box := param.values[0]) and not box.is_nobody and not param.marks]
+
+
+def num_processes(marker: str = MARKER) -> int:
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            count += marker.encode() in path.read_bytes()
+    return count
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
