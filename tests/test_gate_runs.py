@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import xmlschema
 from golden import assert_golden
 from runs import answers, changed, failing, slower, stored
 
+from dflash_bench import frame, metrics
+from dflash_bench.gate import checks
+from dflash_bench.gate.baselines import Limit
 from dflash_bench.records import Record
+from dflash_bench.stats import Interval
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -192,6 +197,15 @@ def test_a_method_is_slower_than_plain_decoding_only_where_that_is_sure(
         words = ["--limits", "limits.toml"]
     found = main("check", "run", "--json", *words)
     assert (found[0], failures(json.loads(found[1]))) == (code, {"dflash speedup.decode"} if code else set())
+
+
+@pytest.mark.parametrize(("high", "failed"), [(1.05, False), (0.95, True)])
+def test_an_interval_that_contains_1_is_no_alarm_however_sure_the_test(high: float, failed: bool) -> None:
+    cells = metrics.summarise(frame.from_records(slower(answers(), 3)))
+    (drafted,) = [cell for cell in cells if cell.method == "dflash"]
+    shown = replace(drafted, figures={"speedup.decode": Interval(0.9, 0.8, high)})
+    (made,) = checks._slower([shown], (), {"speedup.decode": Limit(run_noise=0.0)})
+    assert (made.failed, (made.p or 0) < 0.001) == (failed, True)
 
 
 def test_several_runs_are_slower_together_and_a_baseline_helps_to_tell_their_noise(main: Main, linked: Any) -> None:
