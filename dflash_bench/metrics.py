@@ -60,12 +60,13 @@ class Figure:
     higher_is_better: bool = True
     is_timing: bool = False
     scale: float = 1.0
+    at_most: float = float("inf")
 
     @property
     def statistic(self) -> stats.Statistic:
         if self.top == ("log_ratio",):
             return stats.exp_mean(TERMS.index("log_ratio"), TERMS.index("log_ratios"))
-        return stats.ratio(*self.places, self.scale)
+        return stats.ratio(*self.places, self.scale, at_most=self.at_most)
 
     @property
     def places(self) -> tuple[list[int], list[int]]:
@@ -76,10 +77,10 @@ FIGURES = {
     "al.pooled": Figure(("verified",), ("rounds",)),
     "al.request_mean": Figure(("al_sum",), ("shown",)),
     "al.emitted": Figure(("emitted",), ("rounds",)),
-    "accept_rate": Figure(("accepted",), ("drafted",)),
+    "accept_rate": Figure(("accepted",), ("drafted",), at_most=1.0),
     "forwards_per_token": Figure(("rounds",), ("rounds_of_shown",), higher_is_better=False),
-    "exact": Figure(("exact",), ("compared",)),
-    "passed": Figure(("passed",), ("scored",)),
+    "exact": Figure(("exact",), ("compared",), at_most=1.0),
+    "passed": Figure(("passed",), ("scored",), at_most=1.0),
     "tps.decode": Figure(("decode_tokens",), ("decode_s",), is_timing=True),
     "tps.e2e": Figure(("e2e_tokens",), ("e2e_s",), is_timing=True),
     "speedup.decode": Figure(("plain_s", "own_tokens"), ("plain_tokens", "own_s"), is_timing=True),

@@ -1,33 +1,37 @@
 """Intervals and tests whose unit is the prompt: all its tokens and seconds, of both sides, are drawn together.
 
-Plain bootstrap percentiles are too narrow for a few dozen prompts, so they are taken further out, by what
-Student's t asks for over the normal distribution: the "expanded percentile interval" of Hesterberg (2015).
+A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap on the scale of its logarithm: how many
+standard errors a redrawn figure lies from the measured one, with the standard error of its own draw (by linearisation).
+Lengths and speed-ups are skewed, and a draw without the few prompts that matter must not count as a quiet one.
+`results/intervals.md` says how often the interval holds the truth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
-NUM_DRAWS = 10_000
+NUM_DRAWS = 5_000
+"""Another seed then moves a bound by 1 or 2 % of the interval."""
 SEED = 0
 APART = 997
 MAX_UNITS = 512
 """More prompts are dealt into so many groups, and the groups are drawn: the width is then known to about 3 %."""
+LEAST_ERROR = 0.1
+"""Draws of (nearly) one prompt over and over know no error: those below this share of the measured one do not count."""
+NO_ERROR = 1e-7
+"""A smaller difference of logarithms is rounding."""
 OUTLIER = 10.0
 """Robust standard deviations from the median, as hyperfine has it."""
 
 Floats = NDArray[np.float64]
-Statistic = Callable[[Floats], Floats]
-"""From column sums [..., k] to values [...]."""
 Ratio = tuple[Sequence[int], Sequence[int]]
 """The columns whose sums are multiplied, above and below."""
 
@@ -53,38 +57,64 @@ class Change:
     p: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """`scale` times the product of the sums of the columns `top` over that of `bottom`, or exp(top / bottom).
+
+    As many columns are above as below, so that twice the prompts leave it as it is.
+    """
+
+    top: tuple[int, ...]
+    bottom: tuple[int, ...]
+    scale: float = 1.0
+    of_logs: bool = False
+    at_most: float = float("inf")
+    """What it cannot exceed, as a share cannot exceed 1: its interval ends there."""
+
+    def __call__(self, sums: Floats) -> Floats:
+        """From column sums [..., columns] to values [...]."""
+        # Products first: for a method over itself they are equal to the last bit, and their ratio exactly 1.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            quotient: Floats = sums[..., list(self.top)].prod(axis=-1) / sums[..., list(self.bottom)].prod(axis=-1)
+        return np.exp(quotient) if self.of_logs else self.scale * quotient
+
+    def logs(self, means: Floats) -> Floats:
+        """Of the value without its scale, from the means of `top` and `bottom` [..., columns of both]."""
+        above, below = means[..., : len(self.top)], means[..., len(self.top) :]
+        if self.of_logs:
+            return (above / below)[..., 0]
+        return np.asarray(np.log(above).sum(axis=-1) - np.log(below).sum(axis=-1))
+
+    def slopes(self, means: Floats) -> Floats:
+        """Of `logs` by each of these means."""
+        above, below = means[..., : len(self.top)], means[..., len(self.top) :]
+        if self.of_logs:
+            return np.concatenate([1 / below, -above / below**2], axis=-1)
+        return np.concatenate([1 / above, -1 / below], axis=-1)
+
+
+def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0, *, at_most: float = float("inf")) -> Statistic:
+    return Statistic(tuple(top), tuple(bottom), scale, at_most=at_most)
+
+
+def exp_mean(total: int, count: int) -> Statistic:
+    """A geometric mean, from a column of logarithms and one of ones."""
+    return Statistic((total,), (count,), of_logs=True)
+
+
 def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:
     """One for each statistic of `columns` [prompts, k], all from the same draws; None where it has no value."""
     values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
     if len(columns) < 2:
         return [None if value is None else Interval(value, None, None) for value in values]
-    sums = resampled(columns, seed)
-    pairs = zip(statistics, values, strict=True)
-    return [None if value is None else _between(value, each(sums), len(columns)) for each, value in pairs]
-
-
-def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0) -> Statistic:
-    """The product of the sums of the columns `top` over that of `bottom`."""
-
-    def statistic(sums: Floats) -> Floats:
-        # Products first: for a method over itself they are equal to the last bit, and their ratio exactly 1.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found: Floats = scale * sums[..., list(top)].prod(axis=-1) / sums[..., list(bottom)].prod(axis=-1)
-        return found
-
-    return statistic
-
-
-def exp_mean(total: int, count: int) -> Statistic:
-    """A geometric mean, from a column of logarithms and one of ones."""
-    mean = ratio([total], [count])
-    return lambda sums: np.exp(mean(sums))
+    spreads = _spreads(columns, statistics, seed)
+    together = zip(values, spreads, statistics, strict=True)
+    return [None if value is None else _around(value, s, len(columns), each.at_most) for value, s, each in together]
 
 
 def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
     """Of a ratio over suites, each with its own prompts and so its own draws; each suite counts once."""
-    narrow = [_narrowed(columns, [sides]) for columns, sides in parts]
-    values = [_value(ratio(*sides), columns.sum(axis=0)) for columns, (sides,) in narrow]
+    values = [_value(ratio(*sides), columns.sum(axis=0)) for columns, sides in parts]
     known = [value for value in values if value is not None and value > 0]
     if not known or len(known) < len(values):
         return None
@@ -92,10 +122,16 @@ def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
     middle = float(np.exp(np.mean(np.log(known))))
     if fewest < 2:
         return Interval(middle, None, None)
+    spreads = [spread for columns, sides in parts for spread in _spreads(columns, [ratio(*sides)], SEED)]
     # Each suite's draws are paired with other draws of the next: as independent as new ones, and made only once.
-    drawn = [np.roll(ratio(*sides)(resampled(columns)), n * APART) for n, (columns, (sides,)) in enumerate(narrow)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return _between(middle, np.exp(np.mean(np.log(drawn), axis=0)), fewest)
+    rolled = [_Spread(s.error, np.roll(s.off, n * APART), np.roll(s.errors, n * APART)) for n, s in enumerate(spreads)]
+    number = len(rolled)
+    mean = _Spread(
+        error=float(np.sqrt(sum(s.error**2 for s in rolled))) / number,
+        off=np.mean([s.off for s in rolled], axis=0),
+        errors=np.sqrt(np.sum([s.errors**2 for s in rolled], axis=0)) / number,
+    )
+    return _around(middle, mean, fewest)
 
 
 def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
@@ -104,16 +140,8 @@ def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
     The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
     needs no draws; for many prompts it agrees with the interval.
     """
-    columns, narrow = _narrowed(columns, ratios)
-    found = intervals(columns, [ratio(*sides) for sides in narrow])
-    return [_change(columns, sides, interval) for sides, interval in zip(narrow, found, strict=True)]
-
-
-def _narrowed(columns: Floats, ratios: Sequence[Ratio]) -> tuple[Floats, list[Ratio]]:
-    """What is not used need not be drawn."""
-    used = sorted({at for sides in ratios for side in sides for at in side})
-    place = {at: number for number, at in enumerate(used)}
-    return columns[:, used], [([place[at] for at in top], [place[at] for at in bottom]) for top, bottom in ratios]
+    found = intervals(columns, [ratio(*sides) for sides in ratios])
+    return [_change(columns, sides, interval) for sides, interval in zip(ratios, found, strict=True)]
 
 
 def _change(columns: Floats, sides: Ratio, found: Interval | None) -> Change | None:
@@ -124,15 +152,30 @@ def p_of_ratio(columns: Floats, sides: Ratio) -> float | None:
     """Two-sided, of a ratio of positive sums; None for a single prompt."""
     if len(columns) < 2:
         return None
-    means = columns.mean(axis=0)
-    # The mean pull is 0: as much above as below.
-    top, bottom = ((columns[:, list(side)] / means[list(side)]).sum(axis=1) for side in sides)
-    error = float((top - bottom).std(ddof=1)) / len(columns) ** 0.5
-    log_ratio = abs(float(np.log(means[list(sides[0])]).sum() - np.log(means[list(sides[1])]).sum()))
+    statistic = ratio(*sides)
+    used = columns[:, [*statistic.top, *statistic.bottom]]
+    log_ratio = float(statistic.logs(used.mean(axis=0)))
+    return p_of_t(log_ratio, standard_error(pulls(columns, statistic)), len(columns) - 1)
+
+
+def pulls(columns: Floats, statistic: Statistic) -> Floats:
+    """What each prompt adds to the logarithm of the statistic, to first order, [prompts]; their mean is 0."""
+    used = columns[:, [*statistic.top, *statistic.bottom]]
+    means = used.mean(axis=0)
+    pulled: Floats = ((used - means) * statistic.slopes(means)).sum(axis=1)
+    return pulled
+
+
+def standard_error(pulled: Floats) -> float:
+    return float(pulled.std(ddof=1) / np.sqrt(len(pulled)))
+
+
+def p_of_t(log_ratio: float, error: float, df: float) -> float:
+    """Two-sided, of a difference from 0 with this standard error; `df` may be infinite."""
     # Where nothing varies, as without clocks, any difference is certain; rounding is none.
-    if error < 1e-8:
-        return 1.0 if log_ratio < 1e-7 else 0.0
-    return min(1.0, 2 * float(_special().stdtr(len(columns) - 1, -log_ratio / error)))
+    if error < NO_ERROR:
+        return 1.0 if abs(log_ratio) < NO_ERROR else 0.0
+    return min(1.0, 2 * float(_special().stdtr(df, -abs(log_ratio) / error)))
 
 
 def mcnemar(num_lost: int, num_gained: int) -> float:
@@ -157,12 +200,60 @@ def outliers(values: Floats) -> NDArray[np.bool_]:
     return np.asarray(values > middle + OUTLIER * deviation)
 
 
-def resampled(columns: Floats, seed: int = SEED) -> Floats:
-    """Column sums [draws, k] of as many prompts as there are, drawn with replacement."""
-    if len(columns) > MAX_UNITS:
-        dealt = np.random.default_rng(seed).permutation(len(columns))
-        starts = np.linspace(0, len(columns), MAX_UNITS, endpoint=False, dtype=np.int64)
-        columns = np.add.reduceat(columns[dealt], starts)
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """How sure the logarithm of a statistic is, and how far its draws lie off it."""
+
+    error: float
+    """Its standard error."""
+    off: Floats
+    """[draws]"""
+    errors: Floats
+    """The standard error in each draw, [draws]."""
+
+
+def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> list[_Spread]:
+    """From draws with replacement of as many prompts as there are, or of groups of them."""
+    places = [[*each.top, *each.bottom] for each in statistics]
+    used = sorted({at for several in places for at in several})
+    units = _dealt(columns[:, used], seed)
+    pairs = sorted({(i, j) for several in places for i in several for j in several if i <= j})
+    products = [units[:, used.index(i)] * units[:, used.index(j)] for i, j in pairs]
+    means = _resampled(np.column_stack([units, *products]), seed).T / len(units)
+    first = dict(zip(used, means, strict=False))
+    second = dict(zip(pairs, means[len(used) :], strict=True))
+    return [
+        _spread(
+            columns, statistic, np.stack([first[at] for at in several], axis=-1),
+            np.array([[second[min(i, j), max(i, j)] for j in several] for i in several]), len(units) - 1,
+        ) for statistic, several in zip(statistics, places, strict=True)
+    ]  # fmt: skip
+
+
+def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Floats, df: int) -> _Spread:
+    """`means` [draws, columns] of what `statistic` uses; `moments` [columns, columns, draws] are of their products."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes = statistic.slopes(means)
+        # The mean of the pulls is 0, so the mean of their squares is their variance.
+        variances = np.einsum("di,ijd,dj->d", slopes, moments, slopes)
+        whole = columns[:, [*statistic.top, *statistic.bottom]].mean(axis=0)
+        off = statistic.logs(means) - statistic.logs(whole)
+        error = standard_error(pulls(columns, statistic))
+    return _Spread(error, off, np.sqrt(np.maximum(variances, 0) / df))
+
+
+def _dealt(columns: Floats, seed: int) -> Floats:
+    """Sums of at most `MAX_UNITS` groups."""
+    if len(columns) <= MAX_UNITS:
+        return columns
+    order = np.random.default_rng(seed).permutation(len(columns))
+    starts = np.linspace(0, len(columns), MAX_UNITS, endpoint=False, dtype=np.int64)
+    sums: Floats = np.add.reduceat(columns[order], starts)
+    return sums
+
+
+def _resampled(columns: Floats, seed: int) -> Floats:
+    """Column sums [draws, k] of as many units as there are, drawn with replacement."""
     counts = _counts(len(columns), seed)
     chunks = [counts[start : start + 1_000] @ columns for start in range(0, len(counts), 1_000)]
     return np.concatenate(chunks)
@@ -186,17 +277,23 @@ def _value(statistic: Statistic, sums: Floats) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def _between(value: float, drawn: Floats, num_prompts: int) -> Interval:
+def _around(value: float, spread: _Spread, num_prompts: int, at_most: float = float("inf")) -> Interval:
+    if value < 0:
+        # Of seconds that are left over, which rounding can make negative: it has no logarithm.
+        return Interval(value, None, None)
+    if value == 0 or spread.error < NO_ERROR:
+        return Interval(value, value, value)
+    half = _factor(spread, num_prompts) * spread.error
+    return Interval(value, value * float(np.exp(-half)), min(at_most, value * float(np.exp(half))))
+
+
+def _factor(spread: _Spread, num_prompts: int) -> float:
+    """How many standard errors the interval reaches to either side; never fewer than Student's t asks for."""
+    student = float(_special().stdtrit(num_prompts - 1, (1 + LEVEL) / 2))
     # Prompts that answer in one token have nothing to divide by; draws of nothing else have no ratio.
-    tail = _tail(num_prompts)
-    low, high = np.quantile(drawn[np.isfinite(drawn)], [tail, 1 - tail])
-    return Interval(value, float(low), float(high))
-
-
-def _tail(num_prompts: int) -> float:
-    """The share of draws beyond each bound: 0.025 for many prompts, 0.009 for 10."""
-    spread = (num_prompts / (num_prompts - 1)) ** 0.5
-    return NormalDist().cdf(-spread * float(_special().stdtrit(num_prompts - 1, (1 + LEVEL) / 2)))
+    usable = np.isfinite(spread.off) & (spread.errors > LEAST_ERROR * spread.error)
+    off = np.abs(spread.off[usable]) / spread.errors[usable]
+    return max(student, float(np.quantile(off, LEVEL))) if len(off) else student
 
 
 def _special() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ def gate(tmp_path: Path, main: Main) -> Callable[..., tuple[int, str, str]]:
     assert main("baseline", "then", "-o", "base.json") == (0, "wrote base.json\n", "")
 
     def check(records: list[Record], *words: object) -> tuple[int, str, str]:
+        shutil.rmtree(tmp_path / "now", ignore_errors=True)
         stored(tmp_path / "now", records)
         return main("check", "now", "--baseline", "base.json", *words)
 
@@ -59,7 +61,7 @@ def test_too_few_of_the_prompts_are_refused_or_told(main: Main, gate: Main) -> N
     assert f"now has too few of the baseline's prompts: {few}; run them all, or --allow prompts" in err
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--allow", "prompts", "--json")
     assert code == 0
-    assert json.loads(shown)["notes"] == [f"fewer prompts than the baseline's are judged: {few}"]
+    assert f"fewer prompts than the baseline's are judged: {few}" in json.loads(shown)["notes"]
 
 
 def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main) -> None:
@@ -68,10 +70,8 @@ def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main
     assert code == 0
     # A baseline keeps ten digits of a second.
     assert found["speedup.decode"]["found"] == pytest.approx(found["speedup.decode"]["expected"], rel=1e-9)
-    assert json.loads(shown)["notes"] == [
-        "fewer prompts than the baseline's are judged: gsm8k ar 14 of 24, gsm8k dflash 14 of 24",
-        "allowed: gsm8k (embedded) ar: 10 answers failed",
-    ]
+    fewer = "fewer prompts than the baseline's are judged: gsm8k ar 14 of 24, gsm8k dflash 14 of 24"
+    assert {fewer, "allowed: gsm8k (embedded) ar: 10 answers failed"} < set(json.loads(shown)["notes"])
 
 
 # Each kind of loss
@@ -90,15 +90,14 @@ PLANTED: dict[str, tuple[Callable[[list[Record]], list[Record]], set[str]]] = {
     "exactness": (lambda rows: changed(rows, first=1, exactness="near_tie"), {"dflash exact"}),
     "mismatch": (lambda rows: changed(rows, first=1, exactness="mismatch"), {"dflash exact", "dflash mismatch"}),
     "speed": (
-        lambda rows: slower(rows, 1.1),
-        {"dflash speedup.decode", "dflash speedup.e2e", "dflash tps.decode"},
+        lambda rows: slower(rows, 1.3),
+        {"dflash speedup.decode", "dflash speedup.e2e"},
     ),
     "accuracy": (lambda rows: changed(rows, first=4, passed=False), {"dflash passed"}),
     "failures": (lambda rows: failing(rows), {"dflash failed"}),
     "control": (lambda rows: changed(rows, "ar", first=1, exactness="mismatch"), {"ar mismatch"}),
     "plain failures": (lambda rows: failing(rows, "ar"), {"ar failed"}),
     "one token": (lambda rows: changed(rows, first=12, accepted=_one_less), {"dflash al.pooled"}),
-    "plain speed": (lambda rows: slower(slower(rows, 1.2), 1.2, "ar"), {"ar tps.decode", "dflash tps.decode"}),
 }
 
 
@@ -134,8 +133,9 @@ def test_a_loss_that_noise_explains_does_not_alarm_at_temperature_1(tmp_path: Pa
 
 def test_a_limits_file_replaces_what_the_baseline_lets_pass(tmp_path: Path, gate: Main) -> None:
     limits = tmp_path / "limits.toml"
-    limits.write_text('["speedup.decode"]\nfall = 0.2\n["speedup.e2e"]\nfall = 0.2\n["tps.decode"]\nfall = 0.2\n')
-    assert gate(slower(answers(), 1.1), "--limits", limits)[0] == 0
+    limits.write_text('["speedup.decode"]\nfall = 0.25\n["speedup.e2e"]\nfall = 0.25\n')
+    assert gate(slower(answers(), 1.3), "--limits", limits)[0] == 0
+    assert gate(slower(answers(), 1.4), "--limits", limits)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_another_machine_gates_only_what_does_not_depend_on_it(tmp_path: Path, m
     assert {each["kind"] for each in found["checks"]} >= {"al.pooled", "exact", "passed", "speedup.decode"}
     assert "tps.decode" not in {each["kind"] for each in found["checks"]}
     assert found["notes"][0].startswith("the baseline is from another machine: only time-free figures and speed-up")
-    stored(tmp_path / "slow", slower(answers(), 1.2), environment={"cpu": "another"})
+    stored(tmp_path / "slow", slower(answers(), 1.3), environment={"cpu": "another"})
     assert main("check", "slow", "--baseline", "base.json")[0] == 1
 
 
@@ -247,11 +247,11 @@ def test_nothing_in_common_or_nothing_to_check_is_refused(tmp_path: Path, main: 
 def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     for name, text, told in [
-        ("a", "{}", "a is no baseline; write one with: dflash-bench baseline RUN -o FILE"),
-        ("b", "{", "cannot read b: "),
-        ("c", '{"format": 99, "cells": []}', "c has format 99, this is 1; update dflash-bench"),
+        ("a", "{}", "a is no baseline; write one with: dflash-bench baseline RUN... -o FILE"),
+        ("b", "{", "b: not valid JSON"),
+        ("c", '{"format": 99, "cells": []}', "c has format 99, this is 2; update dflash-bench"),
         ("d", '{"format": 1, "cells": []}', "d holds no cells"),
-        ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 1; update dflash-bench"),
+        ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 2; update dflash-bench"),
         ("f", '{"format": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
     ]:
         (tmp_path / name).write_text(text)
@@ -274,7 +274,7 @@ def test_an_unfinished_run_is_refused(tmp_path: Path, main: Main) -> None:
 
 
 def test_every_format_is_as_stored(tmp_path: Path, gate: Main) -> None:
-    rows = changed(slower(answers(), 1.1), first=1, exactness="near_tie")
+    rows = changed(slower(answers(), 1.3), first=1, exactness="near_tie")
     code, shown, _ = gate(rows, "--junit", "j.xml", "--summary", "s.md", "--benchmark", "b.json")
     assert code == 1
     assert_golden("check.txt", shown)
@@ -284,7 +284,7 @@ def test_every_format_is_as_stored(tmp_path: Path, gate: Main) -> None:
 
 
 def test_the_json_is_as_stored(gate: Main) -> None:
-    _, shown, _ = gate(slower(answers(), 1.1), "--json")
+    _, shown, _ = gate(slower(answers(), 1.3), "--json")
     assert_golden("check.json", shown)
 
 
@@ -296,11 +296,11 @@ def test_the_summary_is_appended(tmp_path: Path, gate: Main) -> None:
 
 def test_the_junit_file_is_valid_and_counts_right(tmp_path: Path, gate: Main) -> None:
     schema = xmlschema.XMLSchema(Path(__file__).parent / "junit.xsd")
-    gate(slower(answers(), 1.1), "--junit", "j.xml")
+    gate(slower(answers(), 1.3), "--junit", "j.xml")
     text = (tmp_path / "j.xml").read_text()
     schema.validate(text)
     assert not schema.is_valid(text.replace("testcase", "case"))
     root = ElementTree.fromstring(text)
     assert len(root.findall("testsuite/testcase")) == int(root.attrib["tests"])
-    assert len(root.findall(".//failure")) == int(root.attrib["failures"]) == 3
+    assert len(root.findall(".//failure")) == int(root.attrib["failures"]) == 2
     assert all(len(suite) == int(suite.attrib["tests"]) for suite in root)

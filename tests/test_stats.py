@@ -65,7 +65,9 @@ def test_scaling_a_column_scales_the_interval() -> None:
     tops, bottoms = [1.0, 2.0, 4.0, 3.0, 9.0], [2.0, 1.0, 3.0, 3.0, 2.0]
     one = ratio_interval(tops, bottoms)
     thousand = ratio_interval([1024 * top for top in tops], bottoms)
-    assert thousand == Interval(1024 * one.value, 1024 * (one.low or 0), 1024 * (one.high or 0))
+    assert thousand.value == 1024 * one.value
+    assert thousand.low == pytest.approx(1024 * (one.low or 0), rel=1e-12)
+    assert thousand.high == pytest.approx(1024 * (one.high or 0), rel=1e-12)
 
 
 def test_pairing_narrows_what_both_sides_share() -> None:
@@ -97,15 +99,78 @@ def test_many_prompts_are_drawn_in_groups_and_the_interval_is_as_wide(monkeypatc
     assert grouped.half_width == pytest.approx(single.half_width, rel=0.1)
 
 
-def test_few_prompts_push_the_bounds_out_and_many_do_not() -> None:
-    assert [round(stats._tail(number), 4) for number in (2, 10, 24, 10_000)] == [0.0, 0.0086, 0.0173, 0.025]
+def test_prompts_that_weigh_the_same_have_students_interval_and_skewed_ones_a_wider_one() -> None:
+    """Twenty equal lengths: the bootstrap adds little to Student's t; one answer in ten that is long adds much."""
+    rng = np.random.default_rng(8)
+    ones, values = np.ones(20), 1 + 0.01 * rng.normal(size=20)
+    error = values.std(ddof=1) / values.mean() / 20**0.5
+    even = ratio_interval(values, ones)
+    assert np.log((even.high or 0) / even.value) == pytest.approx(scipy.stats.t.ppf(0.975, 19) * error, rel=0.06)
+    lengths = np.where(np.arange(20) % 10, 1.0, 20.0)
+    seconds = lengths * rng.lognormal(0, 0.2, 20)
+    skewed = ratio_interval(seconds, lengths)
+    reach = np.log((skewed.high or 0) / skewed.value)
+    assert reach == pytest.approx(np.log(skewed.value / (skewed.low or 0)))
+    error = (seconds - skewed.value * lengths).std(ddof=1) / seconds.mean() / 20**0.5
+    assert reach > 1.3 * scipy.stats.t.ppf(0.975, 19) * error
+
+
+def test_no_interval_is_narrower_than_students() -> None:
+    rng = np.random.default_rng(9)
+    for number in (2, 3, 5, 12):
+        values = rng.lognormal(0, 0.05, number)
+        interval = ratio_interval(values, np.ones(number))
+        error = values.std(ddof=1) / values.mean() / number**0.5
+        student = scipy.stats.t.ppf(0.975, number - 1) * error
+        assert np.log(interval.value / (interval.low or 0)) >= student * (1 - 1e-9)
+
+
+def test_one_prompt_unlike_all_others_does_not_blow_the_interval_up() -> None:
+    """A third of the draws are without it and all alike: what is sure of itself by chance does not count."""
+    ones = np.ones(25)
+    interval = ratio_interval(np.where(np.arange(25) == 0, 0.5, 1.0), ones)
+    error = 0.5 / 25 / interval.value
+    assert 2 * error < np.log((interval.high or 0) / interval.value) < 5 * error
+
+
+def test_prompts_that_have_no_ratio_do_not_make_a_geometric_mean_surer() -> None:
+    """Every third prompt has none: the error is that of a ratio of means, and no prompt more."""
+    rng = np.random.default_rng(11)
+    counts = (np.arange(60) % 3 > 0).astype(float)
+    logs = counts * rng.normal(2, 0.1, 60)
+    (found,) = stats.intervals(np.column_stack([logs, counts]), [stats.exp_mean(0, 1)])
+    assert found is not None
+    assert found.value == pytest.approx(np.exp(logs.sum() / 40))
+    error = (logs - np.log(found.value) * counts).std(ddof=1) / 60**0.5 / counts.mean()
+    assert np.log((found.high or 0) / found.value) == pytest.approx(2.0 * error, rel=0.06)
 
 
 def test_draws_without_anything_to_divide_by_are_left_out() -> None:
     interval = ratio_interval([1.0, 2.0, 3.0], [0, 0, 2])
     assert interval.value == 3
-    assert interval.high is not None
-    assert interval.high < 10
+    assert 0 < (interval.low or 0) < 3 < (interval.high or 0) < 1000
+
+
+def test_what_is_nothing_has_no_width_and_what_is_less_than_nothing_no_interval() -> None:
+    assert ratio_interval([0, 0, 0], [1, 2, 3]) == Interval(0, 0, 0)
+    assert ratio_interval([-2, -1, 0], [1, 2, 3]) == Interval(-0.5, None, None)
+
+
+def test_a_share_ends_at_1() -> None:
+    right = np.column_stack([np.arange(24) > 0, np.ones(24)]).astype(float)
+    (free,) = stats.intervals(right, [stats.ratio([0], [1])])
+    (share,) = stats.intervals(right, [stats.ratio([0], [1], at_most=1.0)])
+    assert free is not None
+    assert share is not None
+    assert (free.high or 0) > 1 == share.high
+    assert free.low == share.low
+
+
+def test_the_interval_of_a_geometric_mean_is_that_of_the_mean_logarithm() -> None:
+    logs = np.random.default_rng(10).normal(0.5, 0.1, 40)
+    found = geometric_mean_interval(np.exp(logs))
+    student = scipy.stats.t.ppf(0.975, 39) * logs.std(ddof=1) / 40**0.5
+    assert np.log((found.high or 0) / found.value) == pytest.approx(student, rel=0.06)
 
 
 def test_a_thousand_prompts_take_less_than_a_second() -> None:
@@ -141,6 +206,12 @@ def test_the_p_of_a_change_is_that_of_a_paired_t_test_where_all_prompts_weigh_th
     ratios = 1 + 0.01 * np.random.default_rng(6).normal(size=20)
     t = np.log(ratios.mean()) / (ratios.std(ddof=1) / ratios.mean() / 20**0.5)
     assert p_of(ratios, np.ones(20)) == pytest.approx(2 * scipy.stats.t.sf(abs(t), 19))
+
+
+def test_a_fall_is_as_sure_as_a_rise() -> None:
+    ratios = np.random.default_rng(12).lognormal(0.05, 0.1, 20)
+    assert p_of(ratios, np.ones(20)) == pytest.approx(p_of(np.ones(20), ratios))
+    assert stats.p_of_t(-2, 1, 5) == stats.p_of_t(2, 1, 5) == pytest.approx(2 * scipy.stats.t.sf(2, 5))
 
 
 def test_mcnemar_is_the_exact_sign_test_of_the_answers_that_changed() -> None:

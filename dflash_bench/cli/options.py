@@ -113,6 +113,7 @@ Resume = Annotated[bool, _results("--resume", help="Continue the run in --out.")
 AsJson = Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")]
 
 Run = Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")]
+Runs = Annotated[list[Path], Argument(metavar="RUN...", help="Folders of finished runs of one command.")]
 Allow = Annotated[
     list[str] | None,
     Option(
@@ -128,5 +129,5 @@ AllowFailed = Annotated[
     list[str] | None, _results("--allow", metavar="failed", help="Exit with status 0 although answers failed.")
 ]
 Limits = Annotated[
-    Path | None, Option(metavar="FILE", help="TOML: a table per figure, with fall (a share) and at_least.")
+    Path | None, Option(metavar="FILE", help="TOML: a table per figure, with fall (a share), at_least and run_noise.")
 ]

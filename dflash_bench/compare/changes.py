@@ -117,19 +117,20 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     return Versus(new.suite + method, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained)
 
 
-def on_common_prompts(old: Cell, new: Cell) -> tuple[Any, Any]:
-    """The sums of both, prompt by prompt; a prompt that is not answered as often in both is left out.
+def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
+    """The sums of each, prompt by prompt; a prompt that is not answered as often in all is left out.
 
-    So is one whose plain counterpart is missing on one side, where both sides know of counterparts.
+    So is one whose plain counterpart is missing on one side, where all sides know of counterparts.
     """
-    places = {prompt: place for place, prompt in enumerate(old.prompts)}
-    pairs = np.array([(places[p], n) for n, p in enumerate(new.prompts) if p in places], dtype=np.int64).reshape(-1, 2)
-    old_sums, new_sums = old.sums[pairs[:, 0]], new.sums[pairs[:, 1]]
-    answers, paired = TERMS.index("answers"), TERMS.index("paired")
-    alike = old_sums[:, answers] == new_sums[:, answers]
-    if old_sums[:, paired].any() and new_sums[:, paired].any():
-        alike &= old_sums[:, paired] == new_sums[:, paired]
-    return old_sums[alike], new_sums[alike]
+    places = [{prompt: place for place, prompt in enumerate(cell.prompts)} for cell in cells]
+    shared = [prompt for prompt in cells[-1].prompts if all(prompt in known for known in places)]
+    rows = [np.array([known[prompt] for prompt in shared], dtype=np.int64) for known in places]
+    sums = np.array([cell.sums[chosen] for cell, chosen in zip(cells, rows, strict=True)])
+    answers, paired = sums[..., TERMS.index("answers")], sums[..., TERMS.index("paired")]
+    alike = (answers == answers[0]).all(axis=0)
+    if paired.any(axis=1).all():
+        alike &= (paired == paired[0]).all(axis=0)
+    return tuple(sums[:, alike])
 
 
 def over(figure_ids: Sequence[str], old_sums: Any, new_sums: Any) -> dict[str, Change]:

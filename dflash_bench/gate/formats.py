@@ -6,11 +6,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import geometric_mean
 from typing import Any
 from xml.etree import ElementTree
 
-from dflash_bench.gate.checks import Check, Outcome
-from dflash_bench.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.gate.baselines import Runs
+from dflash_bench.gate.outcome import Check, Outcome
+from dflash_bench.metrics import BASELINE, Cell
+from dflash_bench.stats import Interval
 from dflash_bench.tables import aligned, in_markdown, markdown, p_value
 
 COUNTS = ("mismatch", "failed")
@@ -93,20 +96,29 @@ def _sentence(check: Check) -> str:
     return f"{check.name}: {seen}: {check.reason}"
 
 
-def benchmark(cells: Sequence[Cell]) -> str:
+def benchmark(cells: Runs) -> str:
     """`customBiggerIsBetter` of github-action-benchmark: what is better when it is bigger."""
     entries = [
         {
-            "name": " ".join(filter(None, (cell.suite, cell.slice, cell.method, name))),
+            "name": " ".join(filter(None, (*place, name))),
             "unit": "tokens/s" if name.startswith("tps") else "x" if name.startswith("speedup") else "tokens/round",
             "value": float(f"{interval.value:.6g}"),
             "range": "n/a" if interval.half_width is None else f"± {interval.half_width:.3g}",
-            "extra": f"{cell.num_prompts} prompts",
+            "extra": f"{runs[0].num_prompts} prompts" + (f", {len(runs)} runs" if len(runs) > 1 else ""),
         }
-        for cell in cells
-        for name, interval in cell.figures.items()
+        for place, runs in cells.items()
+        for name in runs[0].figures
         if name in ("al.pooled", "tps.decode", "speedup.decode", "speedup.e2e")
-        and (cell.method != BASELINE or name == "tps.decode")
-        and FIGURES[name].higher_is_better
+        and (place[-1] != BASELINE or name == "tps.decode")
+        and (interval := _over(runs, name))
     ]
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+
+
+def _over(runs: Sequence[Cell], name: str) -> Interval | None:
+    """Of one run its interval over prompts; of several their mean, and from the least of them to the most."""
+    shown = [cell.figures[name] for cell in runs if name in cell.figures]
+    if len(runs) == 1 or not shown:
+        return shown[0] if shown else None
+    values = [interval.value for interval in shown]
+    return Interval(geometric_mean(values), min(values), max(values))
