@@ -102,7 +102,7 @@ def toml_of(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise _nested(str(path)) from error
     except ValueError as error:
-        raise UserError(f"{path}: not valid TOML ({error})") from error
+        raise UserError(f"cannot read {path}: not valid TOML ({error})") from error
 
 
 def cannot_read(path: Path, error: OSError | ValueError) -> UserError:

@@ -128,7 +128,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a shard with a name of 5,000 letters": (shards("dflash", "x" * 5000), "which is not beside it", ALL),
     "a shard of the target with such a name": (shards("target", "x" * 5000), "", ("run", "convert")),
     "a shard with no name": (shards("dflash", ""), "which is not beside it", ALL),
-    "a shard with half a character": (shards("dflash", "\ud800"), "names the file \\ud800", ALL),
+    "a shard with half a character": (shards("dflash", "\ud800"), "half of a character", ALL),
     "a shard that writes red": (shards("dflash", "\x1b[31m"), "names the file \\u001b[31m", ALL),
     "300,000 tensors": (many_tensors, "holds 300,000 tensors, more than any model has", ALL),
     "a mask below nothing": (mask(-5), "mask_token_id cannot be -5", ALL),

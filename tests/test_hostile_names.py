@@ -64,7 +64,7 @@ def test_in_a_table_of_markdown(run: Path, name: str, main: Main) -> None:
     rows = [line for line in shown(main, "report", run, "--format", "markdown").splitlines() if line.startswith("|")]
     bare = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) for row in rows]
     assert set(bare[:4]) == {bare[0]} and set(bare[4:]) == {bare[4]}
-    assert sum(f"| {in_markdown(name)} |" in row for row in rows) == 4
+    assert sum(f"| {in_markdown(f'{name} (embedded)')} |" in row for row in rows) == 4
 
 
 def test_in_data(run: Path, name: str, main: Main) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from dflash_bench import scoring
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import Limits
+from dflash_bench.sandbox import UNSAFE, Limits, strongest
 from dflash_bench.scoring import score
 
+CAGE = strongest() or UNSAFE
 STUB = (
     "import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef area(radius):\n"
     '    """The area of a circle.\n    >>> area(0)\n    0.0\n    """\n'
@@ -179,7 +180,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passed(name: str, row: Mapping[str, Any], text: str) -> bool | None:
-    return score(name, Prompt("suite", "0", ("question",), row=row), text).passed
+    return score(name, Prompt("suite", "0", ("question",), row=row), text, CAGE).passed
 
 
 @pytest.mark.parametrize(("text", "right"), HUMANEVAL.values(), ids=HUMANEVAL.keys())

@@ -17,7 +17,6 @@ from dflash_bench.gate.outcome import Check
 from dflash_bench.gate.spread import METHOD_NOISE, RunNoise
 from dflash_bench.metrics import BASELINE, FIGURES, TERMS, Cell
 from dflash_bench.records import is_greedy
-from dflash_bench.records import is_greedy
 
 TALLIES = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
 
