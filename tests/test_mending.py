@@ -227,7 +227,7 @@ def test_failed_answers_are_exit_status_1_unless_they_are_allowed(
     assert main(monkeypatch, "check", "run") == 1
     assert "answers failed" in capsys.readouterr().out
     assert main(monkeypatch, "check", "run", "--allow", "failed") == 0
-    assert "allowed: gsm8k dflash: " in capsys.readouterr().out
+    assert "allowed: gsm8k (folder data) dflash: " in capsys.readouterr().out
 
 
 def test_nothing_else_can_be_allowed_when_running(run: Path, monkeypatch: Patch, capsys: Captured) -> None:
