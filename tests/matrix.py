@@ -16,7 +16,7 @@ import pytest
 import torch
 from faults import Fault
 
-from dflash_bench import cli, store, suites
+from dflash_bench import cli, runner, store, suites
 from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.methods import parse
@@ -42,6 +42,8 @@ def models(dtype: str) -> loading.Models:
 def planted(fault: Fault | None, dtype: str) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", lambda *_: models(dtype))
+        # Nothing is timed here.
+        patch.setattr(runner, "_warm_up", lambda *_: None)
         if fault is not None:
             fault.plant(patch)
         yield patch
