@@ -132,7 +132,7 @@ def test_the_noise_that_was_reckoned_with_is_told(gate: Any) -> None:
     _, found = gate(three("quiet"), ["again0"])
     assert found["notes"] == [
         "noise between runs: 4.2 % (standard deviation) of speedup.decode and speedup.e2e, "
-        "an allowance: 3 + 1 runs do not show it, five in all do"
+        "an allowance: 3 + 1 runs cannot show it, five in all can"
     ]
     sure = {each["kind"]: each for each in found["checks"] if not each["is_floor"]}
     assert sure["speedup.decode"]["run_noise"] == pytest.approx(0.03 * 2**0.5)

@@ -175,9 +175,9 @@ def _floors(
 
 def _of_noise(checks: Sequence[Check], sides: Sequence[int]) -> Iterator[str]:
     """Which noise between runs each figure was judged with, and where that comes from."""
-    runs = " + ".join(map(str, sides)) + " runs"
+    runs = " + ".join(map(str, sides)) + (" runs" if sum(sides) > 1 else " run")
     why = {
-        "allowed": f"an allowance: {runs} do not show it, five in all do",
+        "allowed": f"an allowance: {runs} cannot show it, five in all can",
         "measured": f"measured over {runs}",
         "stated": "as run_noise in the limits states",
     }
