@@ -107,8 +107,8 @@ def _near_ties(case: Case) -> Seen | None:
     if not len(ties):
         return None
     gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
-    known = "" if isnan(gap) else f", at most {gap:.2g} logits behind it"
-    text = f"{len(ties)} of {answers(case.good)} take another token than the model's first choice at a near-tie{known}"
+    apart = "" if isnan(gap) else f", {gap:.2g} logits apart at most"
+    text = f"{len(ties)} of {answers(case.good)} take the other of two tokens that rounding cannot tell apart{apart}"
     return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
 
 
