@@ -23,7 +23,7 @@ def sentences(document: Document) -> list[str]:
         if speedup
     ]
     longer = [f"{method} {number(al)} tokens" for method, _, al in found if al]
-    exact, passed = tally(document, "exact"), tally(document, "passed")
+    exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
     told = []
     if faster:
         told.append(f"Against plain decoding: {', '.join(faster)} (speedup.decode{over_suites(document)}, 95 %).")
@@ -32,10 +32,19 @@ def sentences(document: Document) -> list[str]:
     if exact and exact[0] == exact[1]:
         told.append(f"All {exact[1]:,} answers compared are the plain output, token for token.")
     elif exact:
-        told.append(f"{exact[1] - exact[0]:,} of {exact[1]:,} answers compared are not the plain output.")
+        told.append(_not_plain(document, exact))
+    if audit and audit[0] == audit[1]:
+        told.append("Every token of theirs is the published model's own choice, by transformers' own forward.")
     if passed:
         told.append(f"{100 * passed[0] / passed[1]:.1f} % of what the drafting methods answered is right.")
     return told
+
+
+def _not_plain(document: Document, exact: Tally) -> str:
+    others = exact[1] - exact[0]
+    ties = sum(cell.num_near_ties for cell in document.cells if cell.method != BASELINE)
+    explained = "rounding explains that" if ties >= others else f"rounding explains {ties or 'none'} of them"
+    return f"{others:,} of {exact[1]:,} answers compared leave the plain output; {explained}."
 
 
 def speedups(document: Document, is_known: bool) -> str:
