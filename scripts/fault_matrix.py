@@ -21,8 +21,8 @@ METHODS = ("ar", *matrix.METHODS)
 HEAD = """# Mistakes planted in the engine, and whether a run finds them
 
 {machine}.
-`scripts/fault_matrix results/faults.md` makes this table in some ten minutes; `tests/test_faults.py` holds it, and plants
-faults that this target cannot have (windows, recurrent states, rows of a batch) in small models.
+`scripts/fault_matrix results/faults.md` makes this table in some ten minutes; `tests/test_faults.py` holds it, and
+plants faults that this target cannot have (windows, recurrent states, rows of a batch) in small models.
 
 Each row is one `dflash-bench run` of nano with one mistake in the engine: {suites}, {limit} prompts each, {most} tokens
 at most. A cell says how many answers the mistake changed and how many of these the run called a mismatch. In bfloat16
