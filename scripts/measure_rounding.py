@@ -31,7 +31,7 @@ from dflash_bench.records import Divergence, Message
 WIDTHS, WRONG_EVERY = (3, 7, 15), 5
 HEADS = (
     "dtype", "answers", "tokens", "two best tokens: median", "99 %", "largest", "leave plain", "not first choice",
-    "largest gap", "tolerance there", "ceiling", "mismatches",
+    "largest gap", "tolerance there", "most of a tolerance used", "ceiling", "mismatches",
 )  # fmt: skip
 
 
@@ -138,7 +138,10 @@ def row_of(dtype: str, seen: Seen) -> list[str]:
     quantiles = [float(differences.quantile(share)) for share in (0.5, 0.99, 1)]
     cells = [dtype, str(seen.num_answers), str(len(differences)), *(f"{value:.2g}" for value in quantiles)]
     cells += [str(len(seen.divergences)), str(len(seen.departures))]
-    cells += [f"{worst.gap:.2g}", f"{worst.tolerance:.2g}"] if worst else ["none", ""]
+    used = [one.gap / one.tolerance for one in gaps if one.gap and one.tolerance]
+    cells += (
+        [f"{worst.gap:.2g}", f"{worst.tolerance:.2g}", f"{max(used, default=0):.0%}"] if worst else ["none", "", ""]
+    )
     return [*cells, f"{CEILINGS[getattr(torch, dtype)]:g}", str(seen.num_mismatches)]
 
 
