@@ -35,7 +35,7 @@ def listed(suites: Iterable[tuple[str, str]]) -> str:
 
 
 def _kind(source: str) -> str:
-    """`folder data` of "folder /work/data": which folder it was on that machine is in the run's identity."""
+    """`folder data` of "folder /sets/data": which folder it was on that machine is in the run's identity."""
     kind, _, place = source.partition(" ")
     if kind not in ("folder", "file"):
         return kind

@@ -78,7 +78,8 @@ Audit = Annotated[
     str | None,
     _decoding(
         metavar="WHICH",
-        help="Answers whose every token transformers' own forward must confirm: all (the default), divergent or none.",
+        help="Which answers transformers' own forward checks token by token: all (the default), divergent (those that "
+        "leave the plain answer) or none.",
     ),
 ]
 
