@@ -61,6 +61,7 @@ class Figure:
     is_timing: bool = False
     scale: float = 1.0
     at_most: float = float("inf")
+    at_least: float = 0.0
 
     @property
     def statistic(self) -> stats.Statistic:
@@ -74,8 +75,8 @@ class Figure:
 
 
 FIGURES = {
-    "al.pooled": Figure(("verified",), ("rounds",)),
-    "al.request_mean": Figure(("al_sum",), ("shown",)),
+    "al.pooled": Figure(("verified",), ("rounds",), at_least=1.0),
+    "al.request_mean": Figure(("al_sum",), ("shown",), at_least=1.0),
     "al.emitted": Figure(("emitted",), ("rounds",)),
     "accept_rate": Figure(("accepted",), ("drafted",), at_most=1.0),
     "forwards_per_token": Figure(("rounds",), ("rounds_of_shown",), higher_is_better=False),
@@ -203,7 +204,12 @@ def _figures(sums: Any, method: str) -> dict[str, Interval]:
     senseless |= {"accept_rate"} if drafts_trees(method) else set()
     names = [name for name in FIGURES if name not in senseless]
     found = stats.intervals(sums, [FIGURES[name].statistic for name in names])
-    return {name: interval for name, interval in zip(names, found, strict=True) if interval is not None}
+    return {name: _possible(name, interval) for name, interval in zip(names, found, strict=True) if interval}
+
+
+def _possible(name: str, interval: Interval) -> Interval:
+    """Where prompts are few and unlike, an interval can reach below what its figure can be: a round emits a token."""
+    return interval if interval.low is None else replace(interval, low=max(interval.low, FIGURES[name].at_least))
 
 
 def _tally(sums: Any, right: str, judged: str) -> Tally | None:

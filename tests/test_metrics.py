@@ -254,3 +254,9 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
     pandas.testing.assert_frame_equal(read, frame.from_records(list(run.stored.values()), by=by))
     if by == "suite":
         assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]
+
+
+def test_an_interval_of_acceptance_does_not_reach_below_one_token_a_round() -> None:
+    rows = [row for n, kept in enumerate(([0] * 9, [0] * 9, [9])) for row in pair(f"p{n}", kept, block=9)]
+    interval = cell_of(rows).figures["al.pooled"]
+    assert interval.value > 1 and interval.low == 1
