@@ -16,9 +16,8 @@ import numpy as np
 
 from dflash_bench import labels, stats
 from dflash_bench.methods import drafts_trees
+from dflash_bench.plan import BASELINE as BASELINE
 from dflash_bench.stats import Interval
-
-BASELINE = "ar"
 
 FORMULAS = {
     "al.pooled": "sum(a_i + 1) / sum(S), over all rounds of all prompts",

@@ -44,6 +44,8 @@ _KEEPER_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
 _ANSWER = re.compile(r"(\d+)\n(?:passed|failed (.*))\n", re.DOTALL)
 _MIB = 2**20
+CODE_SCORERS = frozenset(("humaneval", "mbpp"))
+"""The scorers that run what the model wrote."""
 NO_CAGE = "this system grants neither namespaces nor Landlock, with seccomp"
 REMEDY = "use Linux 5.13 or newer on x86-64 or 64-bit ARM; or, at your own risk, run it again with --unsafe-code"
 

@@ -237,7 +237,7 @@ def _identity(loaded: suites.Loaded) -> dict[str, Any]:
 
 
 def _has_code(loaded: Sequence[suites.Loaded]) -> bool:
-    return bool(scoring.CODE_SCORERS & {each.suite.scorer for each in loaded})
+    return bool(sandbox.CODE_SCORERS & {each.suite.scorer for each in loaded})
 
 
 def _cage(request: Request, loaded: Sequence[suites.Loaded]) -> sandbox.Cage | None:

@@ -16,6 +16,7 @@ from dflash_bench import plan as plans
 from dflash_bench import validity
 from dflash_bench.plan import BASELINE, Asked, Plan
 from dflash_bench.records import is_greedy
+from dflash_bench.sandbox import CODE_SCORERS
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
@@ -28,8 +29,6 @@ REMEDIES = {
 }
 """What can be wrong with the rows of a run, as `--allow` names it, and what to do about it."""
 MOST_NAMED = 4
-CODE_SCORERS = ("humaneval", "mbpp")
-"""They leave answers without a score where no cage can hold what the model wrote."""
 
 
 @dataclass(frozen=True, slots=True)

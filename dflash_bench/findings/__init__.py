@@ -17,7 +17,6 @@ from dflash_bench.findings.speed import DEAD_AL, never_drafts, tokens_a_round
 from dflash_bench.methods import drafts_trees
 from dflash_bench.metrics import BASELINE, Cell
 from dflash_bench.records import Divergence
-from dflash_bench.scoring import CODE_SCORERS
 
 __all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
 
@@ -172,7 +171,11 @@ def _few_prompts(case: Case) -> Seen | None:
 
 def _code_not_run(case: Case) -> Seen | None:
     suite = case.identity.get("suites", {}).get(case.cell.suite, {})
-    if not case.is_baseline or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
+    if (
+        not case.is_baseline
+        or case.identity.get("code") != "not run"
+        or suite.get("scorer") not in sandbox.CODE_SCORERS
+    ):
         return None
     text = f"answers are code that was not run, and so are not scored: {sandbox.NO_CAGE}"
     return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import Cage
+from dflash_bench.sandbox import CODE_SCORERS, Cage
 from dflash_bench.scoring import code, formulas, numbers
 from dflash_bench.scoring.answers import Score, reference, require_module
 
@@ -62,8 +62,6 @@ SCORERS: dict[str, Callable[..., Score]] = {
     "mbpp": code.mbpp,
     "none": _score_nothing,
 }
-CODE_SCORERS = frozenset(("humaneval", "mbpp"))
-"""They run what the model wrote."""
 COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
     "mbpp": {"test_list": list, "test_imports": list},
