@@ -24,6 +24,26 @@ def is_greedy(temperature: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """How a token is chosen, and in which mode of the chat template: with suite and method, what makes a cell.
+
+    The defaults leave the model's distribution as it is. `thinking` None is a chat template without such a switch.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Tokens that may be drawn; 0 is all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    thinking: bool | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return is_greedy(self.temperature)
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One chat message; `role` is system, user or assistant."""
 

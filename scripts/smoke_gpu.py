@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_bench import methods, suites
 from dflash_bench.engine.decoding import Drafter, Limits, NoDrafter
-from dflash_bench.engine.dflash import DFlashDrafter
-from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.local import DEFAULT_CHAIN, LocalBackend, open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

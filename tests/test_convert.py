@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from toy import plain, run
 
 from dflash_bench import suites
-from dflash_bench.engine.dflash import DFlashDrafter
-from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.models import loading

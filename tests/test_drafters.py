@@ -14,9 +14,9 @@ from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 
 from dflash_bench import presets
 from dflash_bench.engine.decoding import Committed, NoDrafter
-from dflash_bench.engine.dflash import DFlashDrafter
-from dflash_bench.engine.eagle3 import Eagle3Drafter
-from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft

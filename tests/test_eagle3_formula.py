@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.engine.decoding import Committed
-from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models import loading
 from dflash_bench.models.dflash import initialise
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map

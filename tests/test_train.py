@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dflash_bench.engine.decoding import Committed
-from dflash_bench.engine.dflash import DFlashDrafter
-from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models import dflash as dflash_models
 from dflash_bench.models import eagle3 as eagle3_models
 from dflash_bench.models.common import Rotary

@@ -18,7 +18,7 @@ from transformers.generation import candidate_generator
 
 from dflash_bench import suites
 from dflash_bench.engine.decoding import Limits
-from dflash_bench.engine.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.local import LocalBackend, stop_ids
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

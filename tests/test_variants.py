@@ -14,8 +14,8 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from toy import plain, run, tiny
 
 from dflash_bench.engine.decoding import Committed
-from dflash_bench.engine.dflash import DFlashDrafter
-from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
 from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft

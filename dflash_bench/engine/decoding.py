@@ -25,7 +25,8 @@ class Committed:
     """What the target has read since last time, for B rows; row b has counts[b] valid places.
 
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
-    anchor [B] is the last of these: committed, but not yet read.
+    anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
+    answer and anchor; a drafter reads them, and must not change them.
     """
 
     hidden: Tensor | None
@@ -33,6 +34,7 @@ class Committed:
     anchor: Tensor
     starts: list[int]
     counts: list[int]
+    texts: Sequence[Sequence[int]] = ()
 
 
 class Drafter(Protocol):
@@ -80,6 +82,11 @@ class Row:
     limit: int
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
+    text: list[int] = field(init=False)
+    """Prompt and tokens."""
+
+    def __post_init__(self) -> None:
+        self.text = list(self.prompt)
 
     def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
         """Append up to the first stop token or the limit; returns what was appended."""
@@ -90,6 +97,7 @@ class Row:
                 self.finish = "stop"
                 break
         self.tokens += kept
+        self.text += kept
         if self.finish is None and len(self.tokens) >= self.limit:
             self.finish = "length"
         return kept
@@ -204,25 +212,27 @@ class _State:
         observing = self.clock.mark()
         if not self.ended:
             self._keep(draft, verdict, output.hidden, tokens, accepted)
-        width = draft.width if draft else 0
+        lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
-        return Round(emitted, [width * live for live in alive], accepted, (begin, drafted, verified, observing, end))
+        proposed = [length * live for length, live in zip(lengths, alive, strict=True)]
+        return Round(emitted, proposed, accepted, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         places = self._places(logits.shape[1], draft.parents if draft else None)
+        padding = draft.padding if draft else None
         # At temperature 0 p is one-hot, and rejection sampling is the match rule: the draft's q changes nothing.
         if draft is not None and draft.probs is not None and places is not None:
             p = probabilities(logits, self.sampler.sampling.temperature)
             accept, draw = self.sampler.acceptance.gather(1, places), self.sampler.uniform.gather(1, places)
             if draft.parents is not None:
-                return verify_children(draft.tokens, draft.parents, p, draft.probs, accept, draw)
-            return verify_sampled(draft.tokens, p, draft.probs, accept[:, :-1], draw)
+                return verify_children(draft.tokens, draft.parents, p, draft.probs, accept, draw, padding)
+            return verify_sampled(draft.tokens, p, draft.probs, accept[:, :-1], draw, padding)
         choices = self.sampler.choose(logits, places)
         if draft is None:
             return verify_chain(choices[:, :0], choices)
         if draft.parents is not None:
-            return verify_tree(draft.tokens, draft.parents, choices)
-        return verify_chain(draft.tokens, choices)
+            return verify_tree(draft.tokens, draft.parents, choices, padding)
+        return verify_chain(draft.tokens, choices, padding)
 
     def _keep(
         self,
@@ -248,7 +258,8 @@ class _State:
         self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
 
     def _commit(self, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts))
+        texts = [row.text for row in self.rows]
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
     def _places(self, width: int, parents: Tensor | None = None) -> Tensor | None:

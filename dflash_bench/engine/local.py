@@ -11,9 +11,9 @@ import torch
 
 from dflash_bench.engine.clock import clock_for
 from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, NoDrafter, Round, decode
-from dflash_bench.engine.dflash import DFlashDrafter
-from dflash_bench.engine.eagle3 import Eagle3Drafter
-from dflash_bench.engine.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

@@ -7,13 +7,14 @@ choice, which is exact for the target by construction. Drafts that bring probabi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dflash_bench.engine.cache import ancestors
+from dflash_bench.engine.cache import ancestors, to_device
 from dflash_bench.engine.sampling import inverse_cdf
 
 
@@ -24,15 +25,26 @@ class Draft:
     `parents` [B, N] holds each node's parent index, -1 for the anchor; parents come before children.
     `probs` [B, N, V] is what the tokens were drawn from; None means they were chosen, not drawn. A node of a tree may
     be drawn in the knowledge of its elder siblings (without replacement, say), and its probs are then those.
+    `lengths` says how many tokens of each row are real, first ones first; what pads the others is never kept. A
+    drafter with nothing for any row proposes None in place of a draft.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
     probs: Tensor | None = None
+    lengths: Sequence[int] | None = None
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """[B, N], true where a token is none; None where all are real."""
+        if self.lengths is None or min(self.lengths) == self.width:
+            return None
+        ends = to_device(self.lengths, self.tokens.device)[:, None]
+        return torch.arange(self.width, device=self.tokens.device) >= ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +59,16 @@ class Verdict:
     next_token: Tensor
 
 
-def verify_chain(tokens: Tensor, choices: Tensor) -> Verdict:
+def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
     """Keep the longest prefix of tokens [B, N] that equals the target's choices [B, N + 1]."""
     matches = tokens == choices[:, :-1]
+    if padding is not None:
+        matches &= ~padding
     num_accepted = matches.cumprod(dim=1).sum(dim=1)
     return Verdict(None, num_accepted, choices.gather(1, num_accepted[:, None])[:, 0])
 
 
-def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor) -> Verdict:
+def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
     """Keep the longest way down from the anchor that equals the target's choices; of equal ways the first.
 
     Node i of the tree is row i + 1 of the block; choices [B, N + 1] holds the target's choice after each row. Where
@@ -63,6 +77,8 @@ def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor) -> Verdict:
     """
     ways = ancestors(parents)
     wrong = tokens != choices.gather(1, parents + 1)
+    if padding is not None:
+        wrong |= padding
     confirmed = ~(ways[..., 1:] & wrong[:, None]).any(dim=-1)
     last = (ways.sum(dim=-1) * confirmed).argmax(dim=1, keepdim=True)
     way = ways.take_along_dim(last[..., None], dim=1)[:, 0]
@@ -74,7 +90,9 @@ def _in_order(kept: Tensor) -> Tensor:
     return kept.int().argsort(dim=1, descending=True, stable=True)
 
 
-def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: Tensor) -> Verdict:
+def verify_sampled(
+    tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: Tensor, padding: Tensor | None = None
+) -> Verdict:
     """Rejection sampling of tokens [B, N] drawn from q [B, N, V] against the target's p [B, N + 1, V].
 
     A token is kept with probability min(1, p / q); the first one refused is replaced by a draw from max(p - q, 0),
@@ -83,7 +101,11 @@ def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: T
     """
     p_token = p[:, :-1].gather(2, tokens[..., None])[..., 0]
     q_token = q.gather(2, tokens[..., None])[..., 0]
-    num_accepted = (accept * q_token < p_token).cumprod(dim=1).sum(dim=1)
+    kept = accept * q_token < p_token
+    if padding is not None:
+        # Nothing was drawn there, so nothing is taken from p.
+        kept, q = kept & ~padding, q.masked_fill(padding[..., None], 0)
+    num_accepted = kept.cumprod(dim=1).sum(dim=1)
     # One more row of zeros in q: after a fully kept draft the residual is p itself.
     q = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
@@ -93,7 +115,13 @@ def verify_sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: T
 
 
 def verify_children(
-    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, draw: Tensor
+    tokens: Tensor,
+    parents: Tensor,
+    p: Tensor,
+    q: Tensor | None,
+    accept: Tensor,
+    draw: Tensor,
+    padding: Tensor | None = None,
 ) -> Verdict:
     """Walk down a tree; of each node the children are tried one by one, in their order.
 
@@ -112,6 +140,8 @@ def verify_children(
         drawn_from = one_hot(token[:, 0], p.shape[-1]).to(p.dtype) if q is None else q[:, i]
         share = (rest.gather(1, token) / drawn_from.gather(1, token).clamp(min=1e-30))[:, 0].clamp_(max=1)
         tried = parents[:, i] + 1 == at
+        if padding is not None:
+            tried &= ~padding[:, i]
         kept[:, i + 1] = good = tried & (number < share)
         left = _residual(rest, drawn_from)
         left = torch.where(tried[:, None], left / left.sum(dim=-1, keepdim=True), rest)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.engine.cache import to_device
-from dflash_bench.engine.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.eagle3 import Eagle3Draft
 

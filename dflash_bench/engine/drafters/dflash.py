@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.decoding import Committed
-from dflash_bench.engine.drafter import CachedDrafter
+from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.packed import PackedDFlash
@@ -45,12 +45,16 @@ class DFlashDrafter(CachedDrafter):
         self.advance(committed)
 
     def propose(self) -> Draft:
+        return Draft(self.draft.target_ids(self.block_logits().argmax(dim=-1)))
+
+    def block_logits(self) -> Tensor:
+        """Of one pass over anchor and masks [B, num_drafts, V of the draft]: what each place of the block may hold."""
         # The block is written behind the context and covers whatever stale context lies there.
         self.cache.place(self.starts, self.block_size)
         self.mask = self._mask()
         hidden = self.network.forward(self.embedding(self.block), rotations(self.rotary, self.cache), self._attend)
-        best = self.head(hidden[:, -self.num_drafts :]).argmax(dim=-1)
-        return Draft(self.draft.target_ids(best))
+        logits: Tensor = self.head(hidden[:, -self.num_drafts :])
+        return logits
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.write(layer, keys, values)
