@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from dflash_bench.engine.cache import ancestors, to_device
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sampling import Sampler, Sampling, probabilities
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
+from dflash_bench.engine.verify import (
+    Draft,
+    Verdict,
+    take_unverified,
+    verify_chain,
+    verify_children,
+    verify_sampled,
+    verify_tree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,13 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None: ...
 
     def propose(self) -> Draft | None: ...
+
+
+@runtime_checkable
+class StandAlone(Drafter, Protocol):
+    """One whose own model answers in the target's place. What it proposes is committed unverified: it is lossy."""
+
+    reader: Target
 
 
 class NoDrafter:
@@ -218,6 +233,8 @@ class _State:
         return Round(emitted, proposed, accepted, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
+        if draft is not None and draft.following is not None:
+            return take_unverified(draft.tokens, draft.following)
         places = self._places(logits.shape[1], draft.parents if draft else None)
         padding = draft.padding if draft else None
         # At temperature 0 p is one-hot, and rejection sampling is the match rule: the draft's q changes nothing.
