@@ -12,7 +12,8 @@ from typing import Any
 from dflash_bench import reading
 from dflash_bench.errors import UserError, unknown
 
-NANO = Path(__file__).parent.parent / "nano"
+PACKAGE = Path(__file__).parent.parent
+NANO = PACKAGE / "nano"
 TABLE = Path(__file__).parent / "presets.toml"
 
 
@@ -52,13 +53,13 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
     missing = [key for key in ("target", "drafts", "source") if key not in entry]
     if missing:
         raise UserError(f"{path.name}, {name}: {missing[0]} is missing")
-    drafts = {method: _beside(path, reference) for method, reference in entry["drafts"].items()}
-    return Preset(**{**entry, "target": _beside(path, entry["target"]), "drafts": drafts})
+    drafts = {method: _in_package(reference) for method, reference in entry["drafts"].items()}
+    return Preset(**{**entry, "target": _in_package(entry["target"]), "drafts": drafts})
 
 
-def _beside(path: Path, reference: str) -> str:
-    """What starts with ./ is a folder that is shipped beside the table."""
-    return str(path.parent / reference) if reference.startswith("./") else reference
+def _in_package(reference: str) -> str:
+    """What starts with ./ is a folder that this package ships."""
+    return str(PACKAGE / reference) if reference.startswith("./") else reference
 
 
 def preset(name: str) -> Preset:
