@@ -47,9 +47,9 @@ ABOUT = {
     "block-diffusion": (
         "Not a draft: it answers alone, and nothing verifies what it says. All layers start as the target's. A block "
         "of eight places, the first of them clean and a random share of the others masked, sees the clean text before "
-        "it and all of itself; each place predicts the token behind it. The next-token loss on the clean text is added, "
-        "so that the text before a block can be read causally. `accepted` counts the right tokens at the start of a "
-        "block after one pass over masks alone, plus one. Stored in float16."
+        "it and all of itself; each place predicts the token behind it. The next-token loss on the clean text is "
+        "added, so that the text before a block can be read causally. `accepted` counts the right tokens at the start "
+        "of a block after one pass over masks alone, plus one. Stored in float16."
     ),
 }
 

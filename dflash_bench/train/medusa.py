@@ -1,4 +1,4 @@
-"""The Medusa-1 training loss: the target stands still, each head learns the token at its own distance (section 2.2.1)."""
+"""The Medusa-1 training loss: the target stands still, each head learns the token at its distance (section 2.2.1)."""
 
 from __future__ import annotations
 

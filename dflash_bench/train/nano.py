@@ -36,7 +36,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """All that decides the models. The learning rates of DFlash and EAGLE-3 are the best of a sweep, for each its own."""
+    """All that decides the models. DFlash and EAGLE-3 have learning rates of their own, the best of a sweep."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
