@@ -15,6 +15,7 @@ from dflash_bench.engine.decoding import Limits, NoDrafter
 from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError
 from dflash_bench.methods import METHODS, Method, parse
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
