@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.models.medusa import MedusaConfig, MedusaHeads, ResBlock
 from dflash_bench.train.eagle3 import shift, step_masks
 from dflash_bench.train.features import Rows
 
@@ -18,11 +18,12 @@ def new_heads(config: MedusaConfig, target_head: Tensor) -> MedusaHeads:
     """Every head starts as the target's own: its output layer copied, its residual blocks adding nothing."""
     heads = MedusaHeads(config)
     for head in heads:
-        *blocks, out = head  # type: ignore[misc]
-        out.weight.data.copy_(target_head)
-        for block in blocks:
-            nn.init.zeros_(block.linear.weight)
-            nn.init.zeros_(block.linear.bias)
+        for part in head.children():
+            if isinstance(part, ResBlock):
+                nn.init.zeros_(part.linear.weight)
+                nn.init.zeros_(part.linear.bias)
+            else:
+                part.weight.data.copy_(target_head)
     return heads
 
 
@@ -33,7 +34,7 @@ class MedusaObjective:
         self.draft, self.rows = draft, rows
 
     def heads(self) -> list[nn.Parameter]:
-        return [head[-1].weight for head in self.draft]  # type: ignore[index, misc]
+        return [head[-1].weight for head in self.draft]  # type: ignore[index]
 
     def _forward(self, index: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Logits [R, N, heads, V], ids [R, N], and per head where it has a label."""
