@@ -22,7 +22,7 @@ def new_heads(config: MedusaConfig, target_head: Tensor) -> MedusaHeads:
             if isinstance(part, ResBlock):
                 nn.init.zeros_(part.linear.weight)
                 nn.init.zeros_(part.linear.bias)
-            else:
+            elif isinstance(part, nn.Linear):
                 part.weight.data.copy_(target_head)
     return heads
 
