@@ -61,7 +61,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class StandAlone(Drafter, Protocol):
-    """One whose own model answers in the target's place. What it proposes is committed unverified: it is lossy."""
+    """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
 
     reader: Target
 
@@ -154,6 +154,8 @@ def decode(
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
+    if isinstance(drafter, StandAlone):
+        target = drafter.reader
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from dflash_bench.train.target import TargetRecipe
 from dflash_bench.train.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 
 Report = Callable[[str], None]
+HALVED = ("draft-model", "medusa", "block-diffusion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class NanoRecipe:
     dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.04, other_lr=0.004))
     eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.08, other_lr=0.008))
     num_draft_model_layers: int = 2
-    draft_model: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.04, other_lr=0.004))
+    draft_model: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.04, other_lr=0.004))
     num_medusa_heads: int = 4
-    medusa: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.02, other_lr=0.002))
+    medusa: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.02, other_lr=0.002))
     diffusion_block_size: int = 8
     num_diffusion_blocks: int = 16
     block_diffusion: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.01, other_lr=0.001))
@@ -230,21 +231,27 @@ class Builder:
             extra=self.extra,
         )
 
-    def _export_halved(self, output: Path, model: Any) -> None:
+    def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
         """In float16, which takes half the room: they are larger, and the package is to stay small."""
-        heads = self.new_medusa()
-        heads.load_state_dict(self._trained("medusa"))
-        medusa_format.save(heads.half(), output / "medusa", "nano")
-        small = self.new_draft_model(model)
-        diffusing = block_diffusion.new_model(model)
-        diffusing.config.block_diffusion = {
-            "block_size": self.recipe.diffusion_block_size, "mask_token_id": MASK_TOKEN_ID,
-        }  # fmt: skip
-        for name, made in (("draft-model", small), ("block-diffusion", diffusing)):
-            made.load_state_dict(self._trained(name))
-            made.config.use_cache = True
-            made.half().save_pretrained(output / name)
-            os.chmod(output / name / "model.safetensors", 0o644)
+        for name in names:
+            match name:
+                case "medusa":
+                    heads = self.new_medusa()
+                    heads.load_state_dict(self._trained(name))
+                    medusa_format.save(heads.half(), output / name, "nano")
+                case "draft-model":
+                    self._export_model(output / name, self.new_draft_model(model))
+                case "block-diffusion":
+                    diffusing = block_diffusion.new_model(model)
+                    block = {"block_size": self.recipe.diffusion_block_size, "mask_token_id": MASK_TOKEN_ID}
+                    diffusing.config.block_diffusion = block
+                    self._export_model(output / name, diffusing)
+
+    def _export_model(self, folder: Path, model: Any) -> None:
+        model.load_state_dict(self._trained(folder.name))
+        model.config.use_cache = True
+        model.half().save_pretrained(folder)
+        os.chmod(folder / "model.safetensors", 0o644)
 
     def _trained(self, name: str) -> dict[str, torch.Tensor]:
         weights: dict[str, torch.Tensor] = torch.load(self.work / f"{name}.pt", weights_only=True)["model"]

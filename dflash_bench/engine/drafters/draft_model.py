@@ -24,7 +24,8 @@ def build(models: Models, target: Target, method: Method) -> ModelDrafter:
     if not model.reads_trees:
         kind = model.config.model_type
         raise UserError(f"--draft {method.draft}: a {kind} model has recurrent layers and cannot draft; use another")
-    return ModelDrafter(model, target.embedding.weight.shape[0], method.number("n"), str(method.option("rule")))
+    vocab_size = target.model.get_input_embeddings().weight.shape[0]
+    return ModelDrafter(model, vocab_size, method.number("n"), str(method.option("rule")))
 
 
 class ModelDrafter:
@@ -34,7 +35,7 @@ class ModelDrafter:
 
     def __init__(self, model: Target, vocab_size: int, num_drafts: int, rule: str = "match") -> None:
         self.model, self.num_drafts = model, num_drafts
-        self.num_ids = min(vocab_size, model.embedding.weight.shape[0])
+        self.num_ids = min(vocab_size, model.model.get_input_embeddings().weight.shape[0])
         self.picker = Picker(rule, lambda ids: ids)
         self.starts: list[int] = []
 
@@ -57,8 +58,8 @@ class ModelDrafter:
         Where everything was accepted, the draft has not read the token before the anchor yet; elsewhere it reads it
         again, which changes nothing.
         """
-        pairs = [text[-2:] for text in committed.texts]
-        return to_device(pairs, self.model.device)
+        flat = [token for text in committed.texts for token in text[-2:]]
+        return to_device(flat, self.model.device).view(-1, 2)
 
     def propose(self) -> Draft:
         probs: list[Tensor] = []
