@@ -69,8 +69,7 @@ class Method:
     @property
     def draft(self) -> str | None:
         """The key of its weights among the drafts: `dflash`, or `dflash@a`; None for a method without weights."""
-        weights = self.kind.weights
-        return f"{weights}@{self.tag}" if weights and self.tag else weights
+        return draft_of(self.label)
 
     def option(self, name: str) -> Value | None:
         """As given, else the table's default. Raises UserError for a name that the method does not have."""
@@ -135,6 +134,13 @@ def check_tag(tag: str, where: str) -> None:
 def name_of(label: str) -> str:
     """The method's name, from any label that was ever stored."""
     return re.split("[@:]", label, maxsplit=1)[0]
+
+
+def draft_of(label: str) -> str | None:
+    """The draft behind a label, of an earlier version too: `eagle3@a` of eagle3-tree@a:nodes=9."""
+    name, at, tag = label.partition(":")[0].partition("@")
+    weights = METHODS[name].weights if name in METHODS else None
+    return weights and f"{weights}{at}{tag}"
 
 
 def users_of(draft: str) -> list[str]:

@@ -11,6 +11,7 @@ from fake import main
 from safetensors.torch import load_file, save_file
 
 from dflash_bench.models.presets import NANO
+from dflash_bench.report.words import facts as words_of
 from dflash_bench.results import store
 
 Captured = pytest.CaptureFixture[str]
@@ -53,6 +54,9 @@ def test_each_label_is_measured_with_its_draft(
     assert sum(map(len, rounds["dflash@b"])) > sum(map(len, rounds["dflash"]))
     assert main(monkeypatch, "report", tmp_path / "run") == 0
     assert "dflash@b:block=8" in capsys.readouterr().out
+    drafts = words_of(info)["draft"].split(", ")
+    assert drafts[1].startswith("dflash@a with 15 tokens a round from dflash (")
+    assert drafts[3].startswith("dflash@b:block=8 with 7 tokens a round from worse (")
 
 
 def test_a_trees_label_is_that_of_the_chains_draft(
@@ -96,11 +100,11 @@ def test_what_does_not_go_together_is_one_line(
 def test_a_draft_of_another_kind_is_told_with_its_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    given = f"dflash@a={NANO / 'eagle3'}"
+    eagle = NANO / "eagle3"
+    given = f"dflash@a={eagle}"
     assert main(monkeypatch, "run", "--suite", "gsm8k", "--out", tmp_path / "run", "--draft", given) == 2
-    assert f"is an EAGLE-3 draft and dflash@a needs a DFlash one; give it as --draft eagle3@a={NANO / 'eagle3'}" in (
-        capsys.readouterr().err
-    )
+    expected = f"is a draft for eagle3, and dflash@a needs one for dflash; give it as --draft eagle3@a={eagle}"
+    assert expected in capsys.readouterr().err
 
 
 def test_a_folder_of_a_model_may_hold_several_drafts(
