@@ -312,12 +312,12 @@ def with_eagle3(model: Path) -> Path:
         (
             "dflash",
             "eagle3",
-            r"eagle3 is an EAGLE-3 draft and dflash needs a DFlash draft; give it as --draft eagle3=/",
+            "eagle3 is a draft for eagle3, and dflash needs one for dflash; give it as --draft eagle3=",
         ),
         (
             "eagle3",
             "dflash",
-            r"dflash is a DFlash draft and eagle3 needs an EAGLE-3 draft; give it as --draft dflash=/",
+            "dflash is a draft for dflash, and eagle3 needs one for eagle3; give it as --draft dflash=",
         ),
     ],
 )

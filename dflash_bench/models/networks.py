@@ -13,13 +13,6 @@ from dflash_bench.models import formats, hub, language, pairing
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape, medusa
 
-KINDS = {
-    "dflash": "a DFlash draft",
-    "eagle3": "an EAGLE-3 draft",
-    "medusa": "Medusa heads",
-    "draft-model": "a causal language model",
-    "block-diffusion": "a block-diffusion model",
-}
 LANGUAGE_MODELS = ("draft-model", "block-diffusion")
 OF_DRAFTS = ("dflash_config", "speculators_model_type", "draft_vocab_size", "medusa_num_heads")
 """Keys that a config has where the folder holds no language model."""
@@ -36,7 +29,7 @@ def fetch(name: str, reference: str) -> hub.Checkpoint:
     held = _kind(draft.folder, weights)
     if held != weights:
         raise UserError(
-            f"{reference} is {KINDS[held]} and {name} needs {KINDS[weights]}; "
+            f"{reference} is a draft for {held}, and {name} needs one for {weights}; "
             f"give it as --draft {held}{at}{tag}={reference}"
         )
     return draft
