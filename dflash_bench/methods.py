@@ -69,11 +69,11 @@ METHODS: dict[str, Kind] = {
         ),
         Kind(
             "block-diffusion",
-            "a language model that fills in blocks by itself, unverified, so its output is its own (arXiv 2509.26328)",
+            "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
             "block-diffusion", "chain", False,
             (
                 Option(
-                    "block", "tokens filled in together; as the model was trained if absent", None, 2, MAX_BLOCK,
+                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
                     "tokens",
                 ),
                 Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
@@ -180,6 +180,12 @@ def users_of(draft: str) -> list[str]:
     """The methods that use a draft, `dflash` or `dflash@a`, labelled as it is."""
     weights, at, tag = draft.partition("@")
     return [f"{kind.name}{at}{tag}" for kind in METHODS.values() if kind.weights == weights]
+
+
+def is_lossless(label: str) -> bool:
+    """Is its output the target's own? Of any label that was ever stored."""
+    kind = METHODS.get(name_of(label))
+    return kind is None or kind.lossless
 
 
 def is_tree(label: str) -> bool:
