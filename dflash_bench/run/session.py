@@ -107,7 +107,7 @@ def _methods(request: Request) -> list[methods.Method]:
     if request.block_size is None:
         return chosen
     if not any(method.leaves_open("block") for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash, or another that drafts blocks of any size")
+        raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
     return methods.chosen([_with_block(method, request.block_size).label for method in chosen])
 
 
