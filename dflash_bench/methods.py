@@ -182,12 +182,6 @@ def users_of(draft: str) -> list[str]:
     return [f"{kind.name}{at}{tag}" for kind in METHODS.values() if kind.weights == weights]
 
 
-def is_lossless(label: str) -> bool:
-    """Is its output the target's own? Of any label that was ever stored."""
-    kind = METHODS.get(name_of(label))
-    return kind is None or kind.lossless
-
-
 def is_tree(label: str) -> bool:
     """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
     kind = METHODS.get(name_of(label))

@@ -9,7 +9,6 @@ from typing import Literal
 from dflash_bench.analysis.findings import Finding, badges
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Tally
-from dflash_bench.methods import is_lossless
 from dflash_bench.report.tables import ABSENT, number, with_interval
 
 
@@ -32,10 +31,6 @@ def _tally(tally: Tally | None) -> str:
     return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
 
 
-def _verdicts(cell: Cell, tally: Tally | None) -> str:
-    return _tally(tally) if is_lossless(cell.method) else "lossy"
-
-
 def _percent(tally: Tally | None) -> str:
     return ABSENT if tally is None else f"{100 * tally[0] / tally[1]:.1f}"
 
@@ -48,7 +43,7 @@ RESULTS = (
     Column("tps.\ndecode", lambda cell: number(cell.value("tps.decode"), 1)),
     Column("speedup.\ndecode [95 %]", lambda cell: with_interval(cell.figures.get("speedup.decode")), "left", True),
     Column("speedup.\ne2e", lambda cell: number(cell.value("speedup.e2e"))),
-    Column("exact", lambda cell: _verdicts(cell, cell.exact)),
+    Column("exact", lambda cell: _tally(cell.exact)),
     Column("passed\n%", lambda cell: _percent(cell.passed)),
 )
 ROUNDS = (
@@ -62,7 +57,7 @@ ROUNDS = (
         lambda cell: with_interval(cell.figures.get("speedup.decode.geometric")),
         "left",
     ),
-    Column("audit", lambda cell: _verdicts(cell, cell.audit)),
+    Column("audit", lambda cell: _tally(cell.audit)),
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )

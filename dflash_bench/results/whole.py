@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.methods import is_lossless
 from dflash_bench.records import CODE_SCORERS, is_greedy
 from dflash_bench.results import plan as plans
 from dflash_bench.results import validity
@@ -255,13 +254,10 @@ def _unlike_the_plain(identity: Mapping[str, Any], answers: _Answers, rows: _Row
     wrong = compared & labelled & ~exact & equal
     yield "not exact, though its tokens are the plain answer's", np.flatnonzero(wrong)
     if is_greedy(float(identity.get("temperature") or 0)):
-        # Nobody compares what a lossy method says.
-        names = rows.names["method"]
-        lossless = ~np.isin(rows.codes["method"], [at for at, name in enumerate(names) if not is_lossless(name)])
-        absent = compared & ~answers.is_plain & ~labelled & lossless
+        absent = compared & ~answers.is_plain & ~labelled
         yield "decoded greedily, and not compared with the plain answer", np.flatnonzero(absent)
         wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)
-        yield "not audited, though its run is", np.flatnonzero(wanted & ~rows.audited & lossless)
+        yield "not audited, though its run is", np.flatnonzero(wanted & ~rows.audited)
 
 
 def _unscored(identity: Mapping[str, Any], answers: _Answers, rows: _Rows) -> Iterator[tuple[str, Any]]:

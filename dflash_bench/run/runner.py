@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dflash_bench.methods import is_lossless
 from dflash_bench.records import Audit, Divergence, Generation, Message, Prompt, Record
 from dflash_bench.results import plan as plans
 from dflash_bench.results.plan import BASELINE, Asked
@@ -181,7 +180,7 @@ class Conversation:
 
     def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
         """A method against the plain answer, that against another plain one, and each against the published model."""
-        if not self.plan.deterministic or record.generation.error or not is_lossless(record.method):
+        if not self.plan.deterministic or record.generation.error:
             return record
         expected = self._control(record.turn, messages) if record.method == BASELINE else plain
         if expected is not None and not expected.error:

@@ -15,7 +15,7 @@ from dflash_bench.analysis.findings import over_time, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.methods import is_lossless, is_tree
+from dflash_bench.methods import is_tree
 from dflash_bench.records import CODE_SCORERS, Divergence
 from dflash_bench.tasks import sandbox
 
@@ -143,16 +143,9 @@ def last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
-def _lossy(case: Case) -> Seen | None:
-    if is_lossless(case.cell.method):
-        return None
-    text = "lossy: nothing verifies what it says, and al counts the tokens of its blocks"
-    return case.seen("lossy", text, "compare passed % with plain decoding before you compare speed")
-
-
 def _saturated(case: Case) -> Seen | None:
-    # No round keeps all nodes of a tree, which are alternatives; and every round of a lossy method keeps everything.
-    if is_tree(case.cell.method) or not is_lossless(case.cell.method):
+    # No round keeps all nodes of a tree: they are alternatives.
+    if is_tree(case.cell.method):
         return None
     num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:
@@ -187,6 +180,6 @@ def _code_not_run(case: Case) -> Seen | None:
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, speed.dead_draft,
-    _lossy, speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
+    speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
     over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval, _code_not_run,
 )  # fmt: skip
