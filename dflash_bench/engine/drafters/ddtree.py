@@ -13,11 +13,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.engine.costs import Pace
+from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.dflash import DFlashDraft
 
 DEFAULT_NODES = 32
+MOST_NODES = 63
+"""As many as nodes=auto chooses from."""
 
 
 class DDTreeDrafter(DFlashDrafter):
@@ -37,17 +41,59 @@ class DDTreeDrafter(DFlashDrafter):
         self.top_k = min(top_k or nodes, nodes, vocab_size)
         self.tree = Levels.of(self.num_slots, nodes, self.top_k, self.device)
         self.num_drafts = self.tree.num_nodes
+        self.chain = torch.arange(-1, self.num_drafts - 1, device=self.device)
 
     def propose(self) -> Draft:
-        if self.top_k == 1:
-            # One way down: a chain needs no mask of its own, and nothing has to be moved in the cache.
-            return Draft(self.draft.target_ids(self.block_logits()[:, : self.num_drafts].argmax(dim=-1)))
+        nodes, tokens = self.whole_tree()
+        return self.draft_of(tokens, nodes.parents)
+
+    def whole_tree(self) -> tuple[Nodes, Tensor]:
+        """All nodes, and their tokens as the target knows them [B, num_drafts]."""
         logits = self.block_logits().float()
         best, ids = logits.topk(self.top_k)
         log_q = best - logits.logsumexp(dim=-1, keepdim=True)
         # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
         nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
-        return Draft(self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices)), nodes.parents)
+        return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
+
+    def draft_of(self, tokens: Tensor, parents: Tensor) -> Draft:
+        """Of one node below another it is a chain, which needs no mask of its own, and nothing is moved in the cache.
+
+        Only a CPU can tell without being waited for, unless the tree cannot be anything else.
+        """
+        chain = self.chain[: tokens.shape[1]]
+        is_chain = self.top_k == 1 or (self.device.type == "cpu" and bool((parents == chain).all()))
+        return Draft(tokens, None if is_chain else parents)
+
+
+class AutoDDTreeDrafter(DDTreeDrafter):
+    """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`costs.py`)."""
+
+    def __init__(
+        self,
+        draft: DFlashDraft,
+        embedding: nn.Module,
+        head: nn.Module,
+        nodes: int = MOST_NODES,
+        top_k: int | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        super().__init__(draft, embedding, head, nodes, top_k, block_size)
+        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.pace.begin(num_rows)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.pace.kept(committed.counts)
+
+    def propose(self) -> Draft:
+        self.pace.start()
+        nodes, tokens = self.whole_tree()
+        width = self.pace.choose(nodes.scores)
+        return self.draft_of(tokens[:, :width], nodes.parents[:, :width])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
+from dflash_bench.engine.costs import Pace
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.verify import Draft
@@ -70,3 +71,29 @@ class DFlashDrafter(CachedDrafter):
             return None
         ends = self.cache.positions[:, -1:]
         return (self.columns[: self.cache.visible] <= ends)[:, None, None]
+
+
+class AutoDFlashDrafter(DFlashDrafter):
+    """Drafts the whole block, and sends as much of it to be verified as pays (`costs.py`).
+
+    The pass itself stays as wide as the draft was trained: a narrower one predicts worse and costs hardly less.
+    """
+
+    def __init__(self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module) -> None:
+        super().__init__(draft, embedding, head)
+        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.pace.begin(num_rows)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.pace.kept(committed.counts)
+
+    def propose(self) -> Draft:
+        self.pace.start()
+        logits = self.block_logits().float()
+        best, ids = logits.max(dim=-1)
+        scores = (best - logits.logsumexp(dim=-1)).cumsum(dim=-1)
+        return Draft(self.draft.target_ids(ids[:, : self.pace.choose(scores)]))
