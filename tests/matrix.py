@@ -16,18 +16,21 @@ import pytest
 import torch
 from faults import Fault
 
-from dflash_bench import cli, runner, store, suites
+from dflash_bench import cli
 from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.methods import parse
 from dflash_bench.models import loading
-from dflash_bench.presets import preset
+from dflash_bench.models.presets import preset
 from dflash_bench.records import Message, Record
+from dflash_bench.results import store
+from dflash_bench.run import runner
+from dflash_bench.tasks import suites
 
 SUITES = ("gsm8k", "humaneval")
 LIMIT, MOST = 2, 48
 """Prompts of a suite, and tokens of an answer."""
-METHODS = ("dflash", "eagle3", "eagle3-tree:16")
+METHODS = ("dflash", "eagle3", "eagle3-tree:nodes=15")
 LOAD = loading.load
 MORE_THAN_ROUNDING = 1.0
 """Logits, in float32: a token so far behind the best one is wrong in any dtype."""

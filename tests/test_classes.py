@@ -22,7 +22,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models.loading import Models
-from dflash_bench.presets import Preset
+from dflash_bench.models.presets import Preset
 
 KINDS = [*ATTENTION, *HYBRID]
 VOCAB, NEW = 97, 14
@@ -88,9 +88,9 @@ def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: st
 def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
     models = Models(made(kind), None, {}, {})
     with pytest.raises(
-        UserError, match=r"--method eagle3-tree:4: recurrent layers, as a \w+ target has, read no trees"
+        UserError, match=r"--method eagle3-tree:nodes=3: recurrent layers, as a \w+ target has, read no trees"
     ):
-        open_backend(models, Preset("", {}), [parse("eagle3-tree:4")], NEW, Sampling())
+        open_backend(models, Preset("", {}), [parse("eagle3-tree:nodes=3")], NEW, Sampling())
 
 
 @pytest.mark.parametrize("kind", KINDS)

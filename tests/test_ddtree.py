@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoding import PROMPTS as RAGGED
+from test_decoding import STOP, answers, table, texts
 from test_drafters import DFLASH, PROMPTS, dflash_drafter, enlarged
-from toy import plain, run, tiny
+from torch import Tensor
+from toy import Scripted, plain, run, tiny
 
-from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.decoding import Committed, NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
@@ -119,3 +122,67 @@ def test_one_candidate_a_slot_is_the_chain_and_is_sent_as_one() -> None:
     ]
     drafter = ddtree_drafter(target, 40, top_k=1)
     assert drafter.num_drafts == DFLASH.block_size - 1
+
+
+class Noisy:
+    """A block's logits are noise that often puts the right token first, else somewhere; no network is behind them."""
+
+    def __init__(self, known: Sequence[Sequence[int]], num_slots: int, vocab_size: int) -> None:
+        self.known, self.num_slots, self.vocab_size = known, num_slots, vocab_size
+        self.scripted = Scripted(known, num_slots)
+
+    def logits(self, generator: torch.Generator) -> Tensor:
+        right = torch.tensor(self.scripted.right(self.num_slots))
+        logits = torch.randn(*right.shape, self.vocab_size, generator=generator)
+        lift = 8 * torch.rand(right.shape, generator=generator)
+        return logits.scatter_add_(2, right[..., None], lift[..., None])
+
+
+def noisy_ddtree(kind: type[DDTreeDrafter], known: Sequence[Sequence[int]], nodes: int) -> DDTreeDrafter:
+    """The drafter itself over such logits, for a target that is a table."""
+    noise, generator = Noisy(known, DFLASH.block_size - 1, 23), torch.Generator().manual_seed(0)
+
+    class Drafter(kind):  # type: ignore[valid-type, misc]
+        def begin(self, num_rows: int, capacity: int) -> None:
+            noise.scripted.begin(num_rows, capacity)
+            if hasattr(self, "pace"):
+                self.pace.begin(num_rows)
+
+        def observe(self, committed: Committed) -> None:
+            noise.scripted.observe(committed)
+            if hasattr(self, "pace"):
+                self.pace.kept(committed.counts)
+
+        def block_logits(self) -> Tensor:
+            return noise.logits(generator)
+
+    draft = DFlashDraft(replace(DFLASH, vocab_size=23, mask_token_id=22))
+    drafter = Drafter(draft, torch.nn.Embedding(1, 1), torch.nn.Linear(1, 1), nodes)
+    drafter.taps = ()
+    return drafter
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("nodes", [3, 10, 24])
+def test_trees_that_are_often_right_give_the_plain_tokens_up_to_stops_and_limits(nodes: int, num_rows: int) -> None:
+    prompts = RAGGED[:num_rows]
+    for limit in (24, 7):
+        drafter = noisy_ddtree(DDTreeDrafter, texts(prompts, limit), nodes)
+        out = run(table(), drafter, prompts, limit, stop_ids=frozenset({STOP}))
+        assert out.tokens == answers(prompts, limit)
+        accepted = [count for step in out.rounds for count in step.accepted]
+        assert max(accepted) > 1 and min(accepted) < 3
+
+
+def test_the_widest_pair_that_is_left_out_is_never_among_the_best() -> None:
+    """Every candidate counts: with all pairs in place of those few, the same nodes come out."""
+    few, chance = Levels.of(4, 20, 6, CPU), torch.Generator().manual_seed(0)
+    every = Levels.of(4, 20 * 6, 6, CPU)
+    assert len(few.choices) < len(every.choices)
+    log_q = torch.randn(50, 4, 6, generator=chance).sort(descending=True).values.log_softmax(dim=-1)
+    for kept, whole in zip(
+        (best_nodes(log_q, few).choices, best_nodes(log_q, few).parents),
+        (best_nodes(log_q, every).choices, best_nodes(log_q, every).parents),
+        strict=True,
+    ):
+        assert torch.equal(kept, whole[:, :20])

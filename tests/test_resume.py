@@ -15,8 +15,8 @@ import pytest
 import tiny
 from fake import main
 
-from dflash_bench import store
 from dflash_bench.records import Record
+from dflash_bench.results import store
 
 ROOT = Path(__file__).parent.parent
 Captured = pytest.CaptureFixture[str]
@@ -51,7 +51,8 @@ def unbroken(workplace: Path) -> list[Record]:
 
 STOPS_ITSELF = """
 import os, signal, sys
-from dflash_bench import cli, store
+from dflash_bench import cli
+from dflash_bench.results import store
 
 moment, number = sys.argv.pop(1), int(sys.argv.pop(1))
 append, replace, num_appended = store.Run.append, os.replace, 0
@@ -136,8 +137,8 @@ CHANGED = {
     "--repeats 3": "repeats was 2, now 3",
     "--temperature 1": "temperature was 0.0, now 1.0",
     "--limit 3": "suites.gsm8k.prompts was 2, now 3",
-    "--method dflash:2": 'methods.dflash:2 was null, now {"name": "dflash", "num_drafts": 2}',
-    "--block-size 3": "methods.dflash.num_drafts was 3, now 2",
+    "--method dflash:2": 'methods.dflash:2 was null, now {"name": "dflash", ',
+    "--block-size 3": 'methods.dflash:block=3 was null, now {"name": "dflash", ',
     "--dtype bfloat16": 'dtype was "float32", now "bfloat16"',
     "--threads 2": "threads was 1, now 2",
     "--suite mbpp": "suites.mbpp was null, now {",

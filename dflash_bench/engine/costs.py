@@ -23,7 +23,7 @@ MEMORY = 128
 FIRST_LOOK = 4
 """Times that the full and half the width take turns before any is chosen."""
 LOOK_EVERY = 48
-"""One round in so many has another width than would be chosen, so that a difference remains to be measured."""
+"""One round in so many has another width than the best."""
 STEP = 0.03
 """How fast the trust in the draft's probabilities is corrected."""
 
@@ -36,8 +36,9 @@ def expected_tokens(scores: Floats, widths: Sequence[int], trust: float = 1.0) -
     scores [B, N] are the log-probabilities that a drafted token and all before it on its way are kept, raised to the
     power `trust`; their sum and the target's own token are what a row gets.
     """
-    kept: Floats = np.exp(trust * scores).cumsum(axis=1).sum(axis=0)
-    return len(scores) + kept[np.array(widths) - 1]
+    kept = np.exp(trust * scores).cumsum(axis=1).sum(axis=0)
+    tokens: Floats = len(scores) + kept[np.array(widths) - 1]
+    return tokens
 
 
 def best_width(expected: Floats, seconds: Floats) -> int:
@@ -64,22 +65,32 @@ class Costs:
     def seconds(self) -> Floats:
         """Per width; some rounds must have been measured."""
         width, seconds = np.array(self.rounds).T
-        # What took twice as long was held up by something else.
-        seconds = seconds.clip(max=2 * np.median(seconds))
-        spread = width - width.mean()
-        slope = max(0.0, float(spread @ seconds / max(1.0, spread @ spread)))
-        # However steep, nothing costs less than half of the cheapest round.
-        line: Floats = (seconds.mean() + slope * (self.widths - width.mean())).clip(min=seconds.min() / 2)
-        return line
+        # What took twice as long as others of its width was held up by something else.
+        usual = seconds < 2 * _line(width, seconds, width)
+        line = _line(width[usual], seconds[usual], self.widths)
+        # However steep it is, nothing costs less than half of the cheapest round.
+        return line.clip(min=seconds.min() / 2)
 
-    def look(self) -> int | None:
-        """The index of a width to measure, whatever would be chosen: often at the start, rarely later."""
+    def first_look(self) -> int | None:
+        """The index of a width to measure before any is chosen."""
         last = len(self.widths) - 1
-        if self.num_rounds < 2 * FIRST_LOOK:
-            return last // 2 if self.num_rounds % 2 else last
-        if (self.num_rounds + 1) % LOOK_EVERY:
+        if self.num_rounds >= 2 * FIRST_LOOK:
             return None
-        return last // 2 if np.mean([width for width, _ in self.rounds]) > self.widths[last // 2] else last
+        return last // 2 if self.num_rounds % 2 else last
+
+    def look(self, index: int) -> int:
+        """The chosen width; now and then another, so that a difference remains to be measured."""
+        if (self.num_rounds + 1) % LOOK_EVERY:
+            return index
+        return index // 2 if index > 2 else min(index + 2, len(self.widths) - 1)
+
+
+def _line(width: Floats, seconds: Floats, at: Floats) -> Floats:
+    """The straight line of least squares that does not fall, at these widths."""
+    spread = width - width.mean()
+    slope = max(0.0, float(spread @ seconds / max(1.0, spread @ spread)))
+    line: Floats = seconds.mean() + slope * (at - width.mean())
+    return line
 
 
 class Pace:
@@ -124,12 +135,14 @@ class Pace:
         else:
             arrived = scores
         if arrived is not None:
-            self._expect(arrived.double().numpy()[self.alive])
-        index = self.current.look()
+            # A broken draft says NaN, and expects nothing.
+            self._expect(np.nan_to_num(arrived.double().numpy()[self.alive], nan=-np.inf))
+        index = self.current.first_look()
         if index is None:
             index = len(self.widths) - 1
             if self.expected is not None:
                 index = best_width(self.expected, self.current.seconds())
+            index = self.current.look(index)
         self.index = index
         return self.widths[index]
 

@@ -1,15 +1,18 @@
-"""A finished run as text, documents, data, a page and a card."""
+"""What do people look at? A finished run as text, documents, data, plots, a page and a card.
+
+It words and draws what analysis has worked out, and works out nothing itself.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 
-from dflash_bench.document import ALLOWED, Document, read
 from dflash_bench.report.card import card
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.console import suites_text, text
 from dflash_bench.report.data import as_json, csv_text, document_json
+from dflash_bench.report.document import ALLOWED, Document, read
 from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.texts import latex, markdown
 

@@ -16,12 +16,31 @@ from torch import Tensor, nn
 from dflash_bench.engine.costs import Pace
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
 from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.loading import Models
 
-DEFAULT_NODES = 32
 MOST_NODES = 63
 """As many as nodes=auto chooses from."""
+
+
+def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
+    """Raises UserError for more nodes than a tree can have."""
+    draft: DFlashDraft = models.draft_of(method)
+    top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
+    if method.option("nodes") == "auto":
+        return AutoDDTreeDrafter(draft, target.embedding, target.head, MOST_NODES, top_k, block_size)
+    nodes = method.number("nodes")
+    drafter = DDTreeDrafter(draft, target.embedding, target.head, nodes, top_k, block_size)
+    if "nodes" in method.options and drafter.num_drafts < nodes:
+        raise UserError(
+            f"method '{method.label}': a block of {drafter.block_size}, with {drafter.top_k} tokens to choose from at "
+            f"each place, holds at most {drafter.num_drafts} nodes; give fewer nodes, or a greater block or top_k"
+        )
+    return drafter
 
 
 class DDTreeDrafter(DFlashDrafter):
@@ -32,7 +51,7 @@ class DDTreeDrafter(DFlashDrafter):
         draft: DFlashDraft,
         embedding: nn.Module,
         head: nn.Module,
-        nodes: int = DEFAULT_NODES,
+        nodes: int,
         top_k: int | None = None,
         block_size: int | None = None,
     ) -> None:
@@ -45,7 +64,8 @@ class DDTreeDrafter(DFlashDrafter):
 
     def propose(self) -> Draft:
         nodes, tokens = self.whole_tree()
-        return self.draft_of(tokens, nodes.parents)
+        # With one token a place the tree is a chain, which needs no mask, and nothing is moved in the cache.
+        return Draft(tokens, None if self.top_k == 1 else nodes.parents)
 
     def whole_tree(self) -> tuple[Nodes, Tensor]:
         """All nodes, and their tokens as the target knows them [B, num_drafts]."""
@@ -56,15 +76,6 @@ class DDTreeDrafter(DFlashDrafter):
         nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
         return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
 
-    def draft_of(self, tokens: Tensor, parents: Tensor) -> Draft:
-        """Of one node below another it is a chain, which needs no mask of its own, and nothing is moved in the cache.
-
-        Only a CPU can tell without being waited for, unless the tree cannot be anything else.
-        """
-        chain = self.chain[: tokens.shape[1]]
-        is_chain = self.top_k == 1 or (self.device.type == "cpu" and bool((parents == chain).all()))
-        return Draft(tokens, None if is_chain else parents)
-
 
 class AutoDDTreeDrafter(DDTreeDrafter):
     """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`costs.py`)."""
@@ -74,7 +85,7 @@ class AutoDDTreeDrafter(DDTreeDrafter):
         draft: DFlashDraft,
         embedding: nn.Module,
         head: nn.Module,
-        nodes: int = MOST_NODES,
+        nodes: int,
         top_k: int | None = None,
         block_size: int | None = None,
     ) -> None:
@@ -93,7 +104,10 @@ class AutoDDTreeDrafter(DDTreeDrafter):
         self.pace.start()
         nodes, tokens = self.whole_tree()
         width = self.pace.choose(nodes.scores)
-        return self.draft_of(tokens[:, :width], nodes.parents[:, :width])
+        tokens, parents = tokens[:, :width], nodes.parents[:, :width]
+        # Few nodes are often a chain, one below another. Only a CPU can tell at no cost.
+        is_chain = self.top_k == 1 or (not self.pace.lags and bool((parents == self.chain[:width]).all()))
+        return Draft(tokens, None if is_chain else parents)
 
 
 @dataclass(frozen=True, slots=True)

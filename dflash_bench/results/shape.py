@@ -1,0 +1,124 @@
+"""What `run.json` and baselines must look like for the rest to read them; an edited file is told where it does not.
+
+A shape is a type, None, a tuple of shapes that may stand there, a list of one shape for all its items, or a dict of
+shapes by key; the key ANY stands for all others. A key that ends in OPTIONAL may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ANY, OPTIONAL = "*", "?"
+MOST = 2**53
+"""Numbers beyond are no counts, and few are exact."""
+
+MACHINE: dict[str, Any] = {
+    "cpu": (str, None),
+    "gpus": [{"name": str}],
+    "machine": str,
+    "packages": {"torch?": (str, None), ANY: (str, None)},
+    "python": str,
+}
+"""What a baseline keeps of it."""
+ENVIRONMENT: dict[str, Any] = MACHINE | {
+    "platform": str,
+    "num_cores": (int, None),
+    "num_usable_cores?": (int, None),
+    "git?": ({"commit": str, "dirty?": (bool, None)}, None),
+}
+IDENTITY: dict[str, Any] = {
+    "model": str,
+    "target?": (str, None),
+    "temperature": float,
+    "dtype": str,
+    "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": int}},
+    "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
+    "revisions?": {ANY: (str, None)},
+    "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str}},
+    "max_new_tokens?": int,
+    "seed?": (int, None),
+    "repeats?": int,
+    "thinking?": (bool, None),
+    "attention?": (str, None),
+    "device?": (str, None),
+    "threads?": (int, None),
+    "audit?": str,
+    "code?": (str, None),
+    "plan?": str,
+}
+STORED: dict[str, Any] = {
+    "schema_version": int,
+    "identity": dict,
+    "state?": str,
+    "started?": (str, None),
+    "finished?": (str, None),
+    "sandbox?": (str, None),
+    "options?": {"target?": (str, None), "model?": (str, None)},
+    "resumed?": [{"sandbox?": (str, None)}],
+    "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
+}
+"""What `run.json` must be like for the run to be continued."""
+RUN: dict[str, Any] = STORED | {"identity": IDENTITY, "environment": ENVIRONMENT, "command": str}
+"""And for tables to be made of it."""
+
+
+def faults(shape: Any, value: Any, path: str) -> Iterator[str]:
+    """Where the value is not of that shape, outermost first: "identity.temperature is 'x', not a number"."""
+    if isinstance(shape, tuple):
+        if all(any(faults(one, value, path)) for one in shape):
+            yield from faults(shape[0], value, path)
+    elif isinstance(shape, dict):
+        yield from _in_object(shape, value, path)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            yield f"{path} is {_short(value)}, not a list"
+        else:
+            for number, item in enumerate(value):
+                yield from faults(shape[0], item, f"{path}[{number}]")
+    elif not _is(shape, value):
+        yield f"{path} is {_short(value)}, not {_NAMES[shape]}"
+
+
+def _in_object(shape: Mapping[str, Any], value: Any, path: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield f"{path} is {_short(value)}, not an object"
+        return
+    known = {key.removesuffix(OPTIONAL): one for key, one in shape.items()}
+    for key in shape:
+        if key not in value and key != ANY and not key.endswith(OPTIONAL):
+            yield f"{path}.{key} is missing"
+    for key, item in value.items():
+        if key in known or ANY in known:
+            name = key if key.isprintable() else repr(key)
+            yield from faults(known[key] if key in known else known[ANY], item, f"{path}.{name}")
+
+
+_NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    None: "null",
+}
+
+
+def _is(kind: Any, value: Any) -> bool:
+    if kind is None:
+        return value is None
+    if kind in (int, float):
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return number and abs(value) < MOST  # which NaN is not, either
+    return isinstance(value, kind)
+
+
+def _short(value: Any) -> str:
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}..."
