@@ -20,6 +20,7 @@ MAX_DRAFTS = MAX_BLOCK - 1
 _BLOCK = Option(
     "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
 )
+_PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
 
 METHODS: dict[str, Kind] = {
     kind.name: kind
@@ -28,8 +29,24 @@ METHODS: dict[str, Kind] = {
         Kind(
             "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
             "chain", True,
-            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens")),
+            (
+                replace(_BLOCK, summary=f"{_BLOCK.summary}; {_PACED}", words=("auto",)),
+                Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
+                       "passes"),
+            ),
             count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
+            (
+                Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
+                       "tokens", ("auto",)),
+                Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
+                       1, 255, "tokens"),
+                _BLOCK,
+            ),
+            count="nodes",
         ),
         Kind(
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",

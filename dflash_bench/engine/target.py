@@ -92,7 +92,14 @@ class Target:
             if self._recurrence is not None:
                 self._recurrence.clear()
             return
-        self._cache = KVCache(num_rows, capacity, self.device)
+        if self._cache is None:
+            # What a layer keeps, only the layer knows: one token tells, and all layers' buffers can lie together.
+            self._allocate(1, 1)
+            self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0])
+        self._allocate(num_rows, capacity)
+
+    def _allocate(self, num_rows: int, capacity: int) -> None:
+        self._cache = KVCache(num_rows, capacity, self.device, like=self._cache)
         layers: list[Any] = [_Layer(self._cache, i) for i in range(len(self._layers))]
         if self._recurrent:
             self._recurrence = Recurrence(self._layers, self._recurrent, self.device)

@@ -60,6 +60,11 @@ class Verdict:
     num_accepted: Tensor
     next_token: Tensor
 
+    @property
+    def last(self) -> Tensor:
+        """[B], the last row of the block that stays: num_accepted, unless rows before it do not."""
+        return self.num_accepted if self.path is None else self.path.gather(1, self.num_accepted[:, None])[:, 0]
+
 
 def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
     """Keep the longest prefix of tokens [B, N] that equals the target's choices [B, N + 1]."""
