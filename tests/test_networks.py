@@ -81,7 +81,7 @@ def test_all_kinds_are_loaded_in_the_targets_dtype_and_answer_exactly(model: Pat
     [
         ("draft-model", "dflash", "dflash is a draft for dflash, and draft-model needs one for draft-model"),
         ("block-diffusion", "eagle3", "eagle3 is a draft for eagle3, and block-diffusion needs one for block-diff"),
-        ("dflash", "medusa", "medusa is a draft for medusa, and dflash needs one for dflash; give it as --draft medusa"),
+        ("dflash", "medusa", "medusa is a draft for medusa, and dflash needs one for dflash; give .* --draft medusa="),
         ("draft-model", "medusa", "medusa is a draft for medusa, and draft-model needs one for draft-model"),
         ("medusa", "dflash", "holds no Medusa heads: medusa_lm_head.safetensors or medusa_lm_head.pt is missing"),
         ("dflash", "draft-model", "draft-model is no draft we know"),
