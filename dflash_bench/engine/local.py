@@ -121,16 +121,22 @@ class LocalBackend:
         return self.generate_ids(method, [prompt], replace(self.sampling, seed=seed))[0]
 
     def generate_ids(
-        self, method: str, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None
+        self,
+        method: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, decoded together; what goes wrong becomes its error, never a number."""
+        """One generation per prompt, decoded together; what goes wrong becomes its error, never a number.
+
+        `seeds` are the prompts' own, in place of the one of `sampling`.
+        """
         self._reset_memory()
         rounds: list[Round] = []
         error: str | None = None
         try:
-            rounds.extend(
-                decode(self.target, self.drafters[method], prompts, self.limits, sampling or self.sampling, self.clock)
-            )
+            drafter, chosen = self.drafters[method], sampling or self.sampling
+            rounds.extend(decode(self.target, drafter, prompts, self.limits, chosen, self.clock, seeds))
         except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:
@@ -167,10 +173,10 @@ class LocalBackend:
         )
 
     def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
-        return self.judge.divergence(self.encode(messages), plain, other)
+        return self.judge.divergence(self.encode(messages), plain, other, self.sampling.repetition_penalty)
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
-        return self.judge.audit(self.encode(messages), answer)
+        return self.judge.audit(self.encode(messages), answer, self.sampling.repetition_penalty)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":
