@@ -27,13 +27,22 @@ ENVIRONMENT: dict[str, Any] = MACHINE | {
     "num_usable_cores?": (int, None),
     "git?": ({"commit": str, "dirty?": (bool, None)}, None),
 }
+SETTINGS: dict[str, Any] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "thinking": (bool, None),
+}
 IDENTITY: dict[str, Any] = {
     "model": str,
     "target?": (str, None),
-    "temperature": float,
+    "temperature?": float,
+    "settings?": [SETTINGS],
     "dtype": str,
     "methods?": {ANY: {"name": str, "num_drafts": int}},
-    "drafts?": {ANY: {"trained_thinking?": (bool, None), "verifier?": (str, None)}},
+    "drafts?": {ANY: {"trained_thinking?": (bool, None), "verifier?": (str, None), "reference?": (str, None)}},
     "revisions?": {ANY: (str, None)},
     "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str}},
     "max_new_tokens?": int,
@@ -49,6 +58,7 @@ IDENTITY: dict[str, Any] = {
 }
 STORED: dict[str, Any] = {
     "schema_version": int,
+    "run_id?": str,
     "identity": dict,
     "state?": str,
     "started?": (str, None),

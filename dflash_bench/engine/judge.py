@@ -42,9 +42,7 @@ class Judge:
         self.ceiling = CEILINGS.get(model.dtype, CEILINGS[torch.float32])
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def audit(
-        self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0
-    ) -> Divergence | None:
+    def audit(self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0) -> Divergence | None:
         """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
         end = self._end(prompt, answer)
         if end != len(answer):
