@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dflash_bench import presets, suites
 from dflash_bench.engine.decoding import Committed, Limits, NoDrafter
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.engine.local import LocalBackend, stop_ids
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.environment import describe, one_line
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.records import Divergence, Message
+from dflash_bench.tasks import suites
 
 WIDTHS, WRONG_EVERY = (3, 7, 15), 5
 HEADS = (

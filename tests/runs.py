@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench import frame, parts, rounds, slices, store
-from dflash_bench.identity import settings_of
 from dflash_bench.records import GREEDY, Divergence, Generation, Record
+from dflash_bench.results import frame, parts, rounds, slices, store
+from dflash_bench.results.identity import settings_of
 
 SUITES: dict[str, Any] = {
     "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}

@@ -14,11 +14,11 @@ import xmlschema
 from golden import assert_golden
 from runs import answers, changed, failing, frame_of, slower, stored
 
-from dflash_bench import metrics
-from dflash_bench.gate import checks
-from dflash_bench.gate.baselines import Limit
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.gate import checks
+from dflash_bench.analysis.gate.baselines import Limit
+from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Record
-from dflash_bench.stats import Interval
 
 Main = Callable[..., tuple[int, str, str]]
 

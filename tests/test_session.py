@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dflash_bench import frame, metrics, presets, sandbox, session, store
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.findings import findings
 from dflash_bench.errors import UserError
-from dflash_bench.findings import findings
-from dflash_bench.identity import settings_to_json
+from dflash_bench.models import presets
 from dflash_bench.records import Settings
-from dflash_bench.session import Request
+from dflash_bench.results import frame, store
+from dflash_bench.results.identity import settings_to_json
+from dflash_bench.run import session
+from dflash_bench.run.session import Request
+from dflash_bench.tasks import sandbox
 
 
 @pytest.fixture(scope="module")

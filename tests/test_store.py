@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import drafted, generation, pair, plain, record
 
-from dflash_bench import parts, store
 from dflash_bench.errors import UserError
-from dflash_bench.identity import OF_RUN
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
+from dflash_bench.results import parts, store
+from dflash_bench.results.identity import OF_RUN
 
 INFO: dict[str, Any] = {
     "identity": {"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1", "temperature": 0.0},
@@ -447,7 +447,8 @@ SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
 from rows import pair
-from dflash_bench import parts, store
+from dflash_bench.results import parts
+from dflash_bench.results import store
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -1,0 +1,84 @@
+"""What the plots are made from, each part read from the run when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.peers import published, zlab
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.errors import UserError
+from dflash_bench.records import Settings
+from dflash_bench.report.document import Document
+from dflash_bench.report.plots import along
+from dflash_bench.results import parts, rounds, store
+from dflash_bench.results.identity import settings_of
+
+Group = tuple[str, str]
+"""A suite, and settings in words."""
+
+
+@dataclass(frozen=True)
+class Material:
+    document: Document
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        return self.document.cells
+
+    @property
+    def info(self) -> store.Info:
+        return self.document.results.info
+
+    @property
+    def methods(self) -> list[str]:
+        """Plain decoding first."""
+        found = dict.fromkeys(cell.method for cell in self.cells)
+        return sorted(found, key=lambda method: method != BASELINE)
+
+    @property
+    def drafting(self) -> list[str]:
+        return self.document.methods
+
+    @property
+    def groups(self) -> list[Group]:
+        """What has a panel of its own: each suite under each settings."""
+        return list(dict.fromkeys((cell.suite, str(cell.settings)) for cell in self.cells))
+
+    def label(self, group: Group) -> str:
+        return next(cell.heading for cell in self.cells if (cell.suite, str(cell.settings)) == group)
+
+    def cell(self, group: Group, method: str) -> Cell | None:
+        return next(
+            (cell for cell in self.cells if (cell.suite, str(cell.settings), cell.method) == (*group, method)), None
+        )
+
+    @cached_property
+    def settings(self) -> tuple[Settings, ...]:
+        return settings_of(self.info["identity"])
+
+    @cached_property
+    def along(self) -> Mapping[rounds.Place, Mapping[str, Interval]]:
+        """al.pooled by place, then by stretch of the answer."""
+        found = []
+        for part in parts.of(self.document.folder):
+            with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
+                found.append(along.sums(part, self.settings, self.document.results.left_out.get(part)))
+        return along.intervals(found, self.settings)
+
+    @cached_property
+    def histograms(self) -> Mapping[rounds.Place, rounds.Histogram]:
+        return rounds.of_run(self.document.folder, self.settings, self.document.results.left_out)
+
+    @cached_property
+    def published(self) -> Sequence[published.Beside]:
+        """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
+        identity = self.info["identity"]
+        try:
+            target = published.target_of(published.model_of(identity))
+            return published.beside(zlab.official(self.document.results.rows), target, identity)
+        except UserError:
+            return ()
