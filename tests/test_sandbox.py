@@ -245,7 +245,7 @@ def test_a_runner_dies_with_its_keeper_before_the_verdict(cage: Cage, monkeypatc
 @pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
 def test_the_cage_dies_with_the_caller(cage: Cage, tmp_path: Path) -> None:
     caller = (
-        "from dflash_bench import sandbox\nfrom dflash_bench.tasks.sandbox import Cage\n"
+        "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Cage\n"
         f"sandbox._KEEPER += ({MARKER!r},)\n"
         f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.Limits(wall_s=1000))\n"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dflash_bench.analysis.findings.case import Case, Seen
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.methods import METHODS, name_of
 
 DEAD_AL = 1.05
 FIRST_KEPT = 0.5
@@ -101,7 +102,15 @@ def _how_faster(case: Case) -> str:
 
 
 def tokens_a_round(cell: Cell, how_many: str) -> str:
-    return f"draft {how_many} tokens a round (--method {cell.method.partition(':')[0]}:N)"
+    return f"draft {how_many} tokens a round{_how(cell.method)}"
+
+
+def _how(label: str) -> str:
+    """How a user says how many; nothing for a method that the table does not know, or that decides by itself."""
+    kind = METHODS.get(name_of(label))
+    if kind is None or not (kind.count or kind.old_count):
+        return ""
+    return f" (--method {label.partition(':')[0]}:{'N' if kind.count else f'{kind.old_count}=N'})"
 
 
 def _parts(cell: Cell) -> dict[str, float]:

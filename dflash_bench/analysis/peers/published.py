@@ -14,6 +14,7 @@ from dflash_bench import labels
 from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import name_of
 from dflash_bench.records import Settings
 from dflash_bench.results.identity import settings_of
 
@@ -147,7 +148,7 @@ def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) ->
             for each in load()
             if (each.target_model, each.dataset, each.temperature) == (target, cell.suite, settings.temperature)
             and settings == Settings(settings.temperature, thinking=settings.thinking)
-            and each.method == cell.method.partition(":")[0]
+            and each.method == name_of(cell.method)
             and each.thinking in MODES[settings.thinking]
         ]
     if not found:
