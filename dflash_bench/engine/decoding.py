@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ class Committed:
 
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
     anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
-    answer and anchor; a drafter reads them, and must not change them.
+    answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
+    to: kept, they show the whole answer once the generation is over.
     """
 
     hidden: Tensor | None
@@ -48,6 +49,13 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None: ...
 
     def propose(self) -> Draft | None: ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A drafter that must know the requests before they are decoded; what it does then is not on the clock."""
+
+    def foresee(self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling) -> None: ...
 
 
 class NoDrafter:

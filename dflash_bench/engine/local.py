@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dflash_bench.engine.clock import clock_for
-from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, NoDrafter, Round, decode
+from dflash_bench.engine.decoding import DecodingError, Drafter, Foresees, Limits, NoDrafter, Round, decode
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
@@ -124,13 +124,14 @@ class LocalBackend:
         self, method: str, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None
     ) -> list[Generation]:
         """One generation per prompt, decoded together; what goes wrong becomes its error, never a number."""
-        self._reset_memory()
+        drafter, sampling = self.drafters[method], sampling or self.sampling
         rounds: list[Round] = []
         error: str | None = None
         try:
-            rounds.extend(
-                decode(self.target, self.drafters[method], prompts, self.limits, sampling or self.sampling, self.clock)
-            )
+            if isinstance(drafter, Foresees):
+                drafter.foresee(prompts, self.limits, sampling)
+            self._reset_memory()
+            rounds.extend(decode(self.target, drafter, prompts, self.limits, sampling, self.clock))
         except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:

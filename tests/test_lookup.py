@@ -1,0 +1,346 @@
+"""Drafters that look tokens up on the host: what they draft, and that the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lookups import CPU, PROMPTS, STOP, VOCAB, accepted, chains_of, drafted_after, sampled, table, tell
+from toy import plain, run
+
+from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafters.hosted import Trie, chains, trees
+from dflash_bench.engine.drafters.ngram import NGramDrafter
+from dflash_bench.engine.drafters.oracle import OracleDrafter
+from dflash_bench.engine.drafters.random import RandomDrafter
+from dflash_bench.engine.drafters.suffix import SuffixDrafter
+from dflash_bench.engine.drafters.suffix_tree import Node, Place, SuffixTree
+from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
+from dflash_bench.engine.sampling import Sampling
+
+
+def ngram(num_drafts: int = 5, longest: int = 3, shortest: int = 1) -> NGramDrafter:
+    return NGramDrafter(num_drafts, longest, shortest, CPU)
+
+
+def suffix(num_drafts: int = 8, threshold: float = 0.1, depth: int = 12, earlier: bool = True) -> SuffixDrafter:
+    return SuffixDrafter(num_drafts, threshold, depth, 2.0, earlier, CPU)
+
+
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    "ngram": ngram,
+    "ngram of one token": lambda: ngram(1, 1, 1),
+    "ngram, wide": lambda: ngram(16, 2, 2),
+    "suffix": suffix,
+    "suffix, own text": lambda: suffix(earlier=False),
+    "suffix, shallow": lambda: suffix(depth=2),
+    "random": lambda: RandomDrafter(3, 0, table()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_tokens_are_the_plain_ones_whatever_was_looked_up(name: str, num_rows: int) -> None:
+    target, drafter = table(), DRAFTERS[name]()
+    answers = [target.answer(prompt, 24, frozenset({STOP})) for prompt in PROMPTS]
+    kept = 0
+    for first in range(0, len(PROMPTS) - num_rows + 1, num_rows):
+        out = run(table(), drafter, PROMPTS[first : first + num_rows], stop_ids=frozenset({STOP}))
+        assert out.tokens == answers[first : first + num_rows]
+        kept += sum(sum(step.accepted) for step in out.rounds)
+    assert kept >= 8 or name == "random"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(name: str) -> None:
+    assert sampled(DRAFTERS[name]()) == sampled(NoDrafter())
+
+
+# N-grams.
+
+
+def by_scanning(text: Sequence[int], limit: int, longest: int, shortest: int) -> list[int]:
+    """Prompt lookup by definition: every place of every suffix, the longest suffix first, the latest place first."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(text) - 1, size - 1, -1):
+            if size < len(text) and text[end - size : end] == text[-size:]:
+                return list(text[end : end + limit])
+    return []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=40), st.integers(1, 6), st.integers(1, 3), st.integers(0, 3),
+    st.data(),
+)  # fmt: skip
+def test_the_index_says_what_a_scan_of_the_text_says(
+    text: list[int], limit: int, shortest: int, more: int, data: st.DataObject
+) -> None:
+    drafter = ngram(limit, shortest + more, shortest)
+    drafter.begin(1, 100)
+    row: list[int] = []
+    while len(row) < len(text):
+        # Rounds bring several tokens at a time.
+        row += text[len(row) : len(row) + data.draw(st.integers(1, 5))]
+        tell(drafter, [row])
+        assert chains_of(drafter.propose()) == [by_scanning(row, limit, shortest + more, shortest)]
+
+
+def test_the_longest_suffix_counts_and_of_its_places_the_latest() -> None:
+    # "1 2" occurred twice, and "2" once more.
+    assert drafted_after(ngram(2), [1, 2, 7, 1, 2, 8, 2, 9, 1, 2]) == [8, 2]
+    assert drafted_after(ngram(2, 1), [1, 2, 7, 1, 2, 8, 2, 9, 1, 2]) == [9, 1]
+    assert drafted_after(ngram(9), [5, 6, 7, 5]) == [6, 7, 5]
+    assert drafted_after(ngram(shortest=2), [1, 2, 3, 4, 3]) == []
+
+
+def test_rows_without_a_match_get_no_tokens_and_rounds_without_any_no_draft() -> None:
+    drafter = ngram(3)
+    drafter.begin(3, 40)
+    tell(drafter, [[1, 2, 1], [1, 2, 3], [4, 5, 6, 4]])
+    assert chains_of(drafter.propose()) == [[2, 1], [], [5, 6, 4]]
+    # Rows that have ended get none either.
+    tell(drafter, [[1, 2, 1], [1, 2, 3, 7], [4, 5, 6, 4, 5]], [0, 1, 1])
+    assert chains_of(drafter.propose()) == [[], [], [6, 4, 5]]
+    tell(drafter, [[1, 2, 1], [1, 2, 3, 7, 9], [4, 5, 6, 4, 5, 8]], [0, 1, 1])
+    assert drafter.propose() is None
+
+
+class Cycling:
+    """Satisfies the loop as the table target does, and says 0 1 2 3 4 5 0 1 2 ... whatever it has read."""
+
+    def __new__(cls) -> Any:
+        target = table()
+        target.table = torch.zeros_like(target.table)
+        successor = torch.eye(VOCAB)[(torch.arange(VOCAB) + 1) % 6]
+        target.after = successor.repeat(2, 1, 1)  # type: ignore[attr-defined]
+        return target
+
+
+def test_acceptance_on_a_text_that_goes_round() -> None:
+    # From prompt "0": six plain rounds until 0 comes again. Then "0" has stood once, and "1 2 3 4 5 0" follows.
+    out = run(Cycling(), ngram(4, 2), [[0]], 18)
+    assert out.tokens == [[*range(1, 6), *range(6), *range(6), 0]]
+    assert [step.drafted[0] for step in out.rounds] == [0, 0, 0, 0, 0, 4, 4, 4]
+    assert accepted(out) == [0, 0, 0, 0, 0, 4, 4, 4]
+
+
+# Suffix trees.
+
+
+def counted(texts: Sequence[Sequence[int]], depth: int) -> dict[tuple[int, ...], int]:
+    counts: dict[tuple[int, ...], int] = {}
+    for text in texts:
+        for first in range(len(text)):
+            for last in range(first + 1, min(len(text), first + depth) + 1):
+                piece = tuple(text[first:last])
+                counts[piece] = counts.get(piece, 0) + 1
+    return counts
+
+
+def told_by(tree: SuffixTree) -> dict[tuple[int, ...], int]:
+    """All that the tree holds, pieces that occur once followed through the text."""
+    counts: dict[tuple[int, ...], int] = {}
+
+    def walk(piece: tuple[int, ...], place: Place) -> None:
+        if piece:
+            counts[piece] = place.count if isinstance(place, Node) else 1
+        if len(piece) == tree.depth:
+            assert isinstance(place, int) or not place.children
+            return
+        following = set(place.children) if isinstance(place, Node) else {*tree.tokens[place + 1 : place + 2]} - {-1}
+        for token in following:
+            longer = tree.after(place, token)
+            assert longer is not None
+            walk((*piece, token), longer)
+
+    walk((), tree.root)
+    return counts
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=14), max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.integers(1, 6), st.data())
+def test_a_tree_counts_every_piece_of_the_texts_that_it_holds(
+    texts: list[list[int]], depth: int, data: st.DataObject
+) -> None:
+    tree = SuffixTree(depth)
+    held: list[tuple[range, list[int]]] = []
+    for text in texts:
+        held.append((tree.add(text), text))
+        if data.draw(st.booleans()):
+            places, _ = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            tree.remove(places)
+        assert told_by(tree) == counted([text for _, text in held], depth)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 6))
+def test_suffixes_are_found_in_the_own_text_and_in_others(texts: list[list[int]], text: list[int], depth: int) -> None:
+    own, others = SuffixTree(depth), SuffixTree(depth)
+    for other in texts:
+        others.add(other)
+    matches: list[Place] = [others.root]
+    for end, token in enumerate(text, start=1):
+        own.append(token)
+        matches = others.follow(matches, token)
+        before, elsewhere = counted([text[:end]], depth), counted(texts, depth)
+        for length in range(1, end + 1):
+            piece = tuple(text[end - length : end])
+            assert (length < len(own.suffixes)) == (before.get(piece, 0) > 1)
+            assert (length < len(matches)) == (piece in elsewhere)
+            if length < len(own.suffixes):
+                place = own.suffixes[length]
+                assert isinstance(place, Node) and place.count == before[piece]
+
+
+def test_speculation_follows_what_is_frequent_and_stops_where_it_is_not() -> None:
+    # After 1 came 2 twice and 3 once: 2/3. After "1 2" came 5 and 6: 1/2, so 1/3 in all.
+    text = [1, 2, 5, 1, 3, 7, 1, 2, 6, 9, 1]
+    assert drafted_after(suffix(2, threshold=0.4), text) == [2]
+    assert drafted_after(suffix(2, threshold=0.3), text) == [2, 6]
+    assert drafted_after(suffix(2, threshold=0.7), text) == []
+    # At most two tokens for each that matched.
+    assert drafted_after(suffix(8), [8, 1, 2, 3, 4, 5, 6, 7, 8]) == [1, 2]
+    assert drafted_after(suffix(8), [7, 8, 1, 2, 3, 4, 5, 6, 7, 8]) == [1, 2, 3, 4]
+    assert drafted_after(suffix(8, depth=3), [7, 8, 1, 2, 3, 4, 5, 6, 7, 8]) == [1, 2]
+
+
+def test_acceptance_of_suffixes_on_a_text_that_goes_round() -> None:
+    # 0 matched: two tokens. Then 0 1 2 3, behind which six tokens stand so far; then as many as may be drafted.
+    out = run(Cycling(), suffix(8), [[0]], 25)
+    assert accepted(out) == [0, 0, 0, 0, 0, 2, 6, 8]
+
+
+# What earlier answers may tell.
+
+
+def test_answers_to_other_prompts_are_drawn_on() -> None:
+    drafter = suffix()
+    first, second = [1, 2, 3, 1], [9, 3, 1]
+    # Of two prompts the target says the same, as it goes by what it read last.
+    for prompt in (first, second):
+        out = run(Cycling(), drafter, [prompt], 12)
+    assert out.rounds[0].drafted[0] > 0
+    alone = run(Cycling(), suffix(earlier=False), [second], 12)
+    assert sum(accepted(out)) > sum(accepted(alone))
+    assert out.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("again", [[1, 2, 3, 1], [1, 2, 3, 1, 8, 8], [1, 2, 3]])
+def test_a_prompts_own_earlier_answers_are_not(again: list[int]) -> None:
+    """Nor those to a prompt that begins like it: the next turn of a chat, or thinking switched on."""
+    drafter, fresh = suffix(), suffix()
+    run(table(), drafter, [[1, 2, 3, 1]])
+    run(table(), drafter, [[1, 2, 3, 1]])
+    assert drafts_of(drafter, again) == drafts_of(fresh, again)
+    # With another prompt in between it is in the tree, and has to come out again.
+    for other in ([7, 7, 7], [8, 7]):
+        run(table(), drafter, [other])
+        run(table(), fresh, [other])
+    assert any(drafter.earlier._places) and (1, 2, 3, 1) in drafter.earlier._places  # type: ignore[union-attr]
+    fresh.earlier.keep(again, [])  # type: ignore[union-attr]
+    drafter.earlier.keep(again, [])  # type: ignore[union-attr]
+    assert drafts_of(drafter, again) == drafts_of(fresh, again)
+
+
+def drafts_of(drafter: Any, prompt: list[int]) -> list[Any]:
+    return [(step.drafted, step.accepted) for step in run(table(), drafter, [prompt]).rounds]
+
+
+def test_a_tree_that_held_a_prompts_answers_holds_nothing_of_them_while_it_is_decoded() -> None:
+    drafter = suffix()
+    for prompt in ([1, 2, 3], [7, 7], [9]):
+        run(table(), drafter, [prompt])
+    answer = table().answer([7, 7], 24)
+    drafter.begin(2, 64)
+    tell(drafter, [[1, 2, 3, 0], [9, 0]])
+    assert drafter.earlier is not None
+    assert told_by(drafter.earlier.tree) == counted([answer], 12)
+    assert set(drafter.earlier.answers) == {(1, 2, 3), (7, 7), (9,)}
+
+
+def test_of_a_prompt_the_last_answer_is_kept_and_once() -> None:
+    drafter = suffix()
+    for _ in range(3):
+        run(table(), drafter, [[1, 2, 3]])
+    run(table(), drafter, [[9]])
+    assert drafter.earlier is not None
+    assert told_by(drafter.earlier.tree) == counted([table().answer([1, 2, 3], 24)], 12)
+
+
+# Drafts of a known quality.
+
+
+def foreseeing(drafter: Any, prompts: Sequence[list[int]], sampling: Sampling | None = None, limit: int = 24) -> Any:
+    sampling = sampling or Sampling()
+    drafter.foresee(prompts, Limits(limit, frozenset({STOP})), sampling)
+    return run(drafter.target, drafter, prompts, limit, frozenset({STOP}), sampling)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_oracle_is_always_right_and_drafts_nothing_past_the_end(temperature: float) -> None:
+    sampling = Sampling(temperature, seed=5)
+    out = foreseeing(OracleDrafter(5, table()), PROMPTS, sampling)  # type: ignore[arg-type]
+    assert out.tokens == run(table(), NoDrafter(), PROMPTS, 24, frozenset({STOP}), sampling).tokens
+    for row, tokens in enumerate(out.tokens):
+        steps = out.own(row)
+        assert [step.accepted[row] for step in steps] == [step.drafted[row] for step in steps]
+        assert len(steps) == -(-(len(tokens) - 1) // 6)
+
+
+def test_random_drafts_belong_to_the_prompt_and_the_seed() -> None:
+    alone = drafted_with(RandomDrafter(4, 1, table()), [PROMPTS[2]])  # type: ignore[arg-type]
+    beside = drafted_with(RandomDrafter(4, 1, table()), [PROMPTS[1], PROMPTS[2]])  # type: ignore[arg-type]
+    other = drafted_with(RandomDrafter(4, 2, table()), [PROMPTS[2]])  # type: ignore[arg-type]
+    assert alone[0] == beside[1] != beside[0] and alone != other
+    assert all(0 <= token < VOCAB for row in beside for token in row)
+
+
+def drafted_with(drafter: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+    drafter.begin(len(prompts), 64)
+    tell(drafter, [[*prompt, 0] for prompt in prompts])
+    return chains_of(drafter.propose(), len(prompts))
+
+
+def test_synthetic_drafts_are_right_at_the_rates_asked_for() -> None:
+    rates = (0.9, 0.5, 0.0, 1.0)
+    target = table(context_length=4096)
+    drafter = SyntheticDrafter(rates, 7, target)  # type: ignore[arg-type]
+    prompts = PROMPTS[:3]
+    drafter.foresee(prompts, Limits(1200), Sampling())
+    out = run(target, drafter, prompts, 1200)
+    assert out.tokens == plain(table(4096), prompts, 1200)
+    counts = [count for row in range(3) for count in accepted(out, row)]
+    assert len(counts) > 1500
+    assert sum(count >= 1 for count in counts) / len(counts) == pytest.approx(0.9, abs=0.03)
+    assert sum(count >= 2 for count in counts) / sum(count >= 1 for count in counts) == pytest.approx(0.5, abs=0.04)
+    assert max(counts) == 2
+    again = SyntheticDrafter(rates, 7, target)  # type: ignore[arg-type]
+    again.foresee(prompts[1:2], Limits(1200), Sampling())
+    assert accepted(run(target, again, prompts[1:2], 1200)) == accepted(out, 1)
+
+
+# From lists to drafts.
+
+
+def test_a_tree_of_one_branch_is_sent_as_a_chain() -> None:
+    first, second, empty = Trie(), Trie(), Trie()
+    first.add([1, 2, 3])
+    second.add([4])
+    draft = trees([first, empty, second], CPU)
+    assert chains_of(draft, 3) == [[1, 2, 3], [], [4]]
+    assert trees([empty, empty], CPU) is None and chains([[], []], CPU) is None
+    second.add([5, 6])
+    second.add([4, 7])
+    draft = trees([first, empty, second], CPU)
+    assert draft is not None and draft.parents is not None
+    assert draft.tokens.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [4, 5, 6, 7]]
+    assert draft.parents.tolist() == [[-1, 0, 1, -1], [-1, -1, -1, -1], [-1, -1, 1, 0]]
+    assert draft.lengths == [3, 0, 4]
