@@ -14,6 +14,7 @@ from toy import plain, run
 
 from dflash_bench.engine.decoding import Limits, NoDrafter
 from dflash_bench.engine.drafters.hosted import Trie, chains, trees
+from dflash_bench.engine.drafters.lookahead import LookaheadDrafter, Pool, Window, max_nodes
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.drafters.oracle import OracleDrafter
 from dflash_bench.engine.drafters.random import RandomDrafter
@@ -38,6 +39,9 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "suffix": suffix,
     "suffix, own text": lambda: suffix(earlier=False),
     "suffix, shallow": lambda: suffix(depth=2),
+    "lookahead": lambda: LookaheadDrafter(4, 4, 3, CPU),
+    "lookahead, bigrams": lambda: LookaheadDrafter(5, 2, 4, CPU),
+    "lookahead, one column": lambda: LookaheadDrafter(1, 5, 2, CPU),
     "random": lambda: RandomDrafter(3, 0, table()),  # type: ignore[arg-type]
 }
 
@@ -273,6 +277,81 @@ def test_of_a_prompt_the_last_answer_is_kept_and_once() -> None:
     run(table(), drafter, [[9]])
     assert drafter.earlier is not None
     assert told_by(drafter.earlier.tree) == counted([table().answer([1, 2, 3], 24)], 12)
+
+
+# Lookahead.
+
+
+def test_a_window_is_a_tree_in_which_each_guess_sees_the_first_level_and_its_own_column() -> None:
+    window = Window([1], 3, 4, Pool(2))
+    window.levels = [[11, 12], [20, 21, 22], [30, 31, 32]]
+    trie = Trie()
+    window.hang_into(trie)
+    paths = [path_to(trie, node) for node in window.ends]
+    assert paths == [[20, 30], [11, 21, 31], [11, 12, 22, 32]]
+    # Guesses that the pool has too are the same nodes.
+    shared = Trie()
+    shared.add([20, 30, 40])
+    window.hang_into(shared)
+    assert len(shared.tokens) == len(trie.tokens) + 1 and path_to(shared, window.ends[0]) == [20, 30]
+
+
+def path_to(trie: Trie, node: int) -> list[int]:
+    return [] if node < 0 else [*path_to(trie, trie.parents[node]), trie.tokens[node]]
+
+
+def test_a_window_moves_by_one_place_and_its_columns_are_n_grams() -> None:
+    pool = Pool(2)
+    window = Window([1], 3, 4, pool)
+    window.levels = [[11, 12], [20, 21, 22], [30, 31, 32]]
+    trie = Trie()
+    window.hang_into(trie)
+    choices = [0] * (len(trie.tokens) + 1)
+    for node, guess in zip(window.ends, (40, 41, 42), strict=True):
+        choices[node + 1] = guess
+    window.advance(10, choices)
+    assert window.levels == [[21, 22], [30, 31, 32], [40, 41, 42]]
+    assert pool.starting_with(10) == [(20, 30, 40)]
+    assert pool.starting_with(11) == [(21, 31, 41)] and pool.starting_with(12) == [(22, 32, 42)]
+
+
+def test_a_pool_keeps_the_latest() -> None:
+    pool = Pool(2)
+    for rest in ((1,), (2,), (1,), (3,)):
+        pool.add(7, rest)
+    assert pool.starting_with(7) == [(1,), (3,)] and pool.starting_with(8) == []
+
+
+@pytest.mark.parametrize(("width", "size", "num_guesses"), [(4, 4, 3), (5, 2, 4), (1, 6, 2), (2, 7, 1)])
+def test_a_window_fills_up_level_by_level_and_no_tree_is_larger_than_said(
+    width: int, size: int, num_guesses: int
+) -> None:
+    drafter = LookaheadDrafter(width, size, num_guesses, CPU)
+    widths: list[int] = []
+    inner = drafter.propose
+
+    def propose() -> Any:
+        draft = inner()
+        window = drafter.windows[0]
+        widths.append(draft.width if draft else 0)
+        shapes.append([len(level) for level in window.levels])
+        return draft
+
+    shapes: list[list[int]] = []
+    drafter.propose = propose  # type: ignore[method-assign]
+    run(Cycling(), drafter, [[3, 9, 4]], 30)
+    assert max(widths) <= drafter.num_drafts == max_nodes(width, size, num_guesses)
+    for rounds, shape in enumerate(shapes):
+        num_levels = min(rounds + 1, size - 1)
+        columns = width + size - 1 - num_levels
+        assert shape == [columns - 1, *[columns] * (num_levels - 1)]
+
+
+def test_a_target_that_goes_round_is_guessed_ahead() -> None:
+    out = run(Cycling(), LookaheadDrafter(4, 4, 3, CPU), [[0]], 40)
+    assert out.tokens == [[(i + 1) % 6 for i in range(40)]]
+    # Once each of the six tokens has begun an N-gram of the pool, N - 1 of them are kept in each round.
+    assert accepted(out)[7:-1] == [3] * (len(out.rounds) - 8) and len(out.rounds) > 12
 
 
 # Drafts of a known quality.

@@ -27,7 +27,8 @@ class Committed:
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
     anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
     answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
-    to: kept, they show the whole answer once the generation is over.
+    to: kept, they show the whole answer once the generation is over. `choices` are there if the draft wanted them: per
+    row what the target chose after the anchor and after each token of the draft, those it did not accept too.
     """
 
     hidden: Tensor | None
@@ -36,6 +37,7 @@ class Committed:
     starts: list[int]
     counts: list[int]
     texts: Sequence[Sequence[int]] = ()
+    choices: Sequence[Sequence[int]] = ()
 
 
 class Drafter(Protocol):
@@ -182,7 +184,7 @@ class _State:
         lengths = [len(row.prompt) for row in self.rows]
         output = self.target.prefill([row.prompt for row in self.rows])
         self.anchor = self.sampler.choose(output.logits, self._places(1))[:, 0]
-        host = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
+        host, _ = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
         first = [tokens for _, *tokens in host]
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
@@ -206,7 +208,8 @@ class _State:
         output = self.target.forward(block, self.starts, draft.parents if draft else None)
         verdict = self._verify(draft, output.logits)
         tokens = following_tokens(block, verdict)
-        host = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path))
+        wanted = verdict.choices if draft and draft.wants_choices else None
+        host, choices = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path), wanted)
         alive = [row.finish is None for row in self.rows]
         accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
         # What it costs a target to forget the rest belongs to verifying.
@@ -219,7 +222,7 @@ class _State:
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            self._keep(draft, verdict, output.hidden, tokens, accepted)
+            self._keep(draft, verdict, output.hidden, tokens, accepted, choices)
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
         proposed = [length * live for length, live in zip(lengths, alive, strict=True)]
@@ -249,6 +252,7 @@ class _State:
         hidden: Tensor | None,
         tokens: Tensor,
         accepted: list[int],
+        choices: list[list[int]],
     ) -> None:
         """Rows that have ended stand still, from the round that ended them on.
 
@@ -263,11 +267,13 @@ class _State:
             if longest > 1:
                 self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
-        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
+        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts, choices)
 
-    def _commit(self, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+    def _commit(
+        self, hidden: Tensor | None, tokens: Tensor, counts: list[int], choices: Sequence[list[int]] = ()
+    ) -> None:
         texts = [row.text for row in self.rows]
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts))
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, choices))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
     def _places(self, width: int, parents: Tensor | None = None) -> Tensor | None:
@@ -279,17 +285,20 @@ class _State:
             return emitted + torch.arange(width, device=self.target.device)
         return emitted + ancestors(parents).sum(dim=-1) - 1
 
-    def _to_host(self, counts: Tensor, tokens: Tensor, broken: Tensor) -> list[list[int]]:
-        """Per row its count [B] and then its tokens [B, N]: the one transfer of a round.
+    def _to_host(
+        self, counts: Tensor, tokens: Tensor, broken: Tensor, choices: Tensor | None = None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Per row its count [B] and then its tokens [B, N]; and the choices that a draft wanted: one transfer a round.
 
         Flags [B, N] of broken logits ride along; those of the first count + 1 places end the generation.
         """
-        first = 1 + tokens.shape[1]
-        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken], dim=1).tolist()
+        first, last = 1 + tokens.shape[1], 1 + tokens.shape[1] + broken.shape[1]
+        wanted = [] if choices is None else [choices]
+        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken, *wanted], dim=1).tolist()
         for b, (row, values) in enumerate(zip(self.rows, host, strict=True)):
             if row.finish is None and any(values[first : first + values[0] + 1]):
                 raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
-        return [values[:first] for values in host]
+        return [values[:first] for values in host], [values[last:] for values in host]
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from random import Random
 
 import torch
 from torch import Tensor
@@ -71,6 +73,11 @@ class Trie:
         node = -1
         for token in path:
             node = self.child(node, token)
+
+
+def generator(seed: int, prompt: Text) -> Random:
+    """Random numbers that belong to the prompt: what it is decoded with, and after what, changes nothing."""
+    return Random(zlib.crc32(repr((seed, list(prompt))).encode()))
 
 
 def chains(rows: Sequence[Text], device: torch.device) -> Draft | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from random import Random
 
-from dflash_bench.engine.drafters.hosted import HostDrafter, Text
+from dflash_bench.engine.drafters.hosted import HostDrafter, Text, generator
 from dflash_bench.engine.target import Target
 from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
@@ -22,11 +20,6 @@ class RandomDrafter(HostDrafter):
 
     def continuation(self, row: int) -> Text:
         return self.generators[row].choices(range(self.vocab_size), k=self.num_drafts)
-
-
-def generator(seed: int, prompt: Text) -> Random:
-    """Random numbers that belong to the prompt: what it is decoded with, and after what, changes nothing."""
-    return Random(zlib.crc32(repr((seed, list(prompt))).encode()))
 
 
 def build(models: Models, target: Target, method: Method) -> RandomDrafter:

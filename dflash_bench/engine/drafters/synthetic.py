@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_bench.engine.drafters.hosted import Text
+from dflash_bench.engine.drafters.hosted import Text, generator
 from dflash_bench.engine.drafters.oracle import OracleDrafter
-from dflash_bench.engine.drafters.random import generator
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import MAX_DRAFTS, Method
