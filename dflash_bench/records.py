@@ -18,6 +18,10 @@ Audit = Literal["all", "divergent", "none"]
 """Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
 
 
+CODE_SCORERS = frozenset(("humaneval", "mbpp"))
+"""The scorers that run what the model wrote."""
+
+
 def is_greedy(temperature: float) -> bool:
     """Is this close enough to 0 to mean "take the best token"? Then output is deterministic, and is checked."""
     return temperature < 1e-5

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from dflash_bench import methods, suites
+from dflash_bench import methods
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
 from dflash_bench.records import Generation, Message
+from dflash_bench.tasks import suites
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64
 LIMITS = {

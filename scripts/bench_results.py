@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from dflash_bench import parts, store
 from dflash_bench.environment import describe
+from dflash_bench.results import parts, store
 
 LIMIT_S, LIMIT_MB = 10.0, 1500
 SUITES, REPEATS, METHODS = 8, 4, {"ar": 0, "dflash": 15, "eagle3": 6}
@@ -22,8 +22,10 @@ PART_ANSWERS = store.MERGED_WHILE_RUNNING * len(METHODS)
 TABLES = """
 import sys
 from pathlib import Path
-from dflash_bench import frame, metrics, report
-from dflash_bench.findings import findings
+from dflash_bench.results import frame
+from dflash_bench.analysis import metrics
+from dflash_bench import report
+from dflash_bench.analysis.findings import findings
 rows = frame.read(Path(sys.argv[1])).rows
 cells = metrics.summarise(rows)
 print(report.text(cells, findings(rows, cells)))

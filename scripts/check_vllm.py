@@ -30,12 +30,14 @@ import numpy as np
 import torch
 from vllm_server import Server, ServerError
 
-from dflash_bench import methods, stats, suites
+from dflash_bench import methods
+from dflash_bench.analysis import stats
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
 from dflash_bench.records import Generation, Message
+from dflash_bench.tasks import suites
 
 NUM_PROMPTS, MAX_NEW_TOKENS, MODEL = 64, 128, "nano"
 LEVEL = 0.95

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dflash_bench import presets, suites
 from dflash_bench.engine.decoding import Committed, Limits, NoDrafter
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.engine.local import LocalBackend, stop_ids
@@ -25,8 +24,9 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.environment import describe, one_line
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.records import Divergence, Message
+from dflash_bench.tasks import suites
 
 WIDTHS, WRONG_EVERY = (3, 7, 15), 5
 HEADS = (

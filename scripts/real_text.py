@@ -6,9 +6,10 @@ Timings are left out: acceptance is the same on every machine, and this is about
 import sys
 from pathlib import Path
 
-from dflash_bench import document, environment
-from dflash_bench.metrics import BASELINE, FORMULAS
-from dflash_bench.tables import markdown, with_interval
+from dflash_bench import environment
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS
+from dflash_bench.report import document
+from dflash_bench.report.tables import markdown, with_interval
 
 HEADS = ["suite", "method", "prompts", "tokens", "al.pooled [95 %]", "exact"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import stats
-from dflash_bench.findings import MIN_PROMPTS
-from dflash_bench.gate import against
-from dflash_bench.gate.baselines import LIMITS
-from dflash_bench.gate.outcome import adjusted
-from dflash_bench.gate.spread import METHOD_NOISE
-from dflash_bench.metrics import FIGURES, TERMS, Cell
+from dflash_bench.analysis import stats
+from dflash_bench.analysis.findings import MIN_PROMPTS
+from dflash_bench.analysis.gate import against
+from dflash_bench.analysis.gate.baselines import LIMITS
+from dflash_bench.analysis.gate.outcome import adjusted
+from dflash_bench.analysis.gate.spread import METHOD_NOISE
+from dflash_bench.analysis.metrics import FIGURES, TERMS, Cell
 
 NUM_COVERED, NUM_QUIET, NUM_LOST = 1_000, 1_000, 500
 SPEEDUP, ANSWER_NOISE, SLOW = 3.0, 0.05, 1.3

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from dflash_bench import methods, suites
+from dflash_bench import methods
 from dflash_bench.engine.decoding import Drafter, Limits, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
@@ -35,6 +35,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import dflash, eagle3, loading
 from dflash_bench.records import Generation, Message
+from dflash_bench.tasks import suites
 
 METHODS = ("ar", "dflash", "eagle3")
 NUM_WARM_UP = 4

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import sandbox
-from dflash_bench.sandbox import Cage, Limits, Outcome
+from dflash_bench.tasks import sandbox
+from dflash_bench.tasks.sandbox import Cage, Limits, Outcome
 
 USUAL = Limits()
 SHORT = Limits(cpu_s=1, wall_s=2.0)
@@ -31,7 +31,7 @@ MARKER = uuid.uuid4().hex
 NOBODY = 65534
 _SERVER = """
 import json, sys
-from dflash_bench import sandbox
+from dflash_bench.tasks import sandbox
 sandbox._KEEPER += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
     cage, limits, program = json.loads(line)
@@ -94,9 +94,11 @@ def _server() -> Any:
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     home.chmod(0o755)
     package = Path(sandbox.__file__).parent
-    shutil.copytree(package / "cage", home / "dflash_bench" / "cage", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = home / "dflash_bench" / "tasks"
+    shutil.copytree(package / "cage", copy / "cage", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(package.parent / "__init__.py", copy.parent)
     for name in ("__init__.py", "sandbox.py"):
-        shutil.copy(package / name, home / "dflash_bench" / name)
+        shutil.copy(package / name, copy)
     for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         with suppress(OSError, subprocess.CalledProcessError):
             _as_nobody(subprocess.check_call, [python, "-c", "import sys; assert sys.version_info >= (3, 11)"], home)

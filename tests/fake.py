@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rows import generation
 
-from dflash_bench import cli, session
+from dflash_bench import cli
 from dflash_bench.records import Divergence, Generation, Message
-from dflash_bench.suites import Loaded
+from dflash_bench.run import session
+from dflash_bench.tasks.suites import Loaded
 
 Fault = Callable[[Generation], Generation]
 

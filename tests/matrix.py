@@ -16,13 +16,16 @@ import pytest
 import torch
 from faults import Fault
 
-from dflash_bench import cli, runner, store, suites
+from dflash_bench import cli
 from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.methods import parse
 from dflash_bench.models import loading
-from dflash_bench.presets import preset
+from dflash_bench.models.presets import preset
 from dflash_bench.records import Message, Record
+from dflash_bench.results import store
+from dflash_bench.run import runner
+from dflash_bench.tasks import suites
 
 SUITES = ("gsm8k", "humaneval")
 LIMIT, MOST = 2, 48

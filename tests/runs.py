@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench import store
 from dflash_bench.records import Divergence, Generation, Record
+from dflash_bench.results import store
 
 SUITES: dict[str, Any] = {
     "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}

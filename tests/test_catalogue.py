@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from fake import main
 
-from dflash_bench import catalogue, environment, presets
-from dflash_bench.catalogue import Machine, fits
-from dflash_bench.presets import Preset
+from dflash_bench import environment
+from dflash_bench.models import catalogue, presets
+from dflash_bench.models.catalogue import Machine, fits
+from dflash_bench.models.presets import Preset
 
 EIGHT = Preset("a/b", {}, billions=8.2)
 GB = 10**9

@@ -22,7 +22,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models.loading import Models
-from dflash_bench.presets import Preset
+from dflash_bench.models.presets import Preset
 
 KINDS = [*ATTENTION, *HYBRID]
 VOCAB, NEW = 97, 14

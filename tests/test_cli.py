@@ -20,9 +20,12 @@ import tiny
 from fake import FakeBackend, install, main, other_tokens
 from golden import assert_golden
 
-from dflash_bench import presets, progress, sandbox, scoring, store
 from dflash_bench.errors import UserError
+from dflash_bench.models import presets
 from dflash_bench.records import Divergence, Generation
+from dflash_bench.results import store
+from dflash_bench.run import progress
+from dflash_bench.tasks import sandbox, scoring
 
 ROOT = Path(__file__).parent.parent
 Captured = pytest.CaptureFixture[str]
@@ -395,7 +398,7 @@ def refuse_to_load(*_: object) -> None:
 def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
     here: Path, monkeypatch: Patch, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr("dflash_bench.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
     ask = ("--suite", "gsm8k", "--out")
     used = write_lines(here / "used/notes.txt", "mine").parent
     assert refused(*ask, used) == f"{used} is not empty, and holds no run; choose another --out"
@@ -412,13 +415,13 @@ def test_a_run_that_is_there_is_not_written_over(
     gsm8k(here / "data", 2)
     assert fake_run(monkeypatch, *ASKED)[0] == 0
     capsys.readouterr()
-    monkeypatch.setattr("dflash_bench.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
     told = refused("--out", "out", *ASKED)
     assert told == "out already holds a run; add --resume to continue it, or choose another --out"
 
 
 def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch, refused: Callable[..., str]) -> None:
-    monkeypatch.setattr("dflash_bench.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     told = refused("--suite", "math500")
     assert told == "math_verify is not installed; run: pip install math-verify"

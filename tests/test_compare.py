@@ -13,9 +13,9 @@ from golden import assert_golden
 from rows import drafted, pair, plain
 from runs import SUITES, answers, asked, changed, slower, stored
 
-from dflash_bench import frame, parts, store
-from dflash_bench.peers import published, zlab
+from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.records import SCHEMA_VERSION
+from dflash_bench.results import frame, parts, store
 
 Main = Callable[..., tuple[int, str, str]]
 

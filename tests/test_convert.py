@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from toy import plain, run
 
-from dflash_bench import suites
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
@@ -23,7 +22,8 @@ from dflash_bench.models import loading
 from dflash_bench.models.conversion import convert
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
-from dflash_bench.presets import NANO
+from dflash_bench.models.presets import NANO
+from dflash_bench.tasks import suites
 
 LENGTH = 48
 

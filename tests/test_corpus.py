@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from dflash_bench import sandbox, scoring, suites
+from dflash_bench.tasks import sandbox, scoring, suites
 from dflash_bench.train import embedded
 from dflash_bench.train.corpus import mixture
 from dflash_bench.train.data import held_out_tasks, is_held_out, training_tasks

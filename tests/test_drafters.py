@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 
-from dflash_bench import presets
 from dflash_bench.engine.decoding import Committed, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
@@ -20,7 +19,7 @@ from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from cages import BOXES, MARKER, RIGHT, Box, num_processes
 
-from dflash_bench import sandbox
-from dflash_bench.cage import syscalls
-from dflash_bench.sandbox import Limits
+from dflash_bench.tasks import sandbox
+from dflash_bench.tasks.cage import syscalls
+from dflash_bench.tasks.sandbox import Limits
 
 NUMBERS = syscalls.X86_64 if os.uname().machine == "x86_64" else syscalls.AARCH64
 REFUSED = (
@@ -368,7 +368,7 @@ def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     "override",
     [
         "import os; os._exit = print",
-        "from dflash_bench.cage import runner; runner._finish = print; runner.os = None",
+        "from dflash_bench.tasks.cage import runner; runner._finish = print; runner.os = None",
         "import builtins; builtins.eval = builtins.AssertionError = lambda *_: None",
         "import sys; sys.modules.clear()",
         "import sys; sys.excepthook = lambda *_: None",

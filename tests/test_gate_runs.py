@@ -14,11 +14,12 @@ import xmlschema
 from golden import assert_golden
 from runs import answers, changed, failing, slower, stored
 
-from dflash_bench import frame, metrics
-from dflash_bench.gate import checks
-from dflash_bench.gate.baselines import Limit
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.gate import checks
+from dflash_bench.analysis.gate.baselines import Limit
+from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Record
-from dflash_bench.stats import Interval
+from dflash_bench.results import frame
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from dflash_bench.errors import UserError
 from dflash_bench.models import files
 from dflash_bench.models.inspection import as_json, inspect, text
-from dflash_bench.presets import NANO
+from dflash_bench.models.presets import NANO
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from tokenizers.models import WordLevel
 from toy import tiny
 from transformers import PreTrainedTokenizerFast
 
-from dflash_bench import presets
 from dflash_bench.errors import UserError
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import save_draft

@@ -19,7 +19,7 @@ from dflash_bench.methods import Method, parse
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.loading import Models
-from dflash_bench.presets import Preset
+from dflash_bench.models.presets import Preset
 from dflash_bench.records import Message
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]

@@ -13,8 +13,8 @@ import pytest
 from fake import FakeBackend, install, main
 from test_whole import rewritten, without
 
-from dflash_bench import store
 from dflash_bench.records import Record
+from dflash_bench.results import store
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

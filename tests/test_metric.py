@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import scoring
 from dflash_bench.errors import UserError
+from dflash_bench.tasks import scoring
 
 evaluate: Any = pytest.importorskip("evaluate")
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
 from runs import ENVIRONMENT
 
-from dflash_bench import frame, metrics, rounds, store
-from dflash_bench.metrics import Cell
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.metrics import Cell
+from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Divergence, Record
-from dflash_bench.rounds import AcceptAt
-from dflash_bench.stats import Interval
+from dflash_bench.results import frame, rounds, store
+from dflash_bench.results.rounds import AcceptAt
 
 # Prompt a: 2 rounds, 5 + 5 tokens. Prompt b: 4 rounds, 1 + 1 + 2 + 2 tokens.
 UNEVEN = [*pair("a", [4, 4]), *pair("b", [0, 0, 1, 1])]

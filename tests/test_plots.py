@@ -11,12 +11,13 @@ import pytest
 from rows import generation, pair, record
 from runs import SUITES, answers, asked, slower, stored
 
-from dflash_bench import frame, metrics, plots
-from dflash_bench.plots import acceptance, speed, style
-from dflash_bench.plots.material import Material
-from dflash_bench.plots.trend import trend
+from dflash_bench.analysis import metrics
 from dflash_bench.records import Record
-from dflash_bench.report import read
+from dflash_bench.report import plots, read
+from dflash_bench.report.plots import acceptance, speed, style
+from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.trend import trend
+from dflash_bench.results import frame
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench import presets
 from dflash_bench.errors import UserError
 from dflash_bench.methods import KNOWN, MAX_DRAFTS
-from dflash_bench.presets import Preset
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
 
 HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 

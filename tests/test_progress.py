@@ -7,7 +7,7 @@ import io
 import pytest
 from rows import drafted, failed, plain
 
-from dflash_bench.progress import Progress
+from dflash_bench.run.progress import Progress
 
 
 class Terminal(io.StringIO):

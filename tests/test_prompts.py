@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import prompts
 from dflash_bench.errors import UserError
 from dflash_bench.records import Message
+from dflash_bench.tasks import prompts
 
 
 def refusal(path: Path, **options: Any) -> str:

@@ -18,11 +18,13 @@ import pytest
 from golden import assert_golden
 from rows import drafted, failed, generation, pair, plain, record
 
-from dflash_bench import frame, metrics, report
-from dflash_bench.findings import Finding
-from dflash_bench.findings import findings as find
-from dflash_bench.metrics import FORMULAS, Cell
+from dflash_bench import report
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.findings import findings as find
+from dflash_bench.analysis.metrics import FORMULAS, Cell
 from dflash_bench.records import Divergence, Record
+from dflash_bench.results import frame
 
 ENVIRONMENT: dict[str, Any] = {
     "platform": "Linux",
@@ -443,7 +445,7 @@ def test_nothing_found_is_said() -> None:
 
 
 def test_importing_the_report_loads_nothing_heavy() -> None:
-    code = "import sys, dflash_bench.report, dflash_bench.store; print(*sys.modules)"
+    code = "import sys, dflash_bench.report, dflash_bench.results.store; print(*sys.modules)"
     root = str(Path(__file__).parent.parent)
     environment = os.environ | {"PYTHONPATH": root}
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)

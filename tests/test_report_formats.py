@@ -15,9 +15,9 @@ from golden import assert_golden
 from rows import failed, plain
 from runs import IDENTITY, answers, changed, stored
 
-from dflash_bench import store
 from dflash_bench.report import read
 from dflash_bench.report.texts import latex_escaped
+from dflash_bench.results import store
 
 Main = Callable[..., tuple[int, str, str]]
 

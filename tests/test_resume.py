@@ -15,8 +15,8 @@ import pytest
 import tiny
 from fake import main
 
-from dflash_bench import store
 from dflash_bench.records import Record
+from dflash_bench.results import store
 
 ROOT = Path(__file__).parent.parent
 Captured = pytest.CaptureFixture[str]
@@ -51,7 +51,8 @@ def unbroken(workplace: Path) -> list[Record]:
 
 STOPS_ITSELF = """
 import os, signal, sys
-from dflash_bench import cli, store
+from dflash_bench import cli
+from dflash_bench.results import store
 
 moment, number = sys.argv.pop(1), int(sys.argv.pop(1))
 append, replace, num_appended = store.Run.append, os.replace, 0

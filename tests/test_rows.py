@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import rows
 from dflash_bench.errors import UserError
-from dflash_bench.rows import DataSet
+from dflash_bench.tasks import rows
+from dflash_bench.tasks.rows import DataSet
 
 TOY = DataSet("toy", "nobody/toy", "test")
 ROWS: list[dict[str, Any]] = [

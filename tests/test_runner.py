@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from fake import FakeBackend, other_tokens
 
-from dflash_bench import runner, scoring, store
 from dflash_bench.records import Divergence, Generation, Message, Prompt, Record
-from dflash_bench.runner import Plan
-from dflash_bench.sandbox import Cage
-from dflash_bench.suites import Loaded, Suite
+from dflash_bench.results import store
+from dflash_bench.run import runner
+from dflash_bench.run.runner import Plan
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.suites import Loaded, Suite
 
 METHODS = ("ar", "dflash", "eagle3")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
-from dflash_bench import sandbox
-from dflash_bench.cage import keeper
-from dflash_bench.sandbox import Cage, Limits, Outcome
+from dflash_bench.tasks import sandbox
+from dflash_bench.tasks.cage import keeper
+from dflash_bench.tasks.sandbox import Cage, Limits, Outcome
 
 Patch = pytest.MonkeyPatch
 needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted here")
@@ -245,11 +245,11 @@ def test_a_runner_dies_with_its_keeper_before_the_verdict(cage: Cage, monkeypatc
 @pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
 def test_the_cage_dies_with_the_caller(cage: Cage, tmp_path: Path) -> None:
     caller = (
-        "from dflash_bench import sandbox\nfrom dflash_bench.sandbox import Cage\n"
+        "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Cage\n"
         f"sandbox._KEEPER += ({MARKER!r},)\n"
         f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.Limits(wall_s=1000))\n"
     )
-    root, environment = Path(sandbox.__file__).parents[1], os.environ | {"TMPDIR": str(tmp_path)}
+    root, environment = Path(sandbox.__file__).parents[2], os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", caller], cwd=root, env=environment)
     wait_until(lambda: num_processes() == 3)  # the caller, the keeper and the runner
     process.send_signal(signal.SIGKILL)
@@ -290,7 +290,7 @@ def test_walls_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
 def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeypatch: Patch) -> None:
     """It knows fewer rights; emptying a file that may be read, for one, is not among the first."""
     older = (
-        "import sys; sys.path.append(sys.argv[1]); from dflash_bench.cage import kernel, keeper\n"
+        "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.cage import kernel, keeper\n"
         "call = kernel.system_call\n"
         f"kernel.system_call = lambda n, *args: {version} if (n, args[0]) == (444, None) else call(n, *args)\n"
         "keeper.main()"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import scoring
 from dflash_bench.errors import UserError
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import UNSAFE, Limits, strongest
-from dflash_bench.scoring import check_references, score
-from dflash_bench.scoring.answers import Score
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.sandbox import UNSAFE, Limits, strongest
+from dflash_bench.tasks.scoring import check_references, score
+from dflash_bench.tasks.scoring.answers import Score
 
 
 def prompt(reference: str | None = None, row: Mapping[str, Any] | None = None) -> Prompt:
@@ -264,7 +264,9 @@ def test_without_a_cage_code_is_not_run(name: str, asked: Prompt, monkeypatch: p
 
 
 def test_a_keeper_that_breaks_down_is_a_failed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_bench.sandbox._KEEPER", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    monkeypatch.setattr(
+        "dflash_bench.tasks.sandbox._KEEPER", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    )
     assert score("humaneval", HUMANEVAL, f"```python\n{RIGHT}```", CAGE) == Score(RIGHT, False)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import scoring
 from dflash_bench.records import Prompt
-from dflash_bench.sandbox import UNSAFE, Limits, strongest
-from dflash_bench.scoring import score
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.sandbox import UNSAFE, Limits, strongest
+from dflash_bench.tasks.scoring import score
 
 CAGE = strongest() or UNSAFE
 STUB = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_bench.records import Prompt
-from dflash_bench.scoring import score
+from dflash_bench.tasks.scoring import score
 
 pytest.importorskip("math_verify")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dflash_bench.records import Prompt
-from dflash_bench.scoring import score
-from dflash_bench.scoring.answers import Score
+from dflash_bench.tasks.scoring import score
+from dflash_bench.tasks.scoring.answers import Score
 
 GSM8K = [
     # reference, text, passed

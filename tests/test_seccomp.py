@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.cage import seccomp, syscalls
+from dflash_bench.tasks.cage import seccomp, syscalls
 
 PID = 4321
 MACHINES = {"x86_64": (0xC000003E, syscalls.X86_64), "aarch64": (0xC00000B7, syscalls.AARCH64)}

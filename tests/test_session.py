@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dflash_bench import frame, metrics, presets, sandbox, session, store
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.findings import findings
 from dflash_bench.errors import UserError
-from dflash_bench.findings import findings
-from dflash_bench.session import Request
+from dflash_bench.models import presets
+from dflash_bench.results import frame, store
+from dflash_bench.run import session
+from dflash_bench.run.session import Request
+from dflash_bench.tasks import sandbox
 
 
 @pytest.fixture(scope="module")

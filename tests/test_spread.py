@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dflash_bench import stats
-from dflash_bench.gate import spread
-from dflash_bench.gate.spread import RunNoise, difference, run_noise
+from dflash_bench.analysis import stats
+from dflash_bench.analysis.gate import spread
+from dflash_bench.analysis.gate.spread import RunNoise, difference, run_noise
 
 RATIO = stats.ratio([0], [1])
 NONE = RunNoise(0.0, inf, "stated")

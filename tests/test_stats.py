@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dflash_bench import stats
-from dflash_bench.stats import Interval
+from dflash_bench.analysis import stats
+from dflash_bench.analysis.stats import Interval
 
 
 def ratio_interval(tops: Any, bottoms: Any, over: tuple[Any, Any] | None = None, *, seed: int = 0) -> Interval:

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import drafted, generation, pair, plain, record
 
-from dflash_bench import parts, store
 from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Exactness, Generation, Record
+from dflash_bench.results import parts, store
 
 INFO: dict[str, Any] = {
     "identity": {"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1"},
@@ -434,7 +434,7 @@ SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
 from rows import pair
-from dflash_bench import parts, store
+from dflash_bench.results import parts, store
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_bench import suites
 from dflash_bench.errors import UserError
 from dflash_bench.records import Message, Prompt
-from dflash_bench.suites import Suite
+from dflash_bench.tasks import suites
+from dflash_bench.tasks.suites import Suite
 
 TOY = Suite(
     name="toy",
@@ -244,7 +244,7 @@ def test_the_table_lists_groups_and_counts_the_shipped_rows(tmp_path: Path, monk
 
 
 def test_an_installed_package_reads_the_copy_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "__file__", str(tmp_path / "dflash_bench" / "suites.py"))
+    monkeypatch.setattr(suites, "__file__", str(tmp_path / "dflash_bench" / "tasks" / "suites.py"))
     assert suites.data_folder() == tmp_path / "suites"
     (tmp_path / "dflash_bench" / "_suites").mkdir(parents=True)
     assert suites.data_folder() == tmp_path / "dflash_bench" / "_suites"

@@ -16,7 +16,6 @@ import transformers
 from toy import Watching, run
 from transformers.generation import candidate_generator
 
-from dflash_bench import suites
 from dflash_bench.engine.decoding import Limits
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.local import LocalBackend, stop_ids
@@ -26,6 +25,7 @@ from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.records import Message
+from dflash_bench.tasks import suites
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"),

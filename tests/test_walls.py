@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from cages import ASKED_BY_US, MARKER, SHORT, num_processes
 
-from dflash_bench import sandbox
-from dflash_bench.cage import kernel
-from dflash_bench.sandbox import Cage, Outcome
+from dflash_bench.tasks import sandbox
+from dflash_bench.tasks.cage import kernel
+from dflash_bench.tasks.sandbox import Cage, Outcome
 
 Run = Callable[[str], Outcome]
 

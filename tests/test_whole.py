@@ -14,8 +14,8 @@ import pytest
 from rows import generation, pair, plain, record
 from runs import SUITES, answers, changed, failing, stored
 
-from dflash_bench import frame, parts
 from dflash_bench.records import Record
+from dflash_bench.results import frame, parts
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import save_draft
-from dflash_bench.presets import NANO
+from dflash_bench.models.presets import NANO
 
 HIDDEN, VOCABULARY, LAYERS = 32, 1024, 4
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -20,7 +20,7 @@ app = typer.Typer()
 @app.command(cls=Command)
 def models(as_json: options.AsJson = False) -> None:
     """List the models: target, drafts, how they were trained, what is on this disk, what this machine can hold."""
-    from dflash_bench import catalogue
+    from dflash_bench.models import catalogue
 
     listed, machine = catalogue.listing(), catalogue.machine()
     if as_json:

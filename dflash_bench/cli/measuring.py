@@ -52,8 +52,12 @@ def run(
 
     Exit status 1: an answer is not the model's own output, or failed.
     """
-    from dflash_bench import frame, metrics, presets, report, session
-    from dflash_bench.findings import findings
+    from dflash_bench import report
+    from dflash_bench.analysis import metrics
+    from dflash_bench.analysis.findings import findings
+    from dflash_bench.models import presets
+    from dflash_bench.results import frame
+    from dflash_bench.run import session
 
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
@@ -109,8 +113,9 @@ def _stopped(folder: Path) -> str:
 @app.command(cls=Command)
 def suites() -> None:
     """List the suites: where their rows come from, how many are shipped, how they are scored."""
-    from dflash_bench import report, sandbox
-    from dflash_bench.suites import known_groups, table
+    from dflash_bench import report
+    from dflash_bench.tasks import sandbox
+    from dflash_bench.tasks.suites import known_groups, table
 
     say(report.suites_text(table(), known_groups()))
     cage = sandbox.strongest()

@@ -40,7 +40,7 @@ def compare(
     as_json: options.AsJson = False,
 ) -> None:
     """Compare methods within a run, or the same cells before and after, on the same prompts."""
-    from dflash_bench.compare.runs import compared
+    from dflash_bench.report.compared import compared
 
     found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
     say(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
@@ -56,8 +56,8 @@ def baseline(
     ] = False,
 ) -> None:
     """Write what runs reached as the expectation for later ones; several say how far runs are apart."""
-    from dflash_bench import frame
-    from dflash_bench.gate import baselines
+    from dflash_bench.analysis.gate import baselines
+    from dflash_bench.results import frame
 
     baselines.refuse_twins(runs)
     found = baselines.read_limits(limits) if limits else {}
@@ -88,8 +88,8 @@ def check(
     the noise between runs, so that an allowance is made for it, and small losses pass: three and a baseline of three
     show a loss of 10 %.
     """
-    from dflash_bench.gate import formats
-    from dflash_bench.gate.checks import checked
+    from dflash_bench.analysis.gate.checks import checked
+    from dflash_bench.report import gate as formats
 
     found = checked(runs, baseline, limits, tuple(allow or ()))
     _save(junit, "w", lambda: formats.junit(found.outcome, "dflash-bench"))
@@ -171,8 +171,9 @@ def plot(
     allow: options.Allow = None,
 ) -> None:
     """Draw the plots of a run, or with several runs that are alike their trend."""
-    from dflash_bench import plots, report
+    from dflash_bench import report
     from dflash_bench.bars import late
+    from dflash_bench.report import plots
 
     plots.check_kind(kind)
     if len(runs) > 1:
@@ -187,9 +188,10 @@ def plot(
 
 
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
-    from dflash_bench import plots, report
+    from dflash_bench import report
+    from dflash_bench.analysis.changes import check_allowed, refuse_unlike
     from dflash_bench.bars import late
-    from dflash_bench.compare.changes import check_allowed, refuse_unlike
+    from dflash_bench.report import plots
 
     if out is None:
         raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")

@@ -21,7 +21,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.methods import Method, drafts_trees
 from dflash_bench.models import chat
 from dflash_bench.models.loading import Models
-from dflash_bench.presets import Preset
+from dflash_bench.models.presets import Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
 
 DEFAULT_CHAIN = 7

@@ -13,7 +13,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.models import formats, hub, pairing, targets
 from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, read_config
 from dflash_bench.models.layout import lay_out
-from dflash_bench.presets import Preset, preset, require_drafts
+from dflash_bench.models.presets import Preset, preset, require_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from dflash_bench import presets
 from dflash_bench.errors import UserError
-from dflash_bench.models import files, hub, pairing
+from dflash_bench.models import files, hub, pairing, presets
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from dflash_bench.document import ALLOWED, Document, read
 from dflash_bench.report.card import card
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.console import suites_text, text
 from dflash_bench.report.data import as_json, csv_text, document_json
+from dflash_bench.report.document import ALLOWED, Document, read
 from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.texts import latex, markdown
 

@@ -9,10 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import parts
-from dflash_bench.document import Document
-from dflash_bench.metrics import BASELINE
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.report import tokens
+from dflash_bench.report.document import Document
+from dflash_bench.results import parts
 
 COLUMNS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dflash_bench.document import Document, over_all
-from dflash_bench.findings import badges
-from dflash_bench.metrics import FORMULAS
+from dflash_bench.analysis.findings import badges
+from dflash_bench.analysis.metrics import FORMULAS
+from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import facts, speedups, tally, with_badges
-from dflash_bench.tables import ABSENT, number
 
 
 def card(document: Document) -> str:

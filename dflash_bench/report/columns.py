@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_bench.findings import Finding, badges
-from dflash_bench.findings.badges import Badge
-from dflash_bench.metrics import BASELINE, FORMULAS, Cell, Tally
-from dflash_bench.tables import ABSENT, number, with_interval
+from dflash_bench.analysis.findings import Finding, badges
+from dflash_bench.analysis.findings.badges import Badge
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Tally
+from dflash_bench.report.tables import ABSENT, number, with_interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from dflash_bench.findings import Finding
-from dflash_bench.metrics import Cell
+from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.metrics import Cell
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
 if TYPE_CHECKING:
-    from dflash_bench.suites import Listing
+    from dflash_bench.tasks.suites import Listing
 
 WIDTH = 100
 

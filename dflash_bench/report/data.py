@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.document import Document
-from dflash_bench.findings import Finding
-from dflash_bench.metrics import FIGURES, FORMULAS, Cell
-from dflash_bench.stats import Interval
+from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.metrics import FIGURES, FORMULAS, Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.report.document import Document
 from dflash_bench.text import visible
 
 JSON_FIELDS = (

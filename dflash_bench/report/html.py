@@ -16,17 +16,17 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from dflash_bench import __version__, labels, plots
+from dflash_bench import __version__, labels
+from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.findings.badges import Badge
+from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import late
-from dflash_bench.document import Document, over_all
 from dflash_bench.errors import UserError
-from dflash_bench.findings import Finding
-from dflash_bench.findings.badges import Badge
-from dflash_bench.metrics import Cell
-from dflash_bench.report import answers
+from dflash_bench.report import answers, plots
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
+from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.tables import number
 from dflash_bench.report.words import facts, sentences, speedups, tally
-from dflash_bench.tables import number
 from dflash_bench.text import visible
 
 MOST_ANSWERS = 300

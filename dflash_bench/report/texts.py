@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from dflash_bench import environment, labels, tables
-from dflash_bench.findings import Finding
-from dflash_bench.metrics import Cell
+from dflash_bench import environment, labels
+from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.metrics import Cell
+from dflash_bench.report import tables
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas, legend, marked
 from dflash_bench.text import visible
 

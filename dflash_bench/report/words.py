@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_bench import environment, labels
-from dflash_bench.document import Document, over_all
-from dflash_bench.findings import badges
-from dflash_bench.metrics import BASELINE, Tally
-from dflash_bench.stats import Interval
-from dflash_bench.tables import number, with_interval
+from dflash_bench.analysis.findings import badges
+from dflash_bench.analysis.metrics import BASELINE, Tally
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.tables import number, with_interval
 
 
 def sentences(document: Document) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from dflash_bench.presets import NANO
+from dflash_bench.models.presets import NANO
 from dflash_bench.train import embedded
 from dflash_bench.train.nano import Builder, NanoRecipe
 

@@ -1,0 +1,185 @@
+"""Where a number is weak or a run went wrong: what was seen, in numbers, and what to do about it.
+
+A closed list. A check looks at one cell, or at one suite where all methods share the fault, and returns what
+it found or None. It looks at the rows again, because a cell no longer holds what made its numbers weak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from typing import Any
+
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.findings import over_time, speed
+from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
+from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts, tokens_a_round
+from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.methods import drafts_trees
+from dflash_bench.records import CODE_SCORERS, Divergence
+from dflash_bench.tasks import sandbox
+
+__all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
+
+SATURATED = 0.5
+"""Share of rounds that keep the whole draft."""
+TRUNCATED = 0.10
+"""Share of answers cut at the limit."""
+
+
+def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
+    """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
+    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    first = rows["suite"].iloc[int(rows["order"].to_numpy().argmin())]
+    cases = [_case(rows, cell, identity or {}, cell.suite in plain, cell.suite == first) for cell in cells]
+    alike: dict[tuple[str, str], list[Seen]] = {}
+    for seen in (check(case) for check in CHECKS for case in cases):
+        if seen is not None:
+            alike.setdefault((seen.kind, seen.remedy), []).append(seen)
+    return [_finding(group) for group in alike.values()]
+
+
+def _finding(alike: Sequence[Seen]) -> Finding:
+    first, *others = alike
+    likewise = f"; likewise {_wheres(others)}" if others else ""
+    places = tuple(seen.place for seen in alike)
+    return Finding(first.kind, f"{_wheres([first])}: {first.text}{likewise}", first.remedy, places)
+
+
+def _wheres(others: Sequence[Seen]) -> str:
+    """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
+    by_suite: dict[str, list[str]] = {}
+    for seen in others:
+        by_suite.setdefault(seen.label, []).append(seen.place[1])
+    return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
+
+
+def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
+    own = metrics.select(rows, suite=cell.suite, slice=cell.slice, method=cell.method)
+    return Case(cell, own, metrics.without_errors(own), identity, has_plain, opens_run)
+
+
+def _mismatch(case: Case) -> Seen | None:
+    wrong = case.good[metrics.mismatched(case.good)]
+    if not len(wrong):
+        return None
+    tally = f"{len(wrong)} of {answers(case.good)}"
+    audited = wrong[wrong["audit"] == "mismatch"]
+    if len(audited):
+        text = f"{tally} are not the published model's own output; first at {_departure(audited.iloc[0], 'audit')}"
+        return case.seen(
+            "mismatch", text, "rounding does not explain it: a bug in the engine, do not use these numbers"
+        )
+    at = _departure(wrong.iloc[0], "divergence")
+    if case.is_baseline:
+        text = f"plain decoding disagrees with itself in {tally}; first at {at}"
+        return case.seen("mismatch", text, "the control failed: use --dtype float32, or find what is random")
+    text = f"{tally} leave the plain answer; first at {at}"
+    return case.seen("mismatch", text, "rounding does not explain it: a bug, do not use these numbers")
+
+
+def _departure(row: Any, kind: str) -> str:
+    """Which answer leaves what it should be, where, and how far; `kind` names the columns, divergence or audit."""
+    index = row["first_divergence" if kind == "divergence" else "audit_index"]
+    gap, tolerance = (None if isnan(row[name]) else row[name] for name in (f"{kind}_gap", f"{kind}_tolerance"))
+    place = "" if isnan(index) else f" {Divergence(int(index), gap, tolerance)}"
+    return f"prompt {row['prompt_id']} turn {row['turn']}{place}"
+
+
+def _failed(case: Case) -> Seen | None:
+    errors = case.rows["error"].dropna()
+    if not len(errors):
+        return None
+    first = (errors.iloc[0].splitlines() or ["no message"])[0]
+    text = f"{len(errors)} of {answers(case.rows)} failed and are in no number; the first: {first[:160]}"
+    return case.seen("failed", text, "remove the cause and run again with another --out")
+
+
+def _no_baseline(case: Case) -> Seen | None:
+    if case.has_plain or not case.cell.num_prompts:
+        return None
+    text = "its suite has no answers of plain decoding (ar), so there is no speed-up"
+    return case.seen("no_baseline", text, "finish the run with --resume, or run it again")
+
+
+def _near_ties(case: Case) -> Seen | None:
+    ties = case.good[(case.good["exactness"] == "near_tie") | (case.good["audit"] == "near_tie")]
+    if not len(ties):
+        return None
+    gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
+    apart = "" if isnan(gap) else f", {gap:.2g} logits apart at most"
+    text = f"{len(ties)} of {answers(case.good)} take the other of two tokens that rounding cannot tell apart{apart}"
+    return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
+
+
+def _nothing_drafted(case: Case) -> Seen | None:
+    if case.is_baseline or not never_drafts(case):
+        return None
+    num_rounds = int(case.good["num_rounds"].sum())
+    remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
+    return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
+
+
+def _other_mode(case: Case) -> Seen | None:
+    """The first cause of low acceptance: a draft that has only seen answers that think, or only answers that do not."""
+    trained, thinking = case.draft.get("trained_thinking"), case.identity.get("thinking")
+    if trained is None or thinking is None or trained == thinking:
+        return None
+    mode = {True: "with thinking", False: "without thinking"}
+    text = f"this run is {mode[thinking]}, its draft was trained on answers {mode[trained]}"
+    return case.seen("other_mode", text, f"add {'--thinking' if trained else '--no-thinking'}, or use another draft")
+
+
+def _other_target(case: Case) -> Seen | None:
+    verifier, target = case.draft.get("verifier"), case.identity.get("target")
+    if not verifier or not target or last_part(verifier) == last_part(target):
+        return None
+    text = f"its draft names {verifier} as its target, this one is {target}"
+    return case.seen("other_target", text, f"expect less than with --target {verifier}")
+
+
+def last_part(name: str) -> str:
+    """What tells models apart, however they are named: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are one."""
+    return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def _saturated(case: Case) -> Seen | None:
+    # No round keeps all nodes of a tree: they are alternatives.
+    if drafts_trees(case.cell.method):
+        return None
+    num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
+    if not num_drafting or num_whole <= SATURATED * num_drafting:
+        return None
+    text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) keep the whole draft"
+    remedy = f"{tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
+    return case.seen("saturated", text, remedy)
+
+
+def _truncated(case: Case) -> Seen | None:
+    num_cut = int((case.good["finish_reason"] == "length").sum())
+    if not case.is_baseline or num_cut <= TRUNCATED * len(case.good):
+        return None
+    text = f"{num_cut} of {answers(case.good)} were cut at the token limit"
+    return case.seen_in_suite("truncated", text, "raise --max-new-tokens")
+
+
+def _few_prompts(case: Case) -> Seen | None:
+    if not case.is_baseline or case.cell.num_prompts >= MIN_PROMPTS:
+        return None
+    text = f"only {case.cell.num_prompts} prompts, too few for an interval to be trusted"
+    return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
+
+
+def _code_not_run(case: Case) -> Seen | None:
+    suite = case.identity.get("suites", {}).get(case.cell.suite, {})
+    if not case.is_baseline or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
+        return None
+    text = f"answers are code that was not run, and so are not scored: {sandbox.NO_CAGE}"
+    return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)
+
+
+CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
+    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, speed.dead_draft,
+    speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
+    over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval, _code_not_run,
+)  # fmt: skip

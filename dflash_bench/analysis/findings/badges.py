@@ -1,0 +1,52 @@
+"""What weakens a speed-up so much that it must be seen beside the figure itself, and not only among the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dflash_bench.analysis.findings.case import MIN_PROMPTS, Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Badge:
+    """`mark` stands behind a figure in text, and its `meaning` below the table; a page has room for the `name`."""
+
+    mark: str
+    name: str
+    meaning: str
+
+
+BADGES = {
+    "unclear": Badge("?", "interval contains 1", "the interval contains 1: shown neither faster nor slower than plain"),
+    "few_prompts": Badge(
+        "n", "few prompts", f"fewer than {MIN_PROMPTS} prompts, too few for the interval to be trusted"
+    ),
+    "drift": Badge("d", "drift", "the machine's speed drifted while this suite was measured"),
+}
+"""By the kind of finding that says more."""
+
+
+def beside(findings: Iterable[Finding], suite: str, method: str) -> list[Badge]:
+    """Those of one cell's speed-up."""
+    kinds = {each.kind for each in findings if (suite, method) in each.places or (suite, "") in each.places}
+    return _of(kinds)
+
+
+def beside_mean(findings: Iterable[Finding], is_unclear: bool) -> list[Badge]:
+    """Those of a method's mean over all suites, whose interval contains 1 if it `is_unclear`."""
+    kinds = {each.kind for each in findings} - {"unclear"}
+    return _of(kinds | ({"unclear"} if is_unclear else set()))
+
+
+def _of(kinds: set[str]) -> list[Badge]:
+    return [badge for kind, badge in BADGES.items() if kind in kinds]
+
+
+def marks(badges: Iterable[Badge]) -> str:
+    return "".join(badge.mark for badge in badges)
+
+
+def legend(badges: Sequence[Badge]) -> list[str]:
+    """A line for each, in the order of `BADGES`."""
+    return [f"{badge.mark} = {badge.meaning}" for badge in BADGES.values() if badge in badges]

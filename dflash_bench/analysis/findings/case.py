@@ -1,0 +1,75 @@
+"""What a check looks at, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_bench.analysis.metrics import BASELINE, Cell
+
+MIN_PROMPTS = 20
+
+Place = tuple[str, str]
+"""Suite and method; the method is empty where all of a suite's share the fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: str
+    text: str
+    remedy: str
+    places: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one check saw at one place."""
+
+    kind: str
+    label: str
+    """The suite for people."""
+    text: str
+    remedy: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cell, its rows of the frame (failed ones too), and the rows that did not fail."""
+
+    cell: Cell
+    rows: Any
+    good: Any
+    identity: Mapping[str, Any]
+    """What the run was made with, as `run.json` has it; empty where that is not known."""
+    has_plain: bool
+    """Has its suite an answer of plain decoding that did not fail?"""
+    opens_run: bool
+    """Has its suite the first answers of the run, which alone can be a warm-up?"""
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.cell.method == BASELINE
+
+    @property
+    def draft(self) -> Mapping[str, Any]:
+        """What is known of the method's draft; a draft's name begins that of every method that uses it."""
+        drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
+        return next((known for name, known in drafts.items() if self.cell.method.startswith(name)), {})
+
+    @property
+    def first_kept(self) -> float | None:
+        """accept_at[1], over the rounds that draft; None where there are none, or none is shown."""
+        num_drafting, num_kept = (float(self.good[name].sum()) for name in ("num_drafting", "num_first_kept"))
+        return num_kept / num_drafting if num_drafting else None
+
+    def seen(self, kind: str, text: str, remedy: str) -> Seen:
+        return Seen(kind, self.cell.label, text, remedy, (self.cell.suite, self.cell.method))
+
+    def seen_in_suite(self, kind: str, text: str, remedy: str) -> Seen:
+        return Seen(kind, self.cell.label, text, remedy, (self.cell.suite, ""))
+
+
+def answers(rows: Any) -> str:
+    return f"{len(rows)} answer{'' if len(rows) == 1 else 's'}"

@@ -1,0 +1,115 @@
+"""Why drafting does not pay: the draft does not know the text, rounds cost too much, or prompts are too few to tell."""
+
+from __future__ import annotations
+
+from dflash_bench.analysis.findings.case import Case, Seen
+from dflash_bench.analysis.metrics import Cell
+from dflash_bench.analysis.stats import Interval
+
+DEAD_AL = 1.05
+FIRST_KEPT = 0.5
+"""Below this accept_at[1], most rounds lose their very first drafted token, and drafting fewer of them cannot help."""
+WIDE = 0.10
+"""Half of an interval, as a share of its value."""
+SPEED_REMEDIES = {
+    "draft": "{fewer}, or use a smaller draft",
+    "verify": "{fewer}: on this device a longer forward costs too much",
+    "other": "the models are not the cost: try --threads 1, and keep the machine free of other work",
+}
+KNOWS_NOT = "drafting fewer tokens a round cannot help: take a draft that knows this text"
+
+
+def dead_draft(case: Case) -> Seen | None:
+    al = case.cell.value("al.pooled")
+    if case.is_baseline or al is None or al >= DEAD_AL or never_drafts(case):
+        return None
+    text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
+    remedy = "check that the draft was trained for this model: revision, chat template, tapped layers"
+    return case.seen("dead_draft", text, remedy)
+
+
+def unknown_text(case: Case) -> Seen | None:
+    """Alive, but it guesses wrongly from the first token on: not the length of the draft is at fault."""
+    al, first_kept = case.cell.value("al.pooled"), case.first_kept
+    if case.is_baseline or al is None or al < DEAD_AL or first_kept is None or first_kept >= FIRST_KEPT:
+        return None
+    text = (
+        f"the draft does not know this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
+        f"(accept_at[1] {first_kept:.2f}, al.pooled {al:.2f})"
+    )
+    remedy = (
+        "check that it was trained for this very target, chat template and thinking mode, and on texts like these "
+        "prompts; drafting fewer tokens a round cannot help"
+    )
+    return case.seen("unknown_text", text, remedy)
+
+
+def slower_than_plain(case: Case) -> Seen | None:
+    """Surely slower: the whole interval lies below 1."""
+    speedup = case.cell.figures.get("speedup.decode")
+    if case.is_baseline or speedup is None or (speedup.value if speedup.high is None else speedup.high) >= 1:
+        return None
+    text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(case.cell)}"
+    return case.seen("slower", text, _how_faster(case))
+
+
+def unclear(case: Case) -> Seen | None:
+    speedup = case.cell.figures.get("speedup.decode")
+    if case.is_baseline or speedup is None or not contains_one(speedup) or never_drafts(case):
+        return None
+    text = (
+        f"speedup.decode {speedup.value:.2f} has an interval that contains 1, {speedup.low:.2f} to {speedup.high:.2f}: "
+        "shown neither faster nor slower than plain decoding"
+    )
+    return case.seen("unclear", text, "raise --limit, or leave it out")
+
+
+def contains_one(speedup: Interval) -> bool:
+    """Then the answers show neither a gain nor a loss."""
+    return speedup.low is not None and speedup.high is not None and speedup.low <= 1 <= speedup.high
+
+
+def wide_interval(case: Case) -> Seen | None:
+    speedup = case.cell.figures.get("speedup.decode")
+    half = speedup.half_width if speedup else None
+    if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or contains_one(speedup):
+        return None
+    text = f"speedup.decode {speedup.value:.2f} is known to ± {half:.2f} only ({half / speedup.value:.0%})"
+    return case.seen("wide_interval", text, "raise --limit, or add suites")
+
+
+def _why_slow(cell: Cell) -> str:
+    parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
+    if al is None or needed is None or not parts:
+        return "the backend shows no rounds, so the reason is not available"
+    compared = "below" if al < needed else "not below"
+    besides = "" if al < needed else ", which leaves out other ms and draft prefill"
+    round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
+    largest = f"{max(parts, key=lambda name: parts[name])} is the largest part of a round ({round_ms} ms)"
+    return f"al.pooled {al:.2f} is {compared} break_even_al {needed:.2f}{besides}; {largest}"
+
+
+def _how_faster(case: Case) -> str:
+    cell = case.cell
+    parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
+    if case.first_kept is not None and case.first_kept < FIRST_KEPT and (needed is None or al is None or al < needed):
+        return KNOWS_NOT
+    if not parts or al is None or needed is None:
+        return f"{tokens_a_round(cell, 'fewer')}, and see with a local model where a round spends its time"
+    remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if al < needed else "other"]
+    return remedy.format(fewer=tokens_a_round(cell, "fewer"))
+
+
+def tokens_a_round(cell: Cell, how_many: str) -> str:
+    return f"draft {how_many} tokens a round (--method {cell.method.partition(':')[0]}:N)"
+
+
+def _parts(cell: Cell) -> dict[str, float]:
+    """Milliseconds of a round; empty where not all are known."""
+    parts = {name: cell.value(f"{name}_ms") for name in ("draft", "verify", "other")}
+    known = {name: value for name, value in parts.items() if value is not None}
+    return known if len(known) == len(parts) else {}
+
+
+def never_drafts(case: Case) -> bool:
+    return bool(case.good["num_rounds"].sum()) and not case.good["num_drafting"].sum()

@@ -1,0 +1,146 @@
+"""Runs held against a baseline, on the prompts that all of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis import changes, stats
+from dflash_bench.analysis.gate import spread
+from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs
+from dflash_bench.analysis.gate.outcome import Check
+from dflash_bench.analysis.gate.spread import METHOD_NOISE, RunNoise
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, TERMS, Cell
+from dflash_bench.errors import UserError
+from dflash_bench.records import is_greedy
+from dflash_bench.results.frame import Results
+
+TALLIES = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
+
+
+def unlike(runs: Sequence[Results], baseline: Baseline, allow: Sequence[str]) -> list[str]:
+    """What differs, to be told. Another machine is no reason to refuse: less is judged then, and that is said."""
+    pairs = [changes.refuse_unlike(baseline.as_results(), run, (*allow, "device")) for run in runs]
+    told = list(dict.fromkeys(text for several in pairs for text in several))
+    other = [text for text in told if text.startswith("device")]
+    if not other:
+        return told
+    ratios = "only time-free figures and speed-up ratios are judged"
+    return [text for text in told if text not in other] + [
+        f"the baseline is from another machine: {ratios} ({other[0]})"
+    ]
+
+
+def thinner(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
+    """Few prompts prove little: fewer than the baseline's are told, and fewer than half of them refused."""
+    counts = [
+        (f"{place[0]} {place[-1]}", len(changes.on_common_prompts(*then, *cells[place])[0]), then[0].num_prompts)
+        for place, then in baseline.cells.items()
+        if place in cells
+    ]
+    fewer = [f"{cell} {number} of {wanted}" for cell, number, wanted in counts if number < wanted]
+    more = f" and {len(fewer) - 4} more cells" if len(fewer) > 4 else ""
+    few = ", ".join(fewer[:4]) + more
+    if any(2 * number < wanted for _, number, wanted in counts) and "prompts" not in allow:
+        raise UserError(f"{name} has too few of the baseline's prompts: {few}; run them all, or --allow prompts")
+    return [f"fewer prompts than the baseline's are judged: {few}"] if few else []
+
+
+def against(
+    runs: Sequence[Results], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
+) -> list[Check]:
+    name = runs[0].name
+    missing = [f"{place[0]} {place[-1]}" for place in baseline.cells if place not in cells]
+    if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
+        raise UserError(
+            f"the baseline is for cells that {name} has not: {', '.join(missing)}; --allow cells skips them"
+        )
+    then = baseline.as_results()
+    same_machine = not any(kind == "device" for run in runs for kind, _ in changes.differences(then, run))
+    identities = [run.info["identity"] for run in runs]
+    fixed = all(is_greedy(identity["temperature"]) and identity["dtype"] == "float32" for identity in identities)
+    kinds = [kind for kind in limits if _is_judged(kind, baseline.with_timings, same_machine)]
+    return [
+        check
+        for place, before in baseline.cells.items()
+        if place in cells
+        for check in against_cell(before, cells[place], kinds, limits, run_names(runs), fixed)
+    ]
+
+
+def run_names(runs: Sequence[Results]) -> list[str]:
+    """What a check of one run is called by; a single run needs no name."""
+    return [run.name for run in runs] if len(runs) > 1 else [""]
+
+
+def _is_judged(kind: str, with_timings: bool, same_machine: bool) -> bool:
+    return not FIGURES[kind].is_timing or (with_timings and (same_machine or kind not in ABSOLUTE))
+
+
+def against_cell(
+    before: Sequence[Cell], after: Sequence[Cell], kinds: Sequence[str], limits: Mapping[str, Limit],
+    names: Sequence[str], fixed: bool,
+) -> Iterator[Check]:  # fmt: skip
+    """Of one suite and method, a cell for each run on either side. `fixed`: without clocks nothing is random."""
+    sums = np.array(changes.on_common_prompts(*before, *after))
+    suite, method, sides = after[0].suite, after[0].method, (sums[: len(before)], sums[len(before) :])
+    if not sums.shape[1]:
+        raise UserError(f"{suite} {method} shares no prompt with the baseline that was answered as often in both")
+    for kind in kinds:
+        if method == BASELINE and kind not in ("passed", *ABSOLUTE):
+            continue
+        is_random = FIGURES[kind].is_timing or not fixed
+        # Where nothing is random, every run must hold by itself.
+        parts = [("", sides[1])] if is_random else [(n, sides[1][at : at + 1]) for at, n in enumerate(names)]
+        for run, found in parts:
+            place = {"suite": suite, "method": method, "kind": kind, "run": run}
+            yield from _judged(place, sides[0], found, limits[kind], is_random)
+
+
+def _judged(place: Mapping[str, Any], before: Any, after: Any, limit: Limit, is_random: bool) -> Iterator[Check]:
+    kind = place["kind"]
+    expected, found = value(kind, before), value(kind, after)
+    if expected is None:
+        return
+    if found is None:
+        raise UserError(f"{place['suite']} {place['method']} has no {kind}, which the baseline holds")
+    # In exact arithmetic, a fall of just the tolerance passes.
+    short = found < expected * (1 - limit.fall) - 1e-12
+    random = _random(kind, before, after, limit) if is_random else {}
+    yield Check(
+        **place, found=found, expected=expected, tolerance=limit.fall, failed=short,
+        reason="below the baseline" if short else "", **random,
+    )  # fmt: skip
+
+
+def value(kind: str, runs: Any) -> float | None:
+    """Over all runs [runs, prompts, terms]: of ratios of seconds the geometric mean, of counts all together."""
+    statistic = FIGURES[kind].statistic
+    over = spread.value(runs, statistic) if FIGURES[kind].is_timing else float(statistic(runs.sum(axis=(0, 1))))
+    return over if np.isfinite(over) else None
+
+
+def _random(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
+    """How likely so large a difference is by chance, and which noise from run to run that reckons with."""
+    if kind in TALLIES:
+        tallies = [side[..., TERMS.index(kind)] for side in (before, after)]
+        # Of means over runs, in whole numbers.
+        differences = tallies[1].sum(axis=0) * len(before) - tallies[0].sum(axis=0) * len(after)
+        return {"p": stats.mcnemar(int((differences < 0).sum()), int((differences > 0).sum()))}
+    statistic, noise = FIGURES[kind].statistic, None
+    if FIGURES[kind].is_timing:
+        noise = spread.run_noise([before, after], statistic, allowed(kind), limit.run_noise)
+    difference = spread.difference(after, before, statistic, noise)
+    # One prompt proves nothing: then only what is not random is judged.
+    return {"p": 1.0 if difference is None else difference.p} | of_noise(noise)
+
+
+def allowed(kind: str) -> float:
+    """The noise from run to run that is allowed for in a figure; two methods make a ratio."""
+    return METHOD_NOISE if kind in ABSOLUTE else METHOD_NOISE * 2**0.5
+
+
+def of_noise(noise: RunNoise | None) -> dict[str, Any]:
+    return {"run_noise": noise.sd, "run_noise_source": noise.source} if noise else {}

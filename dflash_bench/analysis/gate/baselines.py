@@ -1,0 +1,244 @@
+"""What runs are expected to reach, as a file to commit: sums per run and prompt, so that later runs pair with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench import reading
+from dflash_bench.analysis import changes
+from dflash_bench.analysis.metrics import FIGURES, TERMS, Cell
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.results import shape
+from dflash_bench.results.frame import Results
+
+FORMAT = 2
+"""1 held one run, whose sums were a list per figure and not one for each run of it."""
+SHOWN = 10
+"""Digits that are kept of a second: ten digits are more than a clock has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much of the baseline's value may be lost, as a share of it; and a floor that holds without a baseline."""
+
+    fall: float = 0.0
+    at_least: float | None = None
+    run_noise: float | None = None
+    """How far runs are apart, as a standard deviation and a share, in place of what they show."""
+
+
+LIMITS = {
+    "al.pooled": Limit(0.005),  # where the rounding of another processor turns a draft's choice
+    "exact": Limit(0.0),
+    "passed": Limit(0.0),
+    "speedup.decode": Limit(0.05),
+    "speedup.e2e": Limit(0.05),
+    "tps.decode": Limit(0.05),
+}
+"""What can be gated, and by how much it may fall where a limits file does not say otherwise."""
+ABSOLUTE = ("tps.decode",)
+"""Gated only where limits name it: a busy or throttled machine is slower by what no test can tell from a loss."""
+RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
+Runs = Mapping[tuple[str, str, str], tuple[Cell, ...]]
+"""By suite, slice and method, a cell for each run."""
+
+
+SHAPE: dict[str, Any] = {
+    "identity": shape.IDENTITY,
+    "environment": shape.MACHINE,
+    "with_timings": bool,
+    "limits": dict,
+    "prompt_hashes": {shape.ANY: {shape.ANY: str}},
+    "cells": [{"suite": str, "method": str, "prompts": [str], "sums": {shape.ANY: list}}],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    name: str
+    info: Mapping[str, Any]
+    """`identity` and `environment` of the run."""
+    with_timings: bool
+    limits: Mapping[str, Limit]
+    cells: Runs
+    hashes: Mapping[str, Mapping[str, str]]
+    """By suite and prompt."""
+
+    @property
+    def num_runs(self) -> int:
+        return len(next(iter(self.cells.values())))
+
+    def as_results(self) -> Results:
+        """As far as `changes.differences` looks."""
+        pandas: Any = import_module("pandas")
+        rows = [(suite, prompt, text) for suite, found in self.hashes.items() for prompt, text in found.items()]
+        return Results(
+            self.name, dict(self.info), pandas.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"])
+        )
+
+
+def refuse_twins(runs: Sequence[Path]) -> None:
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise UserError("the same run twice says nothing of what changes from run to run; name each once")
+
+
+def by_place(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
+    """Raises UserError where one run has a suite and method that another has not."""
+    first, *others = [{cell.place: cell for cell in cells} for cells in cells_of_runs]
+    for run, cells in zip(runs[1:], others, strict=True):
+        if odd := sorted(set(first) ^ set(cells)):
+            (suite, _, method), has = odd[0], run if odd[0] in cells else runs[0]
+            lacks = runs[0] if has is run else run
+            raise UserError(f"{has.name} has {suite} {method} and {lacks.name} has not; give runs of the same command")
+    return {place: (cell, *(cells[place] for cells in others)) for place, cell in first.items()}
+
+
+def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
+    """Raises UserError for a run without plain answers, and for runs that are unlike."""
+    for other in runs[1:]:
+        changes.refuse_unlike(runs[0], other, ())
+    cells = by_place(runs, [changes.summarised(results) for results in runs])
+    judged = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
+    counts = ["answers", "paired"] if with_timings else ["answers"]
+    kept = list(dict.fromkeys([*counts, *(term for each in judged for term in (*each.top, *each.bottom))]))
+    hashes: dict[str, dict[str, str]] = {}
+    for suite, prompt, text in changes.hashes(runs[0].rows).itertuples(index=False, name=None):
+        hashes.setdefault(suite, {})[prompt] = text
+    environment = runs[0].info.get("environment") or {}
+    stored = {
+        "format": FORMAT,
+        "runs": [Path(results.name).name for results in runs],
+        "identity": runs[0].info["identity"],
+        "environment": {name: environment.get(name) for name in ("cpu", "gpus", "machine", "packages", "python")},
+        "with_timings": with_timings,
+        "limits": {name: asdict(limit) for name, limit in (RELATIVE | dict(limits)).items()},
+        "prompt_hashes": hashes,
+        "cells": [_cells_as_json(several, kept, with_timings) for several in cells.values() if several[0].num_prompts],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_one_cell_a_line(stored), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: bool) -> dict[str, Any]:
+    """Of one suite and method; its figures and sums have a list entry for each run."""
+    first = cells[0]
+    if any(set(cell.prompts) != set(first.prompts) for cell in cells):
+        raise UserError(f"the runs did not all answer the same prompts of {first.suite} by {first.method}")
+    in_order = changes.on_common_prompts(*cells, first)[:-1]
+    if len(in_order[0]) < len(first.prompts):
+        raise UserError(f"the runs did not answer the prompts of {first.suite} by {first.method} equally often")
+    shown = [name for name in LIMITS if name in first.figures and (with_timings or not FIGURES[name].is_timing)]
+    return {
+        "suite": first.suite,
+        "method": first.method,
+        "figures": {name: [float(f"{cell.value(name):.6g}") for cell in cells] for name in shown},
+        "prompts": list(first.prompts),
+        "sums": {name: [list(map(_short, sums[:, TERMS.index(name)].tolist())) for sums in in_order] for name in kept},
+    }
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value.is_integer() else float(f"{value:.{SHOWN}g}")
+
+
+def _one_cell_a_line(stored: Mapping[str, Any]) -> str:
+    """Whole sums on a line each: a difference is then read figure by figure."""
+    cells = stored["cells"]
+    head = json.dumps({name: value for name, value in stored.items() if name != "cells"}, indent=1, ensure_ascii=False)
+    lines = ",\n".join(_cell_lines(cell) for cell in cells)
+    return f'{head[:-2]},\n "cells": [\n{lines}\n ]\n}}\n'
+
+
+def _cell_lines(cell: Mapping[str, Any]) -> str:
+    of_runs = {name: ",\n".join(f"    {json.dumps(values)}" for values in runs) for name, runs in cell["sums"].items()}
+    sums = ",\n".join(f"   {json.dumps(name)}: [\n{lines}\n   ]" for name, lines in of_runs.items())
+    rest = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in cell.items() if name != "sums")
+    return f'  {{\n{rest},\n  "sums": {{\n{sums}\n  }}}}'
+
+
+def read(path: Path) -> Baseline:
+    stored = reading.json_of(path)
+    if not isinstance(stored, dict) or "cells" not in stored or "format" not in stored:
+        raise UserError(f"{path} is no baseline; write one with: dflash-bench baseline RUN... -o FILE")
+    if not isinstance(stored["format"], int) or stored["format"] > FORMAT:
+        raise UserError(f"{path} has format {stored['format']!r}, this is {FORMAT}; update dflash-bench")
+    if not stored["cells"]:
+        raise UserError(f"{path} holds no cells, so there is nothing to check against")
+    again = "write it again with: dflash-bench baseline RUN... -o FILE"
+    for fault in shape.faults(SHAPE, stored, ""):
+        raise UserError(f"{path} is damaged: {fault.lstrip('.')}; {again}")
+    try:
+        return _baseline_of_json(str(path), stored)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}; {again}") from error
+
+
+def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
+    info = {"identity": dict(stored["identity"]), "environment": dict(stored["environment"])}
+    is_first_format = stored["format"] == 1
+    several = [_cells_of_json(cell, is_first_format) for cell in stored["cells"]]
+    limits = _limits(name, stored["limits"])
+    if is_first_format:
+        # It had all limits; one that was not asked for cannot be told from one that was, but by its value.
+        limits = {name: limit for name, limit in limits.items() if name in RELATIVE or limit != LIMITS[name]}
+    cells = {runs[0].place: runs for runs in several}
+    return Baseline(name, info, bool(stored["with_timings"]), limits, cells, dict(stored["prompt_hashes"]))
+
+
+def _cells_of_json(stored: Mapping[str, Any], is_first_format: bool) -> tuple[Cell, ...]:
+    if not stored["prompts"] or len(set(stored["prompts"])) < len(stored["prompts"]):
+        raise ValueError(f"no prompts in {stored['suite']} {stored['method']}, or one twice")
+    runs = {name: [values] if is_first_format else values for name, values in stored["sums"].items()}
+    num_runs = max(map(len, runs.values()), default=0)
+    sums = np.zeros((num_runs, len(stored["prompts"]), len(TERMS)))
+    for name, values in runs.items():
+        if name not in TERMS or len(values) != num_runs or any(shape.faults([[float]], values, "")):
+            raise ValueError(f"the sums {name!r} are unknown, or no list of numbers for each run")
+        if any(len(own) != sums.shape[1] or min(own) < 0 for own in values):
+            raise ValueError(f"the sums {name!r} are below 0 or not one for each prompt")
+        sums[:, :, TERMS.index(name)] = values
+    if not num_runs:
+        raise ValueError(f"no sums in {stored['suite']} {stored['method']}")
+    return tuple(
+        Cell(
+            suite=stored["suite"], method=stored["method"], num_prompts=len(of_run), num_tokens=0, num_errors=0,
+            num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored["prompts"]), sums=of_run,
+        ) for of_run in sums
+    )  # fmt: skip
+
+
+def read_limits(path: Path) -> dict[str, Limit]:
+    """A TOML file with a table per figure: ["al.pooled"], and below it `fall = 0.01` or `at_least = 4`."""
+    return _limits(str(path), reading.toml_of(path))
+
+
+def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
+    known = [field.name for field in fields(Limit)]
+    for name, entry in stored.items():
+        if name not in LIMITS:
+            raise unknown(f"figure in {where}:", name, list(LIMITS))
+        if not isinstance(entry, dict):
+            raise UserError(f'{where}: {name} needs a table, such as ["{name}"] and below it fall = 0.02')
+        for key, value in entry.items():
+            if key not in known:
+                raise unknown(f"key in {where} {name}:", key, known)
+            if value is None and key != "fall":
+                continue
+            if key == "run_noise" and not FIGURES[name].is_timing:
+                raise UserError(f"{where}: {name} has no run_noise: no clock is in it")
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < shape.MOST
+            if not number or value < 0:
+                raise UserError(f"{where}: {name} {key} must be a number from 0 up, not {value!r}")
+            if key == "fall" and value >= 1:
+                raise UserError(f"{where}: {name} fall is a share below 1, such as 0.05 for 5 %, not {value!r}")
+    return {name: Limit(**({"fall": LIMITS[name].fall} | entry)) for name, entry in stored.items()}

@@ -1,0 +1,191 @@
+"""The gate: do runs fall short of a baseline, or of what any run must reach? To judge nothing is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench import labels
+from dflash_bench.analysis import changes
+from dflash_bench.analysis.findings import DEAD_AL
+from dflash_bench.analysis.gate import against, baselines, spread
+from dflash_bench.analysis.gate.against import run_names
+from dflash_bench.analysis.gate.baselines import Baseline, Limit, Runs
+from dflash_bench.analysis.gate.outcome import Check, Outcome, adjusted
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, mismatched
+from dflash_bench.errors import UserError
+from dflash_bench.results import frame
+from dflash_bench.results.frame import Results
+
+FLOORED = "speedup.decode"
+"""The figure that no method may surely have below 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    outcome: Outcome
+    cells: Runs
+
+
+def checked(runs: Sequence[Path], baseline: Path | None, limits: Path | None, allow: Sequence[str]) -> Checked:
+    """One `check` command: read all, and judge."""
+    changes.check_allowed(allow, (*frame.ALLOWED, "cells", "failed"))
+    baselines.refuse_twins(runs)
+    expected = baselines.read(baseline) if baseline else None
+    own_limits = baselines.read_limits(limits) if limits else {}
+    if limits and not own_limits:
+        raise UserError(f"{limits} holds no limits")
+    if limits and expected is None and not any(_stands_alone(*entry) for entry in own_limits.items()):
+        raise UserError(f"{limits} has no effect without --baseline: nothing in it has at_least")
+    read = [frame.read(run, allow=allow, judging=True) for run in runs]
+    named = zip(read, run_names(read), strict=True)
+    if flawed := [check for results, name in named for check in broken(results, allow, name)]:
+        # Figures of what is left would be judged as if they were the run's.
+        return Checked(_with_sources(Outcome(tuple(flawed), ()), read[0]), {})
+    cells = [changes.summarised(results) for results in read]
+    outcome = _with_sources(judge(read, cells, expected, own_limits, allow), read[0])
+    return Checked(with_failed_answers(outcome) if "failed" in allow else outcome, baselines.by_place(read, cells))
+
+
+def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]:
+    """A failed check for what is missing, there twice, or none that a run can give, unless it is allowed."""
+    allowed = {*allow, "unfinished"} if results.damaged else {*allow}
+    return [
+        Check(
+            suite=flaw.suite, method=flaw.method, kind=flaw.kind, run=run, found=flaw.num, expected=0, failed=True,
+            reason=flaw.what,
+        )
+        for flaw in results.flaws
+        if flaw.kind not in allowed
+    ]  # fmt: skip
+
+
+def _with_sources(outcome: Outcome, results: Results) -> Outcome:
+    identity = results.info["identity"]
+    checks = [replace(check, source=labels.source_of(identity, check.suite)) for check in outcome.checks]
+    return replace(outcome, checks=tuple(checks))
+
+
+def with_failed_answers(outcome: Outcome) -> Outcome:
+    """The same, where answers that failed do not count against the run: they are told instead."""
+    failed = [check for check in outcome.checks if check.kind == "failed" and check.failed]
+    told = [f"allowed: {check.label} {check.method}: {check.reason}" for check in failed]
+    checks = [replace(check, failed=False) if check in failed else check for check in outcome.checks]
+    return Outcome(tuple(checks), (*outcome.notes, *told))
+
+
+def _stands_alone(name: str, limit: Limit) -> bool:
+    return limit.at_least is not None or (name == FLOORED and limit.run_noise is not None)
+
+
+def judge(
+    runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]], baseline: Baseline | None,
+    limits: Mapping[str, Limit] | None = None, allow: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Raises UserError for a baseline of other cells or prompts, unlike runs, and where nothing can be judged."""
+    cells = baselines.by_place(runs, cells_of_runs)
+    notes = [text for run in runs for text in run.missing]
+    unlike = [changes.refuse_unlike(*pair, allow) for pair in combinations(runs, 2)]
+    notes += [f"allowed, though unlike: {text}" for text in dict.fromkeys(text for pair in unlike for text in pair)]
+    with_timings = baseline is None or baseline.with_timings
+    if not with_timings:
+        notes.append("the baseline holds no timings, so none is judged")
+    merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
+    named = zip(runs, run_names(runs), cells_of_runs, strict=True)
+    checks = [made for results, name, own in named for cell in own for made in alarms(results, cell, name)]
+    if with_timings:
+        checks += [made for own in cells.values() for made in _slower(own, _before(own, baseline), merged)]
+    checks += [made for own in cells.values() for made in _floors(own, merged, run_names(runs), with_timings)]
+    if baseline is not None:
+        notes += against.unlike(runs, baseline, allow)
+        notes += against.thinner(runs[0].name, cells, baseline, allow)
+        checks += against.against(runs, cells, baseline, merged, allow)
+    if not any(check.kind in FIGURES and check.method != BASELINE for check in checks):
+        raise UserError(f"{runs[0].name}: nothing to check: no method but plain decoding has figures")
+    sides = [num for num in (baseline and baseline.num_runs, len(runs)) if num]
+    return Outcome(tuple(adjusted(checks)), (*notes, *_of_noise(checks, sides)))
+
+
+def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
+    """What no run may show, whatever the baseline; `run` is its name where there are several."""
+    place: dict[str, Any] = {"suite": cell.suite, "method": cell.method, "run": run}
+    rows = results.rows
+    own = rows[(rows["suite"] == cell.suite) & (rows["method"] == cell.method)]
+    num_wrong = int(mismatched(own).sum())
+    told = "not the published model's own output"
+    lost = f"{num_wrong} answers: {told}" if num_wrong else ""
+    yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=lost)
+    failed = f"{cell.num_errors} answers failed" if cell.num_errors else ""
+    yield Check(**place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0, reason=failed)
+    al = cell.value("al.pooled")
+    if cell.method != BASELINE and al is not None:
+        dead = "almost nothing that the draft proposes is accepted" if al < DEAD_AL else ""
+        place |= {"kind": "al.pooled", "is_floor": True}
+        yield Check(**place, found=al, expected=DEAD_AL, failed=bool(dead), reason=dead)
+
+
+def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, Limit]) -> Iterator[Check]:
+    """Slower than plain decoding: surely so over all runs, with the noise between them, and by each run's interval.
+
+    The runs `before`, of a baseline, only help to tell that noise.
+    """
+    shown = [cell.figures.get(FLOORED) for cell in cells]
+    if cells[0].method == BASELINE or not all(shown):
+        return
+    statistic, stated = FIGURES[FLOORED].statistic, limits.get(FLOORED, Limit()).run_noise
+    sides = [np.array(changes.on_common_prompts(*side)) for side in (cells, before) if side]
+    runs, noise = sides[0], spread.run_noise(sides, statistic, against.allowed(FLOORED), stated)
+    difference = spread.difference(runs, None, statistic, noise) if runs.shape[1] else None
+    highest = max(interval.value if interval.high is None else interval.high for interval in shown if interval)
+    slow = highest < 1
+    yield Check(
+        suite=cells[0].suite, method=cells[0].method, kind=FLOORED, is_floor=True, expected=1,
+        found=float(np.exp(np.mean([np.log(interval.value) for interval in shown if interval]))),
+        p=1.0 if difference is None else difference.p, failed=slow,
+        reason="slower than plain decoding" if slow else "", **against.of_noise(noise),
+    )  # fmt: skip
+
+
+def _before(cells: Sequence[Cell], baseline: Baseline | None) -> Sequence[Cell]:
+    return baseline.cells.get(cells[0].place, ()) if baseline else ()
+
+
+def _floors(
+    cells: Sequence[Cell], limits: Mapping[str, Limit], names: Sequence[str], with_timings: bool
+) -> Iterator[Check]:
+    """Every run must reach what its limits ask for."""
+    for kind, limit in limits.items():
+        if limit.at_least is None or cells[0].method == BASELINE or (FIGURES[kind].is_timing and not with_timings):
+            continue
+        for cell, run in zip(cells, names, strict=True):
+            value = cell.value(kind)
+            if value is None:
+                raise UserError(f"{cell.suite} {cell.method} has no {kind}, for which the limits have at_least")
+            low = value < limit.at_least
+            reason = f"below at_least {limit.at_least:g} of the limits" if low else ""
+            yield Check(
+                suite=cell.suite, method=cell.method, kind=kind, run=run, is_floor=True, found=value,
+                expected=limit.at_least, failed=low, reason=reason,
+            )  # fmt: skip
+
+
+def _of_noise(checks: Sequence[Check], sides: Sequence[int]) -> Iterator[str]:
+    """Which noise between runs each figure was judged with, and where that comes from."""
+    runs = " + ".join(map(str, sides)) + (" runs" if sum(sides) > 1 else " run")
+    why = {
+        "allowed": f"an allowance: {runs} cannot show it, five in all can",
+        "measured": f"measured over {runs}",
+        "stated": "as run_noise in the limits states",
+    }
+    for source in why:
+        judged = [check for check in checks if check.run_noise is not None and check.run_noise_source == source]
+        if judged:
+            sds = [f"{100 * edge(check.run_noise or 0 for check in judged):.1f}" for edge in (min, max)]
+            kinds = " and ".join(dict.fromkeys(check.kind for check in judged))
+            share = " to ".join(dict.fromkeys(sds))
+            yield f"noise between runs: {share} % (standard deviation) of {kinds}, {why[source]}"

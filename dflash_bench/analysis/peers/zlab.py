@@ -1,0 +1,77 @@
+"""What the official harness (z-lab/dflash, Transformers backend) would have printed for the same rows.
+
+It takes the mean over responses of each one's mean over rounds, counts what a round accepts past the stop
+token, starts the clock of a drafting method only after its first draft, divides by all tokens of the response,
+and takes the ratio of the mean times per token. It spends one more round on a response whose first token is a stop,
+and on one that reaches the token limit exactly, because its loop goes on while the last token has no row in the cache
+(z-lab/dflash of April 2026; later versions do not). Our rows have neither round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_bench.analysis.metrics import BASELINE, without_errors
+
+KNOWN = (BASELINE, "dflash")
+"""Methods that the official harness has."""
+FORMULAS = {
+    "al.zlab": "mean over responses of the mean over rounds of (a_i + 1), past the stop token too",
+    "tps.zlab": "1 / mean over responses of (seconds since the first draft / T)",
+    "speedup.zlab": "mean seconds per token, plain / the method's; the method's clock starts after its first draft",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Official:
+    suite: str
+    method: str
+    num_responses: int
+    al: float | None
+    tps: float
+    speedup: float | None
+
+
+def official(rows: Any) -> list[Official]:
+    """One for each suite and method, in the order of the rows."""
+    good = without_errors(rows)
+    good = good[good["num_tokens"] > 0]
+    drafts = good["method"] != BASELINE
+    untimed = (good["draft_prefill_s"].fillna(0) + good["first_draft_s"].fillna(0)).where(drafts, 0)
+    good = good.assign(
+        tpot=(good["decode_s"] - untimed) / good["num_tokens"],
+        al=(good["num_accepted"] / good["num_rounds"] + 1).where(good["num_rounds"] > 0),
+    )
+    means = good.groupby(["suite", "method"], observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
+    found = []
+    for (suite, method), row in means.iterrows():
+        plain = float(means.loc[(suite, BASELINE), ("tpot", "mean")]) if (suite, BASELINE) in means.index else None
+        tpot, al = float(row["tpot", "mean"]), float(row["al", "mean"])
+        found.append(
+            Official(
+                suite, method, int(row["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
+                plain / tpot if plain and tpot else None,
+            )
+        )  # fmt: skip
+    return found
+
+
+def notes(rows: Any) -> Iterator[str]:
+    """Where what is printed is not what the official harness would have printed, and why."""
+    methods = [method for method in rows["method"].drop_duplicates() if method.partition(":")[0] not in KNOWN]
+    if methods:
+        yield (
+            f"the official harness has no {', '.join(methods)}: its formulas are applied to these rows, "
+            "but it never printed such a figure"
+        )
+    good = without_errors(rows)
+    # A round that overshoots the limit is cut, and ends its loop as it ends ours.
+    is_exact = good["num_emitted"] == good["num_accepted"] + good["num_rounds"]
+    num_exact = int(((good["finish_reason"] == "length") & is_exact).sum())
+    if num_exact:
+        yield (
+            f"{num_exact} of {len(good)} answers reach the token limit exactly: the official harness spends one more "
+            "round on each, cuts its tokens, and counts its time and its acceptance; that round is not in these figures"
+        )

@@ -1,0 +1,140 @@
+"""Models by name: the embedded nano, a table of public targets and drafts, or a folder laid out like nano."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import reading
+from dflash_bench.errors import UserError, unknown
+
+PACKAGE = Path(__file__).parent.parent
+NANO = PACKAGE / "nano"
+TABLE = Path(__file__).parent / "presets.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A target and the draft of each method, as folders or hub ids (ID or ID@REVISION), and their settings."""
+
+    target: str
+    drafts: Mapping[str, str]
+    data: str = "hub"
+    max_new_tokens: int = 2048
+    num_drafts: Mapping[str, int] | None = None
+    """Per method, tokens a round; where absent, what the draft itself says."""
+    thinking: bool = False
+    trained_thinking: Mapping[str, bool] = field(default_factory=dict)
+    """Per method, did the answers that its draft was trained on think? Absent where nobody says."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Per method, why its draft is refused, as far as that is known before it is fetched."""
+    billions: float | None = None
+    """Parameters of the target."""
+    source: str = ""
+    """Where the hub ids and settings were read."""
+
+
+@cache
+def table(path: Path = TABLE) -> dict[str, Preset]:
+    """Every preset that has a name. Raises UserError for an entry with a key that no preset has, or without one."""
+    entries = reading.toml_of(path)
+    return {name: _parse(path, name, entry) for name, entry in entries.items()}
+
+
+def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
+    keys = [one.name for one in fields(Preset)]
+    for key in entry:
+        if key not in keys:
+            raise unknown(f"key in {path.name}, {name}:", key, keys)
+    missing = [key for key in ("target", "drafts", "source") if key not in entry]
+    if missing:
+        raise UserError(f"{path.name}, {name}: {missing[0]} is missing")
+    drafts = {method: _in_package(reference) for method, reference in entry["drafts"].items()}
+    return Preset(**{**entry, "target": _in_package(entry["target"]), "drafts": drafts})
+
+
+def _in_package(reference: str) -> str:
+    """What starts with ./ is a folder that this package ships."""
+    return str(PACKAGE / reference) if reference.startswith("./") else reference
+
+
+def preset(name: str) -> Preset:
+    """A known name, or a folder with target/ and one folder per draft, laid out like the embedded nano."""
+    named = table()
+    if name in named:
+        return named[name]
+    folder = Path(os.path.expanduser(name))
+    if not os.path.lexists(folder / "target" / "config.json"):
+        if os.path.isdir(folder):
+            raise UserError(f"{folder} is no model: it needs target/config.json, and dflash/ or eagle3/ beside it")
+        raise unknown("model", name, [*named, "a folder with target/, dflash/ and eagle3/"])
+    drafts = {name: str(folder / name) for name in _folders(folder) if name != "target"}
+    return Preset(str(folder / "target"), drafts, data="embedded")
+
+
+def _folders(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if os.path.isdir(folder / name))
+    except OSError as error:
+        raise reading.cannot_read(folder, error) from error
+
+
+def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:
+    """The preset `model` (nano, where there is no target either) with a target and drafts of the user's own.
+
+    A preset's drafts were made for its target: they are kept for another, which they may or may not fit. What a
+    preset says of a draft is not said of the one in its place.
+    """
+    base = Preset(target, {}) if model is None and target is not None else preset(model or "nano")
+    return replace(
+        base,
+        target=target or base.target,
+        drafts={**base.drafts, **drafts},
+        num_drafts=_without(base.num_drafts or {}, drafts),
+        trained_thinking=_without(base.trained_thinking, drafts),
+        unsupported=_without(base.unsupported, drafts),
+        billions=None if target else base.billions,
+    )
+
+
+def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[str, Any]:
+    return {method: value for method, value in settings.items() if method not in replaced}
+
+
+def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
+    """Raise UserError for a method that has no draft, before anything is fetched."""
+    for method in drafts:
+        if method not in chosen.drafts:
+            known = f"it has one for {', '.join(sorted(chosen.drafts))}" if chosen.drafts else "it has none"
+            raise UserError(
+                f"target {chosen.target} comes with no draft for {method} ({known}); "
+                f"give --draft {method}=PATH or --draft {method}=HUBID"
+            )
+
+
+def parse_drafts(texts: Sequence[str], known_drafts: Sequence[str]) -> dict[str, str]:
+    """METHOD=REFERENCE, each method once. Raises UserError for anything else."""
+    drafts: dict[str, str] = {}
+    for text in texts:
+        method, equals, reference = text.partition("=")
+        if not equals or not reference:
+            raise UserError(f"--draft {text}: write METHOD=PATH or METHOD=HUBID, such as dflash=org/name")
+        if method not in known_drafts:
+            raise unknown("draft", method, list(known_drafts))
+        if method in drafts:
+            raise UserError(f"--draft {method}= is given twice; measure two drafts of one method in two runs")
+        drafts[method] = reference
+    return drafts
+
+
+def name(reference: str) -> str:
+    """A hub id without its revision; of a folder the name that tells it from others, and not where it is."""
+    folder = Path(os.path.expanduser(reference))
+    if not os.path.isdir(folder):
+        return reference.partition("@")[0]
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "target" else folder.name

@@ -1,0 +1,112 @@
+"""What `compare` prints, and its JSON. Time-free figures stand apart from timings, and ids above every column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_bench.analysis.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
+from dflash_bench.analysis.metrics import FIGURES, Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.report.tables import ABSENT, aligned, p_value, with_interval
+
+TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
+TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
+NO_CHANGE = (
+    "better or worse: p < 0.05 (Holm, over all lines), an interval without 1, and a change of at least "
+    f"{MIN_EFFECT:.0%}\nsame: the whole interval within {EQUAL:.0%} of 1; always on the same prompts"
+)
+
+
+def cells_text(cells: Sequence[Cell]) -> str:
+    """The figures of one run, and the geometric mean over its suites."""
+    tallies = [[_tally(cell.exact), _tally(cell.passed)] for cell in cells]
+    free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
+    timed = _table(cells, TIMINGS)
+    means = over_suites(cells, "speedup.decode") if not any(cell.slice for cell in cells) else {}
+    lines = [f"  {method}  {with_interval(mean)}" for method, mean in means.items()]
+    over = ["", "speedup.decode, geometric mean over suites [95 %]", *lines] if lines else []
+    return "\n".join(["time-free", free, "", "timings", timed, *over])
+
+
+def _table(
+    cells: Sequence[Cell], ids: Sequence[str], more: Sequence[str] = (), extra: Sequence[Sequence[str]] | None = None
+) -> str:
+    shown = [name for name in ids if any(name in cell.figures for cell in cells)]
+    rows = [
+        [*_place(cell), f"{cell.num_prompts:,}", *(with_interval(cell.figures.get(name)) for name in shown), *rest]
+        for cell, rest in zip(cells, extra or [[]] * len(cells), strict=True)
+    ]
+    return aligned(["suite", "slice", "method", "prompts", *shown, *more], rows, left=3)
+
+
+def _place(cell: Cell) -> list[str]:
+    return [cell.label, cell.slice or "-", cell.method]
+
+
+def _tally(tally: tuple[int, int] | None) -> str:
+    return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
+
+
+def versus_text(found: Sequence[Versus]) -> str:
+    """After over before: a line for each figure, the time-free ones first."""
+    parts = []
+    for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
+        rows = [
+            [*_sides(versus), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+            for versus in found
+            for name, change in versus.changes.items()
+            if FIGURES[name].is_timing == is_timing
+        ]
+        if rows:
+            heads = ["suite", "slice", "before", "after", "figure", "ratio [95 %]", "p (Holm)", ""]
+            parts += [f"{title}\n{aligned(heads, rows, left=5)}"]
+    answers = [[*_sides(v), str(v.lost), str(v.gained), p_value(v.p_passed)] for v in found if v.lost or v.gained]
+    if answers:
+        heads = ["suite", "slice", "before", "after", "lost", "gained", "p (McNemar)"]
+        parts += [f"prompts answered right\n{aligned(heads, answers, left=4)}"]
+    return "\n\n".join([*parts, NO_CHANGE])
+
+
+def _sides(versus: Versus) -> list[str]:
+    return [versus.label, versus.slice or "-", versus.before, versus.after]
+
+
+def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    return [
+        {
+            "suite": cell.suite, "source": cell.source or None, "slice": cell.slice or None, "method": cell.method,
+            "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
+            "passed": cell.passed, "timings": _figures(cell, is_timing=True),
+        }
+        for cell in cells
+    ]  # fmt: skip
+
+
+def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
+    tallies = ("exact", "passed")
+    return {
+        name: interval_json(interval)
+        for name, interval in cell.figures.items()
+        if FIGURES[name].is_timing == is_timing and name not in tallies
+    }
+
+
+def interval_json(interval: Interval) -> list[float | None]:
+    return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
+
+
+def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
+    return [
+        {
+            "suite": versus.suite, "sources": versus.sources, "slice": versus.slice or None,
+            "before": versus.before, "after": versus.after,
+            "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
+            "p_passed": versus.p_passed,
+            "ratios": {
+                name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
+                for name, change in versus.changes.items()
+            },
+        }
+        for versus in found
+    ]  # fmt: skip

@@ -1,0 +1,217 @@
+"""One `compare` command from its words to text and JSON: read, refuse what is unlike, set side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import environment, labels
+from dflash_bench.analysis.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
+from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
+from dflash_bench.analysis.metrics import Cell, mismatched
+from dflash_bench.analysis.peers import published, vllm, zlab
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.report import changes as texts
+from dflash_bench.report.tables import aligned, number
+from dflash_bench.results import frame, rounds
+from dflash_bench.results.frame import Results
+
+STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    text: str
+    json: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def compared(
+    paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
+    allow: Sequence[str] = (),
+) -> Comparison:  # fmt: skip
+    """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
+    check_allowed(allow)
+    idle = [name for name in allow if name in UNLIKE]
+    if idle and sum(path.is_dir() for path in paths) < 2:
+        raise UserError(f"--allow {idle[0]} has no effect on a single run")
+    _refuse_what_has_no_effect(paths, by, against, compat)
+    served = [vllm.read(path) for path in paths if path.is_file()]
+    runs = [frame.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
+    if not runs:
+        raise UserError("compare needs the folder of at least one run")
+    if against is not None:
+        return _with_notes(runs, [], _against(runs[0], against))
+    if compat is not None:
+        return _with_notes(runs, [], _compat(runs[0]))
+    if served:
+        return _with_notes(runs, [], _beside_served(runs, served))
+    unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
+    cells_of = {run.name: summarised(run) for run in runs}
+    first, *others = cells_of
+    changes = [made for name in others for made in between(cells_of[first], cells_of[name], (first, name))]
+    notes = [*(f"allowed, though unlike: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
+    return _with_notes(runs, notes, _shown(cells_of, changes if others else within(cells_of[first])))
+
+
+def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
+    if against is not None and against.partition(":")[0] not in published.SOURCES:
+        raise unknown("source", against, ["paper", "paper:TARGET"])
+    if compat is not None and compat != "zlab":
+        raise unknown("harness", compat, ["zlab"])
+    alone = [name for name, value in (("--against", against), ("--compat", compat)) if value is not None]
+    if len(alone) == 2:
+        raise UserError("--against already recomputes the run as the official harness does; leave out --compat")
+    if alone and (len(paths) > 1 or by != "suite"):
+        raise UserError(f"{alone[0]} takes one run, and no --by")
+    if len(set(paths)) < len(paths):
+        raise UserError("a run compared with itself says nothing; name each once")
+    if any(path.is_file() for path in paths) and by != "suite":
+        raise UserError("--by has no effect on result files of a server, which hold no answers")
+
+
+def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison) -> Comparison:
+    """What the reader must know stands above the tables."""
+    lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
+    told = [text for run in runs for text in [*run.missing, *_wrong(run)]]
+    told += [*notes, *shown.notes]
+    lines += [f"note: {text}" for text in told]
+    head = "\n".join(lines)
+    return Comparison(f"{head}\n\n{shown.text}\n", {"runs": [run.name for run in runs], "notes": told} | shown.json)
+
+
+def _wrong(run: Results) -> list[str]:
+    """A comparison of numbers that mean nothing says so."""
+    wrong = run.rows[mismatched(run.rows)]
+    cells = wrong[["suite", "method"]].drop_duplicates().itertuples(index=False, name=None)
+    where = ", ".join(f"{_label(run, suite)} {method}" for suite, method in cells)
+    return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
+
+
+def _label(run: Results, suite: str) -> str:
+    return labels.named(suite, labels.source_of(run.info["identity"], suite))
+
+
+def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
+    cells = [cell for own in cells_of for cell in own]
+    few = [cell for cell in cells if 1 < cell.num_prompts < MIN_PROMPTS]
+    told = [
+        f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
+    ]
+    return [*(told if few else []), *([STRETCHES] if by == "output-position" else [])]
+
+
+def _shown(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> Comparison:
+    """The cells of each run, and after that what changed."""
+    several = len(cells_of) > 1
+    text = [(f"{name}\n\n" if several else "") + texts.cells_text(cells) for name, cells in cells_of.items()]
+    text += [texts.versus_text(changes)] if changes else []
+    named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in texts.cells_json(cells)]
+    return Comparison("\n\n".join(text), {"cells": named, "changes": texts.versus_json(changes)})
+
+
+def _compat(run: Results) -> Comparison:
+    own = {(cell.suite, cell.method): cell for cell in summarised(run)}
+    rows, found = [], []
+    for each in zlab.official(run.rows):
+        cell = own[each.suite, each.method]
+        ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
+        pairs = zip((each.al, each.tps, each.speedup), ours, strict=True)
+        rows.append([cell.label, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
+        found.append(
+            asdict(each)
+            | {"source": cell.source}
+            | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True))
+        )
+    heads = [
+        "suite",
+        "method",
+        "responses",
+        "al.zlab",
+        "al.pooled",
+        "tps.zlab",
+        "tps.decode",
+        "speedup.zlab",
+        "speedup.decode",
+    ]
+    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}"
+    return Comparison(text, {"compat": "zlab", "cells": found}, tuple(zlab.notes(run.rows)))
+
+
+def _against(run: Results, against: str) -> Comparison:
+    identity = run.info["identity"]
+    model = published.model_of(identity)
+    target = published.target_of(against.partition(":")[2] or model)
+    found = published.beside(zlab.official(run.rows), target, identity)
+    heads = [
+        "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
+        "thinking", "conc.", "hardware", "source",
+    ]  # fmt: skip
+    rows = [
+        [_label(run, b.suite), b.method, number(b.num_drafts, 0), b.published.formula, number(b.own),
+         number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
+         b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
+    ]  # fmt: skip
+    formulas = _formulas(
+        {k: v for k, v in (zlab.FORMULAS | published.FORMULAS).items() if any(k in row for row in rows)}
+    )
+    told = [asdict(each) | {"source": labels.source_of(identity, each.suite)} for each in found]
+    notes = (*_unlike_published(model, target, found), *published.unlike_conditions(found, identity))
+    text = (
+        f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
+        "n/a: not published, or no formula of ours is that one"
+    )
+    return Comparison(text, {"against": "paper", "target": target, "figures": told}, notes)
+
+
+def _unlike_published(model: str, target: str, found: Sequence[published.Beside]) -> Iterator[str]:
+    if not published.is_target(model, target):
+        yield f"the run's target is {model}, the published figures are of {target}"
+    longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in found if not b.is_as_long)
+    for method, own, theirs in longer:
+        yield f"{method} drafts {number(own, 0)} tokens a round in this run, {theirs} in some published figures"
+
+
+def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Comparison:
+    """By formula id; acceptance means the same on both sides, the rest has one side only."""
+    ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for each in served for name in each.figures))))
+    heads = ["what", "answers", "failed", "conc.", *ids]
+    rows, cells = [], []
+    for run in runs:
+        reached, own = _accept_at(run), summarised(run)
+        for cell, shown in zip(own, texts.cells_json(own), strict=True):
+            positions = reached.get((cell.suite, cell.method), {})
+            figures = (positions.get(name, cell.value(name)) for name in ids)
+            what = f"{run.name} {cell.label} {cell.method}"
+            # This engine answers one prompt at a time.
+            rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
+            cells.append({"run": run.name, **shown, "accept_at": positions})
+    rows += [
+        [f"{each.name} ({each.model})", f"{each.num_requests} requests", number(each.num_failed, 0),
+         str(each.concurrency or "no limit"), *(number(each.figures.get(name)) for name in ids)] for each in served
+    ]  # fmt: skip
+    text = f"{aligned(heads, rows, left=1)}\n\n{_formulas(vllm.FORMULAS)}\nconc. = most requests at once"
+    told = [asdict(each) for each in served]
+    return Comparison(text, {"cells": cells, "served": told}, tuple(_other_models(runs, served)))
+
+
+def _accept_at(run: Results) -> dict[tuple[str, str], dict[str, float]]:
+    """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
+    return {
+        place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[1])}
+        for place, counts in rounds.of_run(Path(run.name), run.left_out).items()
+    }
+
+
+def _other_models(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Iterator[str]:
+    for run in runs:
+        target = published.model_of(run.info["identity"])
+        for each in served:
+            if last_part(each.model) != last_part(target):
+                yield f"the target of {run.name} is {target}, {each.name} is of {each.model}"
+
+
+def _formulas(formulas: dict[str, str]) -> str:
+    return "\n".join(f"{name} = {formula}" for name, formula in formulas.items())

@@ -1,0 +1,78 @@
+"""What every format shows: a run that was read, its cells, and what to doubt about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_bench.analysis import metrics, stats
+from dflash_bench.analysis.findings import Finding, badges, findings
+from dflash_bench.analysis.findings.badges import Badge
+from dflash_bench.analysis.findings.speed import contains_one
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, TERMS, Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.results import frame
+
+ALLOWED = frame.ALLOWED
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    folder: Path
+    results: frame.Results
+    cells: Sequence[Cell]
+    findings: Sequence[Finding]
+    allow: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing from the numbers; said above them in every format."""
+        return self.results.missing
+
+    @property
+    def methods(self) -> list[str]:
+        """The drafting ones, in the order of the run."""
+        return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(cell.suite for cell in self.cells))
+
+    def label(self, suite: str) -> str:
+        """A suite for people, with where its prompts came from."""
+        return next(cell.label for cell in self.cells if cell.suite == suite)
+
+    def badges(self, method: str) -> list[Badge]:
+        """What weakens a method's speed-up over all suites; nothing where there is none."""
+        speedup, _ = over_all(self.cells, method)
+        return badges.beside_mean(self.findings, contains_one(speedup)) if speedup else []
+
+
+def read(folder: Path, allow: Sequence[str] = ()) -> Document:
+    """Raises UserError for a run that is unfinished or damaged, unless `allow` names that."""
+    for name in allow:
+        if name not in ALLOWED:
+            raise unknown("thing to allow", name, list(ALLOWED))
+    results = frame.read(folder, allow=allow)
+    cells = metrics.summarise(results.rows, results.info["identity"])
+    if not any(cell.num_prompts for cell in cells):
+        raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
+    return Document(folder, results, cells, findings(results.rows, cells, results.info["identity"]), tuple(allow))
+
+
+def _first_error(results: frame.Results) -> str:
+    lines: list[str] = results.rows["error"].iloc[0].splitlines()
+    return lines[0] if lines else "no message"
+
+
+def over_all(cells: Sequence[Cell], method: str) -> tuple[Interval | None, float | None]:
+    """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
+    own = [cell for cell in cells if cell.method == method and cell.num_prompts]
+    if not own:
+        return None, None
+    speedup = FIGURES["speedup.decode"].places
+    terms = sum(cell.sums.sum(axis=0) for cell in own)
+    verified, rounds = (float(terms[TERMS.index(name)]) for name in ("verified", "rounds"))
+    return stats.geometric_mean([(cell.sums, speedup) for cell in own]), verified / rounds if rounds else None

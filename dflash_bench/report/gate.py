@@ -1,0 +1,124 @@
+"""What `check` found, as text, JSON, JUnit XML, GitHub step summary, and for github-action-benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import geometric_mean
+from typing import Any
+from xml.etree import ElementTree
+
+from dflash_bench.analysis.gate.baselines import Runs
+from dflash_bench.analysis.gate.outcome import Check, Outcome
+from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
+
+COUNTS = ("mismatch", "failed")
+HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pass", "p (Holm)", "why")
+NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def text(outcome: Outcome) -> str:
+    table = aligned(HEADS, [_row(check) for check in outcome.checks], left=4)
+    return "\n".join([table, "", *(f"note: {note}" for note in outcome.notes), headline(outcome)])
+
+
+def headline(outcome: Outcome) -> str:
+    num_checks, failures = len(outcome.checks), outcome.failures
+    if not failures:
+        return f"passed: {num_checks} checks"
+    return f"FAILED: {len(failures)} of {num_checks} checks: {', '.join(check.name for check in failures)}"
+
+
+def _row(check: Check) -> list[str]:
+    counted = check.kind in COUNTS
+    shown = f"{check.found:g}" if counted else f"{check.found:.4g}"
+    absolute = counted or check.is_floor
+    change = "-" if absolute else f"{check.change:+.1%}".replace("-0.0%", "+0.0%")
+    return [
+        "FAIL" if check.failed else "ok",
+        check.label,
+        check.method,
+        check.figure,
+        shown,
+        f"{check.expected:.4g}",
+        change,
+        "-" if absolute else f"{check.tolerance:.1%}",
+        "-" if check.p is None else p_value(check.p),
+        check.reason or "-",
+    ]
+
+
+def summary(outcome: Outcome) -> str:
+    """For $GITHUB_STEP_SUMMARY."""
+    sign = "❌" if outcome.failures else "✅"
+    heads = ["result", *HEADS[1:]]
+    table = markdown(heads, [_row(check) for check in outcome.checks], left=4)
+    notes = "".join(f"\n- {in_markdown(note)}" for note in outcome.notes)
+    return f"### dflash-bench check {sign}\n\n{in_markdown(headline(outcome))}\n\n{table}\n{notes}\n"
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    checks = [asdict(check) | {"change": check.change} for check in outcome.checks]
+    return {"passed": not outcome.failures, "checks": checks, "notes": list(outcome.notes)}
+
+
+def junit(outcome: Outcome, name: str) -> str:
+    """A test case for each check, a suite for each of ours."""
+    root = ElementTree.Element("testsuites", _counts(outcome.checks) | {"name": "dflash-bench check"})
+    for suite in dict.fromkeys(check.suite for check in outcome.checks):
+        checks = [check for check in outcome.checks if check.suite == suite]
+        inner = ElementTree.SubElement(root, "testsuite", _counts(checks) | {"name": _xml(suite)})
+        for check in checks:
+            at = {"classname": _xml(f"{name}.{check.suite}.{check.method}"), "name": check.figure}
+            case = ElementTree.SubElement(inner, "testcase", at | {"time": "0"})
+            if check.failed:
+                told = {"type": check.kind, "message": _xml(check.reason)}
+                ElementTree.SubElement(case, "failure", told).text = _xml(_sentence(check))
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _counts(checks: Sequence[Check]) -> dict[str, str]:
+    return {"tests": str(len(checks)), "failures": str(sum(check.failed for check in checks)), "errors": "0"}
+
+
+def _xml(text: str) -> str:
+    return NOT_XML.sub("?", text)
+
+
+def _sentence(check: Check) -> str:
+    row = dict(zip(HEADS, _row(check), strict=True))
+    seen = f"{row['found']}, expected {row['expected']} (change {row['change']}, {HEADS[8]} {row[HEADS[8]]})"
+    return f"{check.name}: {seen}: {check.reason}"
+
+
+def benchmark(cells: Runs) -> str:
+    """`customBiggerIsBetter` of github-action-benchmark: what is better when it is bigger."""
+    entries = [
+        {
+            "name": " ".join(filter(None, (*place, name))),
+            "unit": "tokens/s" if name.startswith("tps") else "x" if name.startswith("speedup") else "tokens/round",
+            "value": float(f"{interval.value:.6g}"),
+            "range": "n/a" if interval.half_width is None else f"± {interval.half_width:.3g}",
+            "extra": f"{runs[0].num_prompts} prompts" + (f", {len(runs)} runs" if len(runs) > 1 else ""),
+        }
+        for place, runs in cells.items()
+        for name in runs[0].figures
+        if name in ("al.pooled", "tps.decode", "speedup.decode", "speedup.e2e")
+        and (place[-1] != BASELINE or name == "tps.decode")
+        and (interval := _over(runs, name))
+    ]
+    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+
+
+def _over(runs: Sequence[Cell], name: str) -> Interval | None:
+    """Of one run its interval over prompts; of several their mean, and from the least of them to the most."""
+    shown = [cell.figures[name] for cell in runs if name in cell.figures]
+    if len(runs) == 1 or not shown:
+        return shown[0] if shown else None
+    values = [interval.value for interval in shown]
+    return Interval(geometric_mean(values), min(values), max(values))

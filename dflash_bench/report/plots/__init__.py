@@ -1,0 +1,59 @@
+"""Plots of a run, and of many runs over time. matplotlib is loaded when the first is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.report.plots import acceptance, speed
+from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
+from dflash_bench.report.plots.trend import trend
+
+__all__ = ["CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "svg", "write", "write_trend"]
+
+KINDS = ("png", "svg")
+PLOTS: dict[str, Callable[[Material], Any]] = {
+    "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
+    "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
+}  # fmt: skip
+CAPTIONS = {
+    "speedup": "Plain decoding's seconds per token over the method's, on the same answers.",
+    "acceptance": "Most weight far right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
+    "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
+    "output": "A line that falls means that the draft loses its way in long answers.",
+    "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",
+    "prompts": "Each point is a prompt: the lower it lies for how far right it is, the more drafting gained.",
+}
+
+
+def check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise unknown("format", kind, list(KINDS))
+
+
+def write(material: Material, name: str, folder: Path, kind: str) -> Path:
+    """Raises NothingToPlotError where the rows do not hold what it shows."""
+    return _write(PLOTS[name], material, folder / f"{name}.{kind}")
+
+
+def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[str] = ()) -> Path:
+    """`unlike`, as "kind: what", is how the runs differ; the plot says so."""
+    return _write(lambda runs: trend(runs, unlike), runs, folder / f"trend.{kind}")
+
+
+def svg(material: Material, name: str) -> str:
+    """To stand inside a page."""
+    return str(with_style(lambda: inline(PLOTS[name](material))))
+
+
+def _write(draw: Callable[[Any], Any], what: Any, path: Path) -> Path:
+    found: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(found)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    return path

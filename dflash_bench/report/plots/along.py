@@ -1,0 +1,68 @@
+"""Acceptance by how far into the answer a round begins, streamed: a million answers have tens of millions of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis import stats
+from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.results import parts
+from dflash_bench.results.slices import stretch_name, stretch_of
+
+COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")
+PLACE = ["suite", "method", "prompt_id"]
+MOST_STRETCHES = 32
+
+
+def sums(part: Path, left_out: Any | None = None) -> Any:
+    """A pandas frame of tokens verified and rounds, by suite, method, prompt and stretch; failed answers left out."""
+    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS, left_out=left_out)])
+
+
+def intervals(sums: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]]:
+    """al.pooled by suite and method, then by stretch of the answer, with its interval over prompts."""
+    found: dict[tuple[str, str], dict[str, Interval]] = {}
+    pooled = stats.ratio([0], [1])
+    for (suite, method, stretch), rows in _added(sums).groupby(level=[0, 1, 3]):
+        (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
+        if interval is not None:
+            found.setdefault((suite, method), {})[stretch_name(int(stretch))] = interval
+    return found
+
+
+def _added(frames: Sequence[Any]) -> Any:
+    pandas: Any = import_module("pandas")
+    return pandas.concat(frames).groupby(level=[0, 1, 2, 3]).sum()
+
+
+def _of_batch(batch: Any) -> Any:
+    compute, pandas = import_module("pyarrow.compute"), import_module("pandas")
+    # Plain decoding has one token a round everywhere, and most of the rounds.
+    drafting = compute.not_equal(batch.column("method"), BASELINE)
+    shown = compute.and_(compute.is_null(batch.column("error")), compute.is_valid(batch.column("emitted")))
+    good = batch.filter(compute.and_(drafting, shown))
+    lengths = good.column("accepted").value_lengths().to_numpy(zero_copy_only=False)
+    accepted, emitted = (good.column(name).flatten().to_numpy() for name in ("accepted", "emitted"))
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    # Tokens out before each round of its answer, the one from prefill included.
+    before = np.cumsum(emitted, dtype=np.int64) - emitted
+    firsts = before[(np.cumsum(lengths) - lengths)[lengths > 0]]
+    stretch = stretch_of(1 + before - np.repeat(firsts, lengths[lengths > 0]))
+    cuts = np.flatnonzero((np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0))
+    rounds = np.diff(np.append(cuts, len(owners)))
+    tokens = np.add.reduceat(accepted, cuts, dtype=np.int64) + rounds if len(cuts) else rounds
+    coded = {name: good.column(name).dictionary_encode() for name in PLACE}
+    codes = [*(coded[name].indices.to_numpy()[owners[cuts]] for name in PLACE), stretch[cuts]]
+    sizes = [len(coded[name].dictionary) for name in PLACE]
+    found, group = np.unique(np.ravel_multi_index(codes, [*sizes, MOST_STRETCHES]), return_inverse=True)
+    *places, stretches = np.unravel_index(found, [*sizes, MOST_STRETCHES])
+    names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(PLACE, places, strict=True)]
+    index = pandas.MultiIndex.from_arrays([*names, stretches], names=[*PLACE, "stretch"])
+    added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}
+    return pandas.DataFrame(added, index=index)

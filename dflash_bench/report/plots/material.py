@@ -1,0 +1,72 @@
+"""What the plots are made from, each part read from the run when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.peers import published, zlab
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.errors import UserError
+from dflash_bench.report.document import Document
+from dflash_bench.report.plots import along
+from dflash_bench.results import parts, rounds, store
+
+
+@dataclass(frozen=True)
+class Material:
+    document: Document
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        return self.document.cells
+
+    @property
+    def info(self) -> store.Info:
+        return self.document.results.info
+
+    @property
+    def methods(self) -> list[str]:
+        """Plain decoding first."""
+        found = dict.fromkeys(cell.method for cell in self.cells)
+        return sorted(found, key=lambda method: method != BASELINE)
+
+    @property
+    def drafting(self) -> list[str]:
+        return self.document.methods
+
+    @property
+    def suites(self) -> list[str]:
+        return self.document.suites
+
+    def label(self, suite: str) -> str:
+        return self.document.label(suite)
+
+    def cell(self, suite: str, method: str) -> Cell | None:
+        return next((cell for cell in self.cells if (cell.suite, cell.method) == (suite, method)), None)
+
+    @cached_property
+    def along(self) -> Mapping[tuple[str, str], Mapping[str, Interval]]:
+        """al.pooled by suite and method, then by stretch of the answer."""
+        found = []
+        for part in parts.of(self.document.folder):
+            with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
+                found.append(along.sums(part, self.document.results.left_out.get(part)))
+        return along.intervals(found)
+
+    @cached_property
+    def histograms(self) -> Mapping[tuple[str, str], rounds.Histogram]:
+        return rounds.of_run(self.document.folder, self.document.results.left_out)
+
+    @cached_property
+    def published(self) -> Sequence[published.Beside]:
+        """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
+        identity = self.info["identity"]
+        try:
+            target = published.target_of(published.model_of(identity))
+            return published.beside(zlab.official(self.document.results.rows), target, identity)
+        except UserError:
+            return ()

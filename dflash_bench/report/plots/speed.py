@@ -1,0 +1,175 @@
+"""How much faster, where a round spends its time, and prompt by prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis.metrics import BASELINE, TERMS, Cell
+from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.style import (
+    INK,
+    MUTED,
+    PAPER,
+    PARTS,
+    NothingToPlotError,
+    errors,
+    finish,
+    looks,
+    name_axes,
+    panels,
+)
+from dflash_bench.text import visible
+
+MOST_POINTS = 400
+MOST_LABELS = 16
+PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
+"""Hollow, one for each published configuration."""
+BARS = 0.8
+"""Width of the bars of a suite together."""
+
+
+def speedup(material: Material) -> Any:
+    """Bars with intervals by suite and method; figures by the official formula, published and ours, as marks."""
+    methods, look = material.drafting, looks(material.methods)
+    found = {(c.suite, c.method): c.figures["speedup.decode"] for c in material.cells if "speedup.decode" in c.figures}
+    shown = [suite for suite in material.suites if any((suite, method) in found for method in methods)]
+    if not shown:
+        raise NothingToPlotError("no method has answers beside those of plain decoding")
+    figure, axes = _one(3.4)
+    for method in methods:
+        own = [(place, found[suite, method]) for place, suite in enumerate(shown) if (suite, method) in found]
+        xs, intervals = [_place(material, place, method) for place, _ in own], [interval for _, interval in own]
+        values = [interval.value for interval in intervals]
+        axes.bar(xs, values, 0.92 * BARS / len(methods), label=method, **_filled(look[method]))
+        axes.errorbar(xs, values, errors(intervals), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
+        for x, interval in zip(xs, intervals, strict=True):
+            if len(shown) * len(methods) <= MOST_LABELS:
+                axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
+                              textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    below = [material.label(suite).replace(" (", "\n(", 1) for suite in shown]
+    axes.set_xticks(range(len(shown)), below, rotation=0 if len(shown) <= 5 else 20)
+    axes.grid(axis="x", visible=False)
+    axes.margins(y=0.12)
+    axes.set_ylabel("speedup.decode")
+    bars = axes.get_legend_handles_labels()[0][: len(methods)]
+    marks = _published_marks(axes, material, shown)
+    return finish(figure, "Speed-up over plain decoding", [*bars, *marks], "bars: 95 % over prompts; dashed: plain")
+
+
+def _place(material: Material, suite: int, method: str) -> float:
+    methods = material.drafting
+    return suite + (methods.index(method) - (len(methods) - 1) / 2) * BARS / len(methods)
+
+
+def _filled(look: dict[str, Any]) -> dict[str, Any]:
+    return {"color": look["color"], "hatch": look["hatch"]}
+
+
+def _one(height: float) -> tuple[Any, Any]:
+    figure, axes = panels([""], height)
+    return figure, axes[""]
+
+
+def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[Any]:
+    """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
+    found = [
+        each
+        for each in material.published
+        if each.published.formula == "speedup.zlab" and each.suite in shown and each.is_as_long
+    ]
+    configs = list(dict.fromkeys(each.published.config for each in found))
+    handles = {}
+    for each in found:
+        x = _place(material, shown.index(each.suite), each.method) + 0.3 * BARS / len(material.drafting)
+        config = each.published.config
+        style = {"linestyle": "none", "zorder": 4}
+        theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
+        theirs["marker"] = PUBLISHED_MARKERS[configs.index(config) % len(PUBLISHED_MARKERS)]
+        ours = {"color": INK, "markeredgecolor": PAPER, "markersize": 9}
+        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, each.published.value, **theirs, **style)[0]
+        if each.own is not None:
+            handles["this run, speedup.zlab"] = axes.plot(x, each.own, "X", **ours, **style)[0]
+    for label, handle in handles.items():
+        handle.set_label(label)
+    return list(handles.values())
+
+
+def rounds(material: Material) -> Any:
+    """Milliseconds of a round: draft, verify and the rest, a bar for each suite and method."""
+    cells = [cell for cell in material.cells if all(cell.value(f"{name}_ms") is not None for name in PARTS)]
+    if not cells:
+        raise NothingToPlotError("the backend does not show what a round spends its time on")
+    figure, axes = _one(0.7 + 0.34 * len(cells))
+    # A suite's name once: with its source it is long.
+    suites = [cell.suite for cell in cells]
+    labels = [
+        visible(cell.method) if cell.suite in suites[:at] else f"{cell.label}  {visible(cell.method)}"
+        for at, cell in enumerate(cells)
+    ]
+    left = np.zeros(len(cells))
+    hatches = {"draft": "///", "verify": "", "other": ""}
+    for name, colour in PARTS.items():
+        values = np.array([cell.value(f"{name}_ms") or 0.0 for cell in cells])
+        axes.barh(range(len(cells)), values, 0.72, left=left, color=colour, hatch=hatches[name], label=name)
+        left += values
+    for place, total in enumerate(left):
+        axes.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=10.5)
+    axes.set_yticks(range(len(cells)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.1)
+    axes.set_xlabel("ms per round")
+    return finish(figure, "Where a round spends its time", axes.get_legend_handles_labels()[0])
+
+
+def prompts(material: Material) -> Any:
+    """Each prompt once: plain milliseconds per token against the method's."""
+    look = looks(material.methods)
+    points = {(cell.suite, cell.method): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
+    shown = [suite for suite in material.suites if any(len(points.get((suite, m), ())) for m in material.drafting)]
+    if not shown:
+        raise NothingToPlotError("no prompt was answered both plainly and by a method")
+    figure, axes_of = panels(shown, 2.9, material.label, sharex=True, sharey=True)
+    for suite, axes in axes_of.items():
+        for method in material.drafting:
+            found = points.get((suite, method), np.zeros((0, 2)))
+            axes.plot(*found.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
+                      markersize=5.5, markeredgewidth=0)  # fmt: skip
+    name_axes(axes_of, "plain ms / token", "ms / token")
+    lines = _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
+    notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
+    notes += [f"{MOST_POINTS:,} prompts of each cell"] if max(map(len, points.values())) == MOST_POINTS else []
+    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
+    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(shown) - len(axes_of))
+
+
+def _per_token(cell: Cell) -> Any:
+    """Milliseconds, plain and own, [prompts, 2]; of very many prompts a seeded draw."""
+    columns = [TERMS.index(name) for name in ("plain_s", "plain_tokens", "own_s", "own_tokens")]
+    sums = cell.sums[:, columns]
+    sums = sums[(sums > 0).all(axis=1)]
+    if len(sums) > MOST_POINTS:
+        sums = np.random.default_rng(0).permutation(sums)[:MOST_POINTS]
+    return 1000 * np.column_stack([sums[:, 0] / sums[:, 1], sums[:, 2] / sums[:, 3]])
+
+
+def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
+    """Draws those that cross the axes, up to the fastest prompt, and says which."""
+    plain, own = points.max(axis=0)
+    fastest = (points[:, 0] / points[:, 1]).max()
+    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
+    drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and top * times > 1.05 * left]
+    for axes in all_axes:
+        axes.set_xlim(left, right)
+        axes.set_ylim(0, top)
+        for times in drawn:
+            end = min(right, top * times)
+            leaves_above = end < right
+            axes.plot([0, end], [0, end / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.annotate(f"{times}×", (end, end / times), (3, -5) if leaves_above else (2, 0), fontsize=9.5,
+                          textcoords="offset points", color=MUTED, va="top" if leaves_above else "center",
+                          annotation_clip=False)  # fmt: skip
+    return drawn

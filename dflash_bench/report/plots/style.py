@@ -1,0 +1,137 @@
+"""One look for all plots: colours that colour-blind readers can tell apart, type that survives half width.
+
+Every method has its colour, marker and hatch, the same in all plots of a run; nothing is told by colour alone.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.text import visible
+
+INK, MUTED, GRID, PAPER = "#1b2530", "#5a6877", "#dde3ea", "#ffffff"
+PLAIN = "#7d8792"
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#a6549d", "#b58900", "#2f9fd0", "#6b4c2a")
+"""Okabe and Ito's, the lighter ones darkened to be seen on white."""
+PARTS = {"draft": "#d99a00", "verify": "#0a7d8c", "other": "#a9b3bd"}
+NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", PLAIN: "plain"}
+NAMES |= {colour: f"series-{number}" for number, colour in enumerate(SERIES)}
+NAMES |= {colour: f"part-{name}" for name, colour in PARTS.items()}
+"""As a page names them, which has others in the dark."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
+WIDTH = 6.4
+MOST_PANELS = 8
+DPI = 200
+SETTINGS = {
+    "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
+    "axes.labelsize": 11, "axes.linewidth": 0.8, "axes.spines.right": False, "axes.spines.top": False,
+    "axes.titlelocation": "left", "axes.titlesize": 11.5, "axes.titlecolor": INK, "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER, "font.family": "sans-serif", "font.size": 11, "grid.color": GRID, "grid.linewidth": 0.8,
+    "hatch.color": PAPER, "hatch.linewidth": 0.8, "legend.fontsize": 11, "legend.frameon": False,
+    "legend.handlelength": 1.6, "legend.columnspacing": 1.4, "lines.linewidth": 1.8, "lines.markersize": 5,
+    "svg.fonttype": "none", "svg.hashsalt": "dflash-bench", "text.color": INK, "xtick.color": MUTED,
+    "xtick.labelcolor": INK, "ytick.color": MUTED, "ytick.labelcolor": INK, "xtick.labelsize": 10.5,
+    "ytick.labelsize": 10.5, "text.parse_math": False,
+}  # fmt: skip
+
+
+class NothingToPlotError(Exception):
+    """The rows do not hold what a plot shows; says what is missing."""
+
+
+def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and hatch of each method, plain decoding in grey."""
+    drafting = [method for method in methods if method != BASELINE]
+    found = {
+        method: {"color": SERIES[at % 7], "marker": MARKERS[at % 7], "hatch": HATCHES[at % 7]}
+        for at, method in enumerate(drafting)
+    }
+    return {BASELINE: {"color": PLAIN, "marker": ".", "hatch": ""}} | found
+
+
+def panels(
+    names: Sequence[str], height: float, title: Callable[[str], str] = str, **shared: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A figure with one set of axes a suite, two in a row; more than `MOST_PANELS` do not fit and are left out.
+
+    Even one alone has its title: it says where the prompts came from.
+    """
+    shown = list(names[:MOST_PANELS])
+    across = min(len(shown), 2)
+    down = -(-len(shown) // across)
+    figure = import_module("matplotlib.figure").Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
+    made = figure.subplots(down, across, squeeze=False, **shared)
+    for axes in made.flat[len(shown) :]:
+        axes.set_visible(False)
+    axes_of = dict(zip(shown, made.flat, strict=False))
+    for name, axes in axes_of.items():
+        axes.set_title(visible(title(name)))
+        axes.tick_params(labelbottom=True)
+    return figure, axes_of
+
+
+def name_axes(axes_of: Mapping[str, Any], below: str, beside: str) -> None:
+    """Every row beside, the lowest axes of each column below."""
+    for number, axes in enumerate(axes_of.values()):
+        if number % 2 == 0:
+            axes.set_ylabel(beside)
+        if number >= len(axes_of) - 2:
+            axes.set_xlabel(below)
+
+
+def errors(intervals: Sequence[Interval]) -> list[list[float]]:
+    """Below and above the value, as error bars want them; 0 where there is no interval."""
+    below = [each.value - (each.value if each.low is None else each.low) for each in intervals]
+    above = [(each.value if each.high is None else each.high) - each.value for each in intervals]
+    return [below, above]
+
+
+def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:
+    """Title above, legend and note below."""
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
+    for handle in handles:
+        handle.set_label(visible(handle.get_label()))
+    labels = [len(handle.get_label()) for handle in handles]
+    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
+    legend = figure.legend(
+        handles=list(handles), loc="outside lower left", ncols=across, title="; ".join(notes) or None
+    )
+    legend.set_alignment("left")
+    legend.get_title().set(color=MUTED, fontsize=9.5)
+    return figure
+
+
+def encoded(figure: Any, kind: str) -> bytes:
+    """As PNG or SVG; the same bytes for the same figure."""
+    file = io.BytesIO()
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    figure.savefig(file, format=kind, dpi=DPI, metadata=metadata)
+    return file.getvalue()
+
+
+def inline(figure: Any) -> str:
+    """SVG to stand in a page: no prolog, its colours by the page's names, its paper transparent, text as text."""
+    text = encoded(figure, "svg").decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r' id="(?:figure|axes|patch|line2d|text|legend|xtick|ytick|matplotlib\.axis|\w+Collection)_\d+"', "", text
+    )
+    text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
+    for colour, name in NAMES.items():
+        text = text.replace(colour, f"var(--{name}, {colour})")
+    return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def with_style(draw: Any, *arguments: Any) -> Any:
+    """Settings hold while a figure is made and while it is saved."""
+    with import_module("matplotlib").rc_context(SETTINGS):
+        return draw(*arguments)

@@ -1,0 +1,77 @@
+"""How many rounds drafted so many tokens and kept so many of them, counted part by part for every cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.methods import drafts_trees
+from dflash_bench.records import Record
+from dflash_bench.results import parts
+
+Histogram = Mapping[tuple[int, int], int]
+"""(drafted, accepted) to rounds."""
+WIDEST = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptAt:
+    """Of all rounds, the share that accepts at least `k`; and of those that accept at least `k - 1`."""
+
+    k: int
+    unconditional: float
+    conditional: float | None
+
+
+def histograms(part: Path, left_out: Any | None = None) -> dict[tuple[str, str], Histogram]:
+    """By suite and method; answers that failed are left out, and rows that are `left_out`, [rows]."""
+    columns = ["suite", "method", "error", "drafted", "accepted"]
+    return _counted(parts.batches(part, columns, left_out=left_out))
+
+
+def of_run(folder: Path, left_out: Mapping[Path, Any]) -> dict[tuple[str, str], Histogram]:
+    """The same of a whole run that was read already, so that a damaged part is one that was allowed to be."""
+    found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+    for part in parts.of(folder):
+        with suppress(parts.DamagedError):
+            for place, counts in histograms(part, left_out.get(part)).items():
+                found.setdefault(place, Counter()).update(counts)
+    return dict(found)
+
+
+def of_records(records: Sequence[Record]) -> dict[tuple[str, str], Histogram]:
+    return _counted(parts.to_table(records).to_batches())
+
+
+def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
+    """For k from 1 to the longest draft; of trees, whose depth is not recorded, to the longest way that was kept."""
+    longest = max((kept if drafts_trees(method) else drafted for drafted, kept in histogram), default=0)
+    reached = [sum(n for (_, kept), n in histogram.items() if kept >= k) for k in range(longest + 1)]
+    return [
+        AcceptAt(k, reached[k] / reached[0], reached[k] / reached[k - 1] if reached[k - 1] else None)
+        for k in range(1, longest + 1)
+    ]
+
+
+def _counted(batches: Iterable[Any]) -> dict[tuple[str, str], Histogram]:
+    found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+    for batch in batches:
+        good = batch.filter(batch.column("error").is_null())
+        suites, methods = (good.column(name).dictionary_encode() for name in ("suite", "method"))
+        cells = suites.indices.to_numpy() * len(methods.dictionary) + methods.indices.to_numpy()
+        drafted, accepted = (good.column(name) for name in ("drafted", "accepted"))
+        lengths = np.nan_to_num(accepted.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
+        kinds = np.repeat(cells, lengths).astype(np.int64) * WIDEST + drafted.flatten().to_numpy()
+        kinds, counts = np.unique(kinds * WIDEST + accepted.flatten().to_numpy(), return_counts=True)
+        for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+            cell, (num_drafted, num_accepted) = kind // WIDEST**2, divmod(kind % WIDEST**2, WIDEST)
+            suite, method = divmod(cell, len(methods.dictionary))
+            place = suites.dictionary[suite].as_py(), methods.dictionary[method].as_py()
+            found.setdefault(place, Counter())[num_drafted, num_accepted] += count
+    return {place: dict(sorted(counts.items())) for place, counts in found.items()}

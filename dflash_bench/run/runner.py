@@ -1,0 +1,228 @@
+"""A run: every prompt through every method, interleaved, judged, scored and saved generation by generation.
+
+Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. A
+generation is saved once the plain answer that it is judged by is there; a resumed run makes only what is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from dflash_bench.records import Audit, Divergence, Generation, Message, Prompt, Record
+from dflash_bench.results import plan as plans
+from dflash_bench.results.plan import BASELINE, Asked
+from dflash_bench.results.store import Key, Run
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.scoring.answers import Score
+from dflash_bench.tasks.suites import Loaded, prompt_hash
+
+
+class Backend(Protocol):
+    """Whatever can answer a chat by a method, and has a judge of the answers."""
+
+    def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation: ...
+
+    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+        """Where two answers part, and whether rounding explains it."""
+        ...
+
+    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
+        """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. `methods` starts with the baseline; `deterministic` says whether outputs must agree."""
+
+    suites: tuple[Loaded, ...]
+    methods: tuple[str, ...]
+    repeats: int = 1
+    deterministic: bool = True
+    audit: Audit = "all"
+    cage: Cage | None = None
+    """Where model-written code is run; without one it is not, and stays unscored."""
+
+    @property
+    def num_generations(self) -> int:
+        """Warm-up left out."""
+        turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
+        return turns * len(self.methods) * self.repeats
+
+    def items(self) -> Iterator[Item]:
+        order = 0
+        for loaded in self.suites:
+            last = len(loaded.prompts) - 1
+            for number, prompt in enumerate(loaded.prompts):
+                for repeat in range(self.repeats):
+                    # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
+                    methods = self.methods if (number + repeat) % 2 == 0 else self.methods[::-1]
+                    is_control = repeat == 0 and number in (0, last // 2, last)
+                    yield Item(loaded, prompt, number == 0, is_control, repeat, methods, order)
+                    order += len(prompt.turns) * len(methods)
+
+
+def to_store(plan: Plan) -> dict[str, Any]:
+    """What the run is to hold, as its `run.json` says it."""
+    prompts = {
+        loaded.suite.name: [
+            Asked(prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)) for prompt in loaded.prompts
+        ]
+        for loaded in plan.suites
+    }
+    return plans.to_json(plans.Plan(plan.methods, plan.repeats, prompts))
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One prompt once through all methods, in this order; `order` is the place of its first answer in the run."""
+
+    loaded: Loaded
+    prompt: Prompt
+    is_first: bool
+    """Of its suite."""
+    is_control: bool
+    """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
+    repeat: int
+    methods: tuple[str, ...]
+    order: int
+
+    @property
+    def suite(self) -> str:
+        return self.loaded.suite.name
+
+    def key(self, method: str, turn: int) -> Key:
+        return self.suite, self.prompt.prompt_id, self.repeat, method, turn
+
+    def record(self, method: str, turn: int, generation: Generation) -> Record:
+        return Record(
+            suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
+            prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
+            repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),
+            generation=generation,
+        )  # fmt: skip
+
+
+Report = Callable[[Record | None, str], None]
+"""Called with each record as it is measured, and with None and a few words for work that is about to begin."""
+
+
+def execute(plan: Plan, backend: Backend, run: Run, report: Report) -> None:
+    """Run what is not stored yet. Killed at any time, it loses what `Conversation.answer` holds back, no more."""
+    warm_suite, warm_answer = "", None
+    for item in plan.items():
+        turns = range(len(item.prompt.turns))
+        if all(item.key(method, turn) in run.stored for method in item.methods for turn in turns):
+            continue
+        if warm_suite != item.suite:
+            report(None, f"{item.suite} · warming up")
+            warm_suite, warm_answer = item.suite, _warm_up(plan, backend, item.prompt)
+        conversation = Conversation(item, plan, backend, run, report, warm_answer)
+        for turn in turns:
+            conversation.answer(turn)
+
+
+def _warm_up(plan: Plan, backend: Backend, prompt: Prompt) -> Generation:
+    """The same loop on the same prompt, thrown away but for the plain answer."""
+    messages = (*prompt.opening, Message("user", prompt.turns[0]))
+    answers = [backend.generate(method, messages, 0) for method in plan.methods]
+    return answers[0]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """An item being run. A later turn sees the plain answers to the earlier ones, whatever the method."""
+
+    item: Item
+    plan: Plan
+    backend: Backend
+    run: Run
+    report: Report
+    warm_answer: Generation | None
+    scores: dict[str, Score] = field(default_factory=dict)
+    audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
+    """By turn and tokens."""
+
+    def answer(self, turn: int) -> None:
+        """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
+        messages = self._messages(turn)
+        waiting: list[Record] = []
+        for method in self.item.methods:
+            if self.item.key(method, turn) in self.run.stored:
+                continue
+            self.report(None, f"{self.item.suite} · {method}")
+            generation = self.backend.generate(method, messages, self.item.repeat)
+            record = self.item.record(method, turn, generation)
+            self.report(record, "")
+            waiting.append(record)
+            plain = record.generation if method == BASELINE else self._plain(turn)
+            if plain is not None:
+                self.report(None, f"{self.item.suite} · judging")
+                self.run.append([self._scored(self._judged(answer, plain, messages)) for answer in waiting])
+                waiting = []
+
+    def _plain(self, turn: int, repeat: int | None = None) -> Generation | None:
+        item = self.item if repeat is None else replace(self.item, repeat=repeat)
+        stored = self.run.stored.get(item.key(BASELINE, turn))
+        return stored.generation if stored else None
+
+    def _messages(self, turn: int) -> tuple[Message, ...]:
+        messages = list(self.item.prompt.opening)
+        for number, text in enumerate(self.item.prompt.turns[: turn + 1]):
+            messages.append(Message("user", text))
+            plain = self._plain(number)
+            if number < turn and plain is not None:
+                messages.append(Message("assistant", plain.text))
+        return tuple(messages)
+
+    def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
+        """A method against the plain answer, that against another plain one, and each against the published model."""
+        if not self.plan.deterministic or record.generation.error:
+            return record
+        expected = self._control(record.turn, messages) if record.method == BASELINE else plain
+        if expected is not None and not expected.error:
+            record = self._compared(record, expected, messages)
+        return self._audited(record, messages)
+
+    def _compared(self, record: Record, expected: Generation, messages: Sequence[Message]) -> Record:
+        tokens = record.generation.token_ids
+        if tokens == expected.token_ids:
+            return replace(record, exactness="exact")
+        divergence = self.backend.divergence(messages, expected.token_ids, tokens)
+        return replace(record, exactness=divergence.verdict, divergence=divergence)
+
+    def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
+        if self.plan.audit == "none" or (self.plan.audit == "divergent" and record.divergence is None):
+            return record
+        tokens, turn = record.generation.token_ids, record.turn
+        # Equal answers are read once; on resuming, the stored plain answer's audit serves too.
+        plain = self.run.stored.get(self.item.key(BASELINE, turn))
+        if plain is not None and plain.audit is not None:
+            self.audits.setdefault((turn, plain.generation.token_ids), plain.departure)
+        if (turn, tokens) not in self.audits:
+            self.audits[turn, tokens] = self.backend.audit(messages, tokens)
+        departure = self.audits[turn, tokens]
+        return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
+
+    def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
+        """Another plain answer: the first repeat's, the warm-up's, or one made for this alone and then thrown away."""
+        if self.item.repeat == 0:
+            if not self.item.is_control or turn > 0:
+                return None
+            return self.warm_answer if self.item.is_first else self.backend.generate(BASELINE, messages, 0)
+        pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]
+        said_the_same = all(now and first and now.text == first.text for now, first in pairs)
+        return self._plain(turn, repeat=0) if said_the_same else None
+
+    def _scored(self, record: Record) -> Record:
+        """The last turn's answer is the one that is scored; equal texts are scored once."""
+        text = record.generation.text
+        if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
+            return record
+        if text not in self.scores:
+            scorer = self.item.loaded.suite.scorer
+            self.scores[text] = scoring.score(scorer, self.item.prompt, text, self.plan.cage)
+        return replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)

@@ -1,0 +1,103 @@
+"""A user's own prompts: JSON lines, those of Spec-Bench and EAGLE among them as they are.
+
+A line holds the text in one of the `FORMS`, and may hold an id, a category and a reference; the README says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.errors import UserError
+from dflash_bench.records import Message, Prompt
+from dflash_bench.tasks import rows
+from dflash_bench.tasks.rows import Row
+from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, name_of, text_of
+
+FORMS = {
+    "prompt": "a string, or a list of strings, one a turn",
+    "turns": "a list of strings",
+    "messages": "a list of {role, content} that ends with role user; roles: system, user, assistant",
+}
+IDS = ("id", "question_id", "task_id", "prompt_id")
+"""Keys that may hold a prompt's id; of several the first counts."""
+KNOWN = (*FORMS, *IDS, "category", "reference")
+LIKE_A_KNOWN_KEY = 0.8
+"""How much of a key must be a known one's, in order, for it to look like a slip of the pen."""
+
+
+def load(path: Path, limit: int | None = None, scorer: str = "none", columns: Sequence[str] = ()) -> Loaded:
+    """The prompts of a file; `columns` are those that its scorer reads besides the reference.
+
+    Keys that nothing reads are named in the notes. Raises UserError for a line that holds no prompt.
+    """
+    suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
+    lines = list(rows.json_lines(path))
+    prompts = [_prompt(where, index, row, scorer != "none") for index, (where, row) in enumerate(lines)]
+    notes = _notes(path, [row for _, row in lines], columns)
+    return draw(suite, prompts, f"file {path}", limit, notes)
+
+
+def _prompt(where: str, index: int, row: Row, is_scored: bool) -> Prompt:
+    given = [form for form in FORMS if form in row]
+    if len(given) != 1:
+        raise UserError(f"{where}: needs one of {', '.join(FORMS)}; has {' and '.join(given) or 'none'}")
+    turns, opening = _conversation(where, given[0], row[given[0]])
+    id_key = next((key for key in IDS if _is_given(row, key)), None)
+    return Prompt(
+        suite="prompts",
+        prompt_id=name_of(where, id_key, text_of(where, id_key, row)) if id_key else str(index),
+        turns=filled(where, turns),
+        opening=opening,
+        category=name_of(where, "category", text_of(where, "category", row)) if _is_given(row, "category") else None,
+        reference=_reference(where, row, len(turns), is_scored) if _is_given(row, "reference") else None,
+        row=row,
+    )
+
+
+def _is_given(row: Row, key: str) -> bool:
+    return row.get(key) not in (None, "", [])
+
+
+def _conversation(where: str, form: str, value: Any) -> tuple[Sequence[str], tuple[Message, ...]]:
+    """The user's turns, and the messages that come before them."""
+    match form, value:
+        case "prompt", str():
+            return [value], ()
+        case "prompt" | "turns", _ if is_texts(value):
+            return value, ()
+        case "messages", [*_, {"role": "user"}] if all(map(_is_message, value)):
+            *opening, last = (Message(message["role"], message["content"]) for message in value)
+            return [last.content], tuple(opening)
+    raise UserError(f"{where}: {form} must be {FORMS[form]}")
+
+
+def _is_message(value: object) -> bool:
+    match value:
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            return True
+    return False
+
+
+def _reference(where: str, row: Row, num_turns: int, is_scored: bool) -> str | None:
+    """What the last turn's answer is held against: of a list with one a turn the last, else the only one."""
+    value = row["reference"]
+    if not isinstance(value, list):
+        return text_of(where, "reference", row)
+    if len(value) in (1, num_turns):
+        return text_of(where, "reference", {"reference": value[-1]})
+    if is_scored:
+        raise UserError(f"{where}: 'reference' lists {len(value)} texts for {num_turns} turns; give one a turn")
+    return None
+
+
+def _notes(path: Path, file_rows: Sequence[Row], columns: Sequence[str]) -> tuple[str, ...]:
+    """One for all keys that are read by nothing: they may be notes of the file's author, or mistyped."""
+    unread = list(dict.fromkeys(key for row in file_rows for key in row if key not in (*KNOWN, *columns)))
+    if not unread:
+        return ()
+    guesses = [(key, get_close_matches(key, KNOWN, 1, LIKE_A_KNOWN_KEY)) for key in unread]
+    meant = [f"did you mean {close[0]} by {key}?" for key, close in guesses if close]
+    return (" ".join([f"{path}: nothing reads {', '.join(unread)} (known: {', '.join(KNOWN)})", *meant]),)

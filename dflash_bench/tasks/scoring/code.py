@@ -1,0 +1,88 @@
+"""Answers that are code: found among prose and fences, and run with the task's tests in the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Collection
+
+from dflash_bench.records import Prompt
+from dflash_bench.tasks.sandbox import Cage, Limits, run_tests
+from dflash_bench.tasks.scoring.answers import Score
+
+_FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # three are a doctest
+_FIRST_CODE = re.compile(r"^(?:import|from|def|async def|class|@\w+)\b", re.MULTILINE)
+_PROSE = re.compile(r"^(?:[A-Z][\w']*(?:,? [a-z]|: [A-Za-z])|\*\*|- |\d+[.)] |#{2,} )", re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+
+LIMITS = Limits(cpu_s=20, wall_s=30.0)  # several times what the slowest right solution takes
+
+
+def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+    stub, name = prompt.row["prompt"], prompt.row["entry_point"]
+    code = _code(text, {name})
+    if _defines(code, {name}):
+        solution = stub.partition(f"def {name}(")[0] + code
+    else:  # only the body, or what follows the stub
+        solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
+    return _score(code, _join(solution, prompt.row["test"], f"check({name})"), cage)
+
+
+def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+    tests = prompt.row["test_list"]
+    code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
+    return _score(code, _join(*prompt.row["test_imports"], code, *tests), cage)
+
+
+def _score(code: str, program: str, cage: Cage | None) -> Score:
+    return Score(code, run_tests(program, cage, LIMITS).passed if cage else None)
+
+
+def _code(text: str, names: Collection[str]) -> str:
+    """The last Python block that defines one of `names`, after the blocks that it may build on.
+
+    Failing that, the likeliest code there is.
+    """
+    text = _QUOTED.sub("", text)
+    fenced = [(language.lower(), textwrap.dedent(body)) for _, language, body in _FENCED.findall(text)]
+    blocks = [body for _, body in fenced]
+    python = [body for language, body in fenced if language in {"python", "py", "python3"}]
+    likeliest = [b for b in python if _defines(b, names)] or [b for b in blocks if _defines(b, names)]
+    if likeliest:
+        earlier = blocks[: len(blocks) - 1 - blocks[::-1].index(likeliest[-1])]
+        return "\n".join([*(block for block in earlier if _only_defines(block)), likeliest[-1]])
+    if blocks:
+        return (python or blocks)[-1]
+    return _without_prose(text) if _defines(text, names) else text
+
+
+def _defines(code: str, names: Collection[str]) -> bool:
+    any_name = "|".join(map(re.escape, names))
+    by_statement = rf"^(?:(?:async )?(?:def|class) (?:{any_name})\b|(?:{any_name})\s*(?::[^=\n]+)?=(?!=))"
+    return re.search(by_statement, code, re.MULTILINE) is not None
+
+
+def _only_defines(code: str) -> bool:
+    """Can it stand before other code, and do nothing but give it names?"""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that the model wrote
+            statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return all(isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef) for each in statements)
+
+
+def _without_prose(text: str) -> str:
+    first = _FIRST_CODE.search(text)
+    start = first.start() if first else 0
+    end = _PROSE.search(text, start)
+    return text[start : end.start() if end else None]
+
+
+def _join(*parts: str) -> str:
+    """One program; Python wants imports from the future first."""
+    program = "\n\n".join(parts)
+    return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])

@@ -1,0 +1,35 @@
+"""The scorers of text as metrics of the evaluate library; `evaluate.load` takes this file's path and a scorer's name.
+
+    metric = evaluate.load(dflash_bench.tasks.scoring.METRIC, "gsm8k_number")
+    metric.compute(predictions=["so it is 7"], references=["#### 7"])    # {"accuracy": 1.0}
+
+evaluate reads the imports below line by line, one import a line, and copies the file: it imports the package by name.
+"""
+
+from typing import Any
+
+import datasets
+import evaluate
+
+import dflash_bench.records
+import dflash_bench.tasks.scoring
+
+
+class Accuracy(evaluate.Metric):  # type: ignore[misc]
+    """The share of answers that are right. Raises UserError for a name that is no scorer of text."""
+
+    def _info(self) -> Any:
+        dflash_bench.tasks.scoring.require_text_scorer(self.config_name)
+        string = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description=f"Share of answers that dflash-bench's scorer {self.config_name} finds right.",
+            citation="",
+            inputs_description="predictions: whole answers. references: what the suite's reference says, as text.",
+            features=datasets.Features({"predictions": string, "references": string}),
+        )
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        pairs = zip(predictions, references, strict=True)
+        prompts = [(dflash_bench.records.Prompt("metric", "", (), reference=right), text) for text, right in pairs]
+        scores = [dflash_bench.tasks.scoring.score(self.config_name, prompt, text) for prompt, text in prompts]
+        return {"accuracy": sum(one.passed is True for one in scores) / len(scores)}

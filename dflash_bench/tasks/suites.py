@@ -1,0 +1,218 @@
+"""Suites: which prompts to answer, and how a row becomes a prompt.
+
+A suite is a TOML file. Its rows (`rows.py`) come from the sample shipped with the package, the hub, or a
+folder; which one is always said and recorded. `--limit` draws by id, so every machine draws the same prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from dflash_bench import reading
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Message, Prompt
+from dflash_bench.tasks import rows
+from dflash_bench.tasks.rows import DataSet, Row
+from dflash_bench.text import shortened, visible
+
+LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """One TOML file. `turns` and `reference` are `str.format` templates over the columns."""
+
+    name: str
+    version: int
+    title: str
+    source: str
+    scorer: str
+    licence: str = "unknown"
+    subset: str | None = None
+    split: str = "test"
+    revision: str = "main"
+    columns: tuple[str, ...] = ()
+    """What every row must have: texts, or lists of texts for those in `list_columns`."""
+    list_columns: tuple[str, ...] = ()
+    seed: int = 0
+    id: str | None = None
+    category: str | None = None
+    reference: str | None = None
+    turns: tuple[str, ...] = ()
+    turns_column: str | None = None
+
+    @property
+    def data(self) -> DataSet:
+        return DataSet(self.name, self.source, self.split, self.subset, self.revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The prompts of a run, and what says which ones they were."""
+
+    suite: Suite
+    prompts: tuple[Prompt, ...]
+    source: str
+    sha256: str
+    """Of the rows behind `prompts`, as canonical JSON."""
+    num_rows: int
+    """How many rows there were to draw from."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of them, such as columns that nothing reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One line of `dflash-bench suites`."""
+
+    suite: Suite
+    groups: tuple[str, ...]
+    num_embedded: int
+
+
+def data_folder() -> Path:
+    """Where the TOML files are: `_suites` in an installed package, `suites` at the root of a checkout."""
+    package = Path(__file__).parent.parent
+    installed = package / "_suites"
+    return installed if installed.is_dir() else package.parent / "suites"
+
+
+def known_suites() -> dict[str, Suite]:
+    files = sorted(path for path in data_folder().glob("*.toml") if path.stem != "groups")
+    return {path.stem: _parse(path) for path in files}
+
+
+def known_groups() -> dict[str, tuple[str, ...]]:
+    groups = reading.toml_of(data_folder() / "groups.toml")
+    return {name: tuple(members) for name, members in groups.items()}
+
+
+def _parse(path: Path) -> Suite:
+    fields = reading.toml_of(path)
+    for key, value in fields.items():
+        fields[key] = tuple(value) if isinstance(value, list) else value
+    return Suite(name=path.stem, **fields)
+
+
+def expand(names: Sequence[str]) -> list[Suite]:
+    """The suites behind names of suites and groups, each once, in the order asked for."""
+    suites, groups = known_suites(), known_groups()
+    chosen: dict[str, Suite] = {}
+    for name in names:
+        if name not in suites and name not in groups:
+            raise unknown("suite", name, [*suites, *groups])
+        chosen |= {member: suites[member] for member in groups.get(name, (name,))}
+    return list(chosen.values())
+
+
+def table() -> list[Listing]:
+    listings = []
+    for suite in known_suites().values():
+        groups = tuple(group for group, members in known_groups().items() if suite.name in members)
+        shipped = data_folder() / "embedded" / suite.name / f"{suite.split}.jsonl"
+        num_embedded = sum(1 for _ in rows.json_lines(shipped)) if shipped.exists() else 0
+        listings.append(Listing(suite, groups, num_embedded))
+    return listings
+
+
+def load(suite: Suite, data: str | Path = "embedded", limit: int | None = None) -> Loaded:
+    """`data` is `embedded`, `hub`, or a folder with NAME/SPLIT.jsonl or .parquet in the hub's columns."""
+    if data == "embedded":
+        found, source = rows.from_folder(suite.data, data_folder() / "embedded"), "embedded"
+    elif data == "hub":
+        found, source = rows.from_hub(suite.data)
+    else:
+        found, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
+    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(found)]
+    return draw(suite, prompts, source, limit)
+
+
+def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
+    """What names each prompt, and the messages of its last turn, with a word for the answers that are not there yet."""
+    for prompt in loaded.prompts:
+        *earlier, last = (Message("user", turn) for turn in prompt.turns)
+        asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
+        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *asked, last]
+
+
+def prompt_hash(prompt: Prompt) -> str:
+    """Equal when, and only when, the model is asked the same thing."""
+    return _sha256([[[message.role, message.content] for message in prompt.opening], prompt.turns])[:16]
+
+
+def _sha256(value: object) -> str:
+    # Parquet can hold dates and decimals; as text they still tell two rows apart.
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def draw(
+    suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | None, notes: tuple[str, ...] = ()
+) -> Loaded:
+    """The `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts."""
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit must be at least 1, not {limit}")
+    if not prompts:
+        raise UserError(f"{source}: no rows for suite '{suite.name}'")
+    rows_of: dict[str, int] = {}
+    for number, prompt in enumerate(prompts, start=1):
+        first = rows_of.setdefault(prompt.prompt_id, number)
+        if first != number:
+            raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
+    ranked = sorted(rows_of, key=lambda key: hashlib.sha256(f"{suite.seed}:{key}".encode()).digest())
+    drawn = set(ranked[:limit])
+    kept = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn)
+    return Loaded(suite, kept, source, _sha256([prompt.row for prompt in kept]), len(prompts), notes)
+
+
+# From a row to a prompt.
+
+
+def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
+    missing = [column for column in suite.columns if column not in row]
+    if missing:
+        raise UserError(f"{where}: no column '{missing[0]}' (it has {', '.join(row)})")
+    texts = {column: text_of(where, column, row, column in suite.list_columns) for column in suite.columns}
+    written = [template.format_map(texts) for template in suite.turns]
+    return Prompt(
+        suite=suite.name,
+        prompt_id=name_of(where, suite.id, texts[suite.id]) if suite.id else str(index),
+        turns=filled(where, row[suite.turns_column] if suite.turns_column else written),
+        category=name_of(where, suite.category, texts[suite.category]) if suite.category else None,
+        reference=suite.reference.format_map(texts) if suite.reference else None,
+        row=row,
+    )
+
+
+def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
+    """A column as templates see it; a list becomes lines."""
+    value = row[column]
+    if is_list and is_texts(value):
+        return "\n".join(value)
+    if not is_list and isinstance(value, str | int):
+        return str(value)
+    wanted = "a list of strings" if is_list else "a string or an integer"
+    raise UserError(f"{where}: '{column}' must be {wanted}, not {type(value).__name__}")
+
+
+def name_of(where: str, column: str, text: str) -> str:
+    """An id or a category as it is. Raises UserError for one that tables, files and terminals could not show."""
+    if not text.strip() or len(text) > LONGEST_NAME or visible(text) != text:
+        wanted = f"a name of 1 to {LONGEST_NAME} characters that can be seen"
+        raise UserError(f"{where}: '{column}' must be {wanted}, not '{shortened(visible(text), 40)}'")
+    return text
+
+
+def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
+    if not turns or not all(turn.strip() for turn in turns):
+        raise UserError(f"{where}: a prompt needs at least one turn, and no turn may be blank")
+    return tuple(turns)
+
+
+def is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
