@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +19,12 @@ from dflash_bench.engine.drafters.lookahead import LookaheadDrafter, Pool, Windo
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.drafters.oracle import OracleDrafter
 from dflash_bench.engine.drafters.random import RandomDrafter
+from dflash_bench.engine.drafters.rest import RestDrafter, most_frequent
 from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.suffix_tree import Node, Place, SuffixTree
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.models import datastore
 
 
 def ngram(num_drafts: int = 5, longest: int = 3, shortest: int = 1) -> NGramDrafter:
@@ -30,6 +33,10 @@ def ngram(num_drafts: int = 5, longest: int = 3, shortest: int = 1) -> NGramDraf
 
 def suffix(num_drafts: int = 8, threshold: float = 0.1, depth: int = 12, earlier: bool = True) -> SuffixDrafter:
     return SuffixDrafter(num_drafts, threshold, depth, 2.0, earlier, CPU)
+
+
+def rest(texts: Sequence[Sequence[int]], nodes: int = 12, depth: int = 5, longest: int = 4) -> RestDrafter:
+    return RestDrafter(datastore.of_texts(texts), nodes, depth, longest, 1, CPU)
 
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
@@ -42,6 +49,8 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "lookahead": lambda: LookaheadDrafter(4, 4, 3, CPU),
     "lookahead, bigrams": lambda: LookaheadDrafter(5, 2, 4, CPU),
     "lookahead, one column": lambda: LookaheadDrafter(1, 5, 2, CPU),
+    "rest": lambda: rest([table().answer(prompt, 60) for prompt in PROMPTS]),
+    "rest, a chain": lambda: rest([[*range(6)] * 3, table().answer([8], 60)], nodes=4, depth=9),
     "random": lambda: RandomDrafter(3, 0, table()),  # type: ignore[arg-type]
 }
 
@@ -352,6 +361,60 @@ def test_a_target_that_goes_round_is_guessed_ahead() -> None:
     assert out.tokens == [[(i + 1) % 6 for i in range(40)]]
     # Once each of the six tokens has begun an N-gram of the pool, N - 1 of them are kept in each round.
     assert accepted(out)[7:-1] == [3] * (len(out.rounds) - 8) and len(out.rounds) > 12
+
+
+# REST.
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 3))
+def test_a_datastore_says_where_a_piece_occurs_and_which_suffix_is_the_longest(
+    texts: list[list[int]], text: list[int], least: int, more: int
+) -> None:
+    store = datastore.of_texts(texts)
+    tokens = [token for given in texts if given for token in (*given, -1)]
+    assert store.tokens.tolist() == tokens
+
+    def ends(piece: list[int]) -> list[int]:
+        return [at + len(piece) for at in range(len(tokens) - len(piece) + 1) if tokens[at : at + len(piece)] == piece]
+
+    assert sorted(store.ends_of(text).tolist()) == ends(text)
+    sizes = range(min(least + more, len(text)), least - 1, -1)
+    expected = next((ends(text[-size:]) for size in sizes if ends(text[-size:])), [])
+    assert sorted(store.longest(text, least + more, least).tolist()) == expected
+
+
+@given(st.lists(st.integers(-1, 3), max_size=150))
+def test_a_suffix_array_is_in_order(tokens: list[int]) -> None:
+    order = datastore.suffix_order(np.array(tokens, dtype=np.int32)).tolist()
+    assert sorted(order) == list(range(len(tokens)))
+    assert order == sorted(order, key=lambda at: (tokens[at : at + datastore.SORTED_TO], at))
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.integers(0, 2), st.integers(1, 9), st.integers(1, 4))
+def test_a_tree_holds_the_most_frequent_continuations(
+    texts: list[list[int]], token: int, num_nodes: int, depth: int
+) -> None:
+    store = datastore.of_texts(texts)
+    trie = most_frequent(store, store.ends_of([token]), num_nodes, depth)
+    pieces = {piece[1:]: times for piece, times in counted(texts, depth + 1).items() if piece[0] == token and piece[1:]}
+    drafted = [tuple(path_to(trie, node)) for node in range(len(trie.tokens))]
+    assert len(set(drafted)) == len(drafted) == min(num_nodes, len(pieces))
+    assert sorted((pieces[path] for path in drafted), reverse=True) == sorted(pieces.values(), reverse=True)[:num_nodes]
+
+
+def test_a_tree_is_drafted_from_the_texts_and_accepted_along_its_path() -> None:
+    # After "5 0" came 1 twice and 9 once; after that 2, and 7.
+    drafter = rest([[5, 0, 1, 2], [5, 0, 9], [5, 0, 1, 7]], nodes=4, depth=3)
+    drafter.begin(1, 64)
+    tell(drafter, [[5, 0]])
+    draft = drafter.propose()
+    assert draft is not None and draft.parents is not None
+    assert draft.tokens.tolist() == [[1, 9, 2, 7]] and draft.parents.tolist() == [[-1, -1, 0, 0]]
+    out = run(Cycling(), drafter, [[5]], 6)
+    # 0 is the first token; 1 2 of the tree are right; then 3, and nothing like it is known.
+    assert out.tokens == [[0, 1, 2, 3, 4, 5]] and accepted(out) == [2, 0, 0]
 
 
 # Drafts of a known quality.
