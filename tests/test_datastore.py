@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import answers, changed, failing, stored
 from safetensors.torch import save_file
 
 from dflash_bench.cli import app
@@ -68,10 +69,12 @@ def test_the_command_builds_from_texts_in_a_file_or_a_folder(
 
 
 def test_the_answers_of_runs_are_texts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = pytest.importorskip("runs")
-    folder = runs.store(tmp_path / "run") if hasattr(runs, "store") else None
-    if folder is None:
-        pytest.skip("no way to write a run")
+    # Of two prompts the plain answer and the method's; one of the method's failed, and is none.
+    records = changed(changed(answers(2), "ar", text=TEXTS[0]), text=lambda row: TEXTS[1 + int(row.prompt_id[1:])])
+    stored(tmp_path / "run", failing(records))
+    invoke("--model", "nano", "--runs", str(tmp_path / "run"), "--out", str(tmp_path / "store"))
+    said = capsys.readouterr().out
+    assert said.startswith("2 texts of ") and "holds answers to the prompts of these runs" in said
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_datastore_that_does_not_fit_is_refused(changes: dict[str, Any], said:
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x08\0\0\0\0\0\0\0{}      ", b"\x80pickle"])
 def test_what_is_no_datastore_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "store").write_bytes(content)
-    with pytest.raises(UserError, match="store is (damaged or )?not a datastore"):
+    with pytest.raises(UserError, match=r"store is (damaged or )?not a datastore"):
         datastore.read(tmp_path / "store", Words("a"), 1)
     with pytest.raises(UserError, match="cannot read"):
         datastore.read(tmp_path / "absent", Words("a"), 1)

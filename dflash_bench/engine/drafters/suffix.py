@@ -129,6 +129,6 @@ class SuffixDrafter(HostDrafter):
 
 def build(models: Models, target: Target, method: Method) -> SuffixDrafter:
     return SuffixDrafter(
-        method.number("n"), float(method.option("threshold")), method.number("depth"), float(method.option("factor")),
+        method.number("n"), method.real("threshold"), method.number("depth"), method.real("factor"),
         method.option("earlier") == "yes", target.device,
     )  # fmt: skip
