@@ -103,11 +103,11 @@ METHODS: dict[str, Kind] = {
         ),
         Kind(
             "oracle", "the plain answer itself: measures the engine, not a draft", None, "chain", True,
-            (_drafted("oracle", 15),), count="n",
+            (_drafted("oracle", 15),), count="n", is_probe=True,
         ),
         Kind(
             "random", "random tokens: measures the engine, not a draft", None, "chain", True,
-            (_drafted("random", 15), _SEED), count="n",
+            (_drafted("random", 15), _SEED), count="n", is_probe=True,
         ),
         Kind(
             "synthetic", "tokens right at given rates: measures the engine, not a draft", None, "chain", True,
@@ -116,6 +116,7 @@ METHODS: dict[str, Kind] = {
                        kind=str),
                 _SEED,
             ),
+            is_probe=True,
         ),
     )
 }  # fmt: skip
@@ -224,3 +225,15 @@ def is_tree(label: str) -> bool:
     """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.shape == "tree"
+
+
+def is_probe(label: str) -> bool:
+    """Does it measure the engine, whatever a draft may be worth? Of any label that was ever stored."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and kind.is_probe
+
+
+def has_draft(label: str) -> bool:
+    """Does it draft with a trained network? Methods that are not known any more may have."""
+    kind = METHODS.get(name_of(label))
+    return kind is None or kind.weights is not None
