@@ -56,8 +56,8 @@ METHODS: dict[str, Kind] = {
         Kind(
             "ngram", "prompt lookup: what followed the text's last tokens where they stood before", None, "chain", True,
             (
-                _drafted("ngram", 10), Option("max", "longest n-gram looked up", 4, 1, 32, "tokens"),
-                Option("min", "shortest n-gram looked up", 2, 1, 32, "tokens"),
+                _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),
+                Option("min", "shortest n-gram looked up", 1, 1, 32, "tokens"),
             ),
             count="n",
         ),
@@ -89,7 +89,7 @@ METHODS: dict[str, Kind] = {
                 Option("nodes", "nodes of the tree, the anchor not counted", 15, 1, 255, "tokens"),
                 Option("depth", "levels of the tree below the anchor", 10, 1, 32, "levels"),
                 Option("max", "longest suffix looked up", 16, 1, 32, "tokens"),
-                Option("min", "shortest suffix looked up", 2, 1, 32, "tokens"),
+                Option("min", "shortest suffix looked up", 1, 1, 32, "tokens"),
             ),
             count="nodes",
         ),
