@@ -385,14 +385,16 @@ def test_sampled_drafts_give_the_same_tokens_for_the_same_seed_whatever_else_is_
 
 def test_sampled_drafts_are_sometimes_kept_and_follow_the_targets_distribution() -> None:
     num_rows = 3000
-    out = run(TableTarget(5, 32), Sampled(num_rows, 2, 5), [[1, 2]] * num_rows, 3, sampling=Sampling(1.0, 4))
+    target, drafter, seeds = TableTarget(5, 32), Sampled(num_rows, 2, 5), range(num_rows)
+    out = run(target, drafter, [[1, 2]] * num_rows, 3, sampling=Sampling(1.0), seeds=seeds)
     assert 0.1 < sum(out.rounds[0].accepted) / (2 * num_rows) < 0.9
     assert follows_the_table(out)
 
 
 def test_sampled_trees_are_sometimes_kept_and_follow_the_targets_distribution() -> None:
     num_rows = 3000
-    out = run(TableTarget(5, 32), SampledTree(num_rows, 5), [[1, 2]] * num_rows, 3, sampling=Sampling(1.0, 4))
+    target, drafter, seeds = TableTarget(5, 32), SampledTree(num_rows, 5), range(num_rows)
+    out = run(target, drafter, [[1, 2]] * num_rows, 3, sampling=Sampling(1.0), seeds=seeds)
     assert min(out.rounds[0].accepted.count(count) for count in (0, 1, 2)) > 100
     assert follows_the_table(out)
 

@@ -155,9 +155,10 @@ def run(
     max_new_tokens: int = 24,
     stop_ids: frozenset[int] = frozenset(),
     sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> Decoded:
     limits = Limits(max_new_tokens, stop_ids)
-    prefill, *rounds = decode(target, drafter, prompts, limits, sampling or Sampling(), HostClock())
+    prefill, *rounds = decode(target, drafter, prompts, limits, sampling or Sampling(), HostClock(), seeds)
     tokens = [[t for step in (prefill, *rounds) for t in step.emitted[row] or ()] for row in range(len(prompts))]
     return Decoded(tokens, rounds)
 

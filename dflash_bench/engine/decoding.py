@@ -13,9 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.cache import ancestors, to_device
 from dflash_bench.engine.clock import Clock
-from dflash_bench.engine.sampling import Sampler, Sampling, probabilities
+from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
 
@@ -27,8 +26,9 @@ class Committed:
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
     anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
     answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
-    to: kept, they show the whole answer once the generation is over. `choices` are there if the draft wanted them: per
-    row what the target chose after the anchor and after each token of the draft, those it did not accept too.
+    to: kept, they show the whole answer once the generation is over. With the sampler it draws tokens, if it does
+    (`drafters/picking.py`). `choices` are there if the draft wanted them: per row what the target chose after the
+    anchor and after each token of the draft, those it did not accept too.
     """
 
     hidden: Tensor | None
@@ -37,6 +37,7 @@ class Committed:
     starts: list[int]
     counts: list[int]
     texts: Sequence[Sequence[int]] = ()
+    sampler: Sampler | None = None
     choices: Sequence[Sequence[int]] = ()
 
 
@@ -57,7 +58,9 @@ class Drafter(Protocol):
 class Foresees(Protocol):
     """A drafter that must know the requests before they are decoded; what it does then is not on the clock."""
 
-    def foresee(self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling) -> None: ...
+    def foresee(
+        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None
+    ) -> None: ...
 
 
 class NoDrafter:
@@ -134,9 +137,17 @@ class DecodingError(Exception):
 
 @torch.inference_mode()
 def decode(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, clock: Clock
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    clock: Clock,
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[Round]:
     """Decode rows together, round by round, until each has ended.
+
+    `seeds` are the rows' own, in place of the one of `sampling`: with it a row draws what it would draw alone.
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
@@ -147,7 +158,8 @@ def decode(
     try:
         target.begin(len(rows), capacity)
         drafter.begin(len(rows), capacity)
-        sampler = Sampler(sampling, len(rows), limits.max_new_tokens + drafter.num_drafts + 1, target.device)
+        num_places = limits.max_new_tokens + drafter.num_drafts + 1
+        sampler = Sampler(sampling, seeds or [sampling.seed] * len(rows), num_places, target.device)
         state = _State(target, drafter, rows, limits, sampler, clock)
         yield state.prefill()
         while not state.ended:
@@ -183,7 +195,9 @@ class _State:
         begin = self.clock.mark()
         lengths = [len(row.prompt) for row in self.rows]
         output = self.target.prefill([row.prompt for row in self.rows])
-        self.anchor = self.sampler.choose(output.logits, self._places(1))[:, 0]
+        self.sampler.begin([row.prompt for row in self.rows], output.logits.shape[-1])
+        self.anchor = self.sampler.choose(self.sampler.penalise(output.logits), self.sampler.places(1))[:, 0]
+        self.sampler.commit(self.anchor[:, None], torch.zeros_like(self.anchor))
         host, _ = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
         first = [tokens for _, *tokens in host]
         emitted: list[list[int] | None] = [
@@ -205,9 +219,11 @@ class _State:
         draft = self.drafter.propose()
         drafted = self.clock.mark()
         block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
-        output = self.target.forward(block, self.starts, draft.parents if draft else None)
-        verdict = self._verify(draft, output.logits)
+        parents = draft.parents if draft else None
+        output = self.target.forward(block, self.starts, parents)
+        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, parents))
         tokens = following_tokens(block, verdict)
+        self.sampler.commit(tokens, verdict.num_accepted)
         wanted = verdict.choices if draft and draft.wants_choices else None
         host, choices = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path), wanted)
         alive = [row.finish is None for row in self.rows]
@@ -229,20 +245,23 @@ class _State:
         return Round(emitted, proposed, accepted, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
-        places = self._places(logits.shape[1], draft.parents if draft else None)
-        padding = draft.padding if draft else None
-        # At temperature 0 p is one-hot, and rejection sampling is the match rule: the draft's q changes nothing.
-        if draft is not None and draft.probs is not None and places is not None:
-            p = probabilities(logits, self.sampler.sampling.temperature)
-            accept, draw = self.sampler.acceptance.gather(1, places), self.sampler.uniform.gather(1, places)
-            if draft.parents is not None:
-                return verify_children(draft.tokens, draft.parents, p, draft.probs, accept, draw, padding)
-            return verify_sampled(draft.tokens, p, draft.probs, accept[:, :-1], draw, padding)
-        choices = self.sampler.choose(logits, places)
+        """By penalised logits."""
+        sampler = self.sampler
         if draft is None:
+            choices = sampler.choose(logits, sampler.places(1))
             return verify_chain(choices[:, :0], choices)
-        if draft.parents is not None:
-            return verify_tree(draft.tokens, draft.parents, choices, padding)
+        padding, parents = draft.padding, draft.parents
+        places = sampler.places(logits.shape[1], parents)
+        # At temperature 0 p is one-hot, and rejection sampling is the match rule: the draft's q changes nothing.
+        if draft.probs is not None and places is not None:
+            p = sampler.probabilities(logits)
+            accept, draw = sampler.numbers("accept", places), sampler.numbers("draw", places)
+            if parents is not None:
+                return verify_children(draft.tokens, parents, p, draft.probs, accept, draw, padding)
+            return verify_sampled(draft.tokens, p, draft.probs, accept[:, :-1], draw, padding)
+        choices = sampler.choose(logits, places)
+        if parents is not None:
+            return verify_tree(draft.tokens, parents, choices, padding)
         return verify_chain(draft.tokens, choices, padding)
 
     def _keep(
@@ -273,17 +292,10 @@ class _State:
         self, hidden: Tensor | None, tokens: Tensor, counts: list[int], choices: Sequence[list[int]] = ()
     ) -> None:
         texts = [row.text for row in self.rows]
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, choices))
+        self.sampler.emitted([len(row.tokens) for row in self.rows])
+        starts = list(self.starts)
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, starts, counts, texts, self.sampler, choices))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
-
-    def _places(self, width: int, parents: Tensor | None = None) -> Tensor | None:
-        """Which of its tokens [B, width] each row would emit after each place of a block; None where none is drawn."""
-        if self.sampler.greedy:
-            return None
-        emitted = to_device([len(row.tokens) for row in self.rows], self.target.device)[:, None]
-        if parents is None:
-            return emitted + torch.arange(width, device=self.target.device)
-        return emitted + ancestors(parents).sum(dim=-1) - 1
 
     def _to_host(
         self, counts: Tensor, tokens: Tensor, broken: Tensor, choices: Tensor | None = None

@@ -1,8 +1,8 @@
 """The judge: is an answer the published model's own? It asks transformers' code, and nothing of this engine.
 
-No cache, mask, tap or forward pass of ours is involved: the model reads tokens in one pass, or step by step with the
-cache that transformers makes for it. What the two forms say differently is rounding, and that is all that is ever
-excused: what is being judged has no say in it.
+No cache, mask, tap, forward pass or penalty of ours is involved: the model reads tokens in one pass, or step by step
+with the cache that transformers makes for it. What the two forms say differently is rounding, and that is all that is
+ever excused: what is being judged has no say in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from dflash_bench.records import Divergence
 
@@ -31,6 +32,7 @@ class Judge:
     """Asks `model`, a causal language model of transformers, what it would say by itself.
 
     With `stop_ids` and `max_new_tokens` an answer must also end where it should: behind its first stop token, or full.
+    A repetition penalty, with which the answer was made, is part of what the model would say.
     """
 
     def __init__(self, model: Any, stop_ids: frozenset[int] = frozenset(), max_new_tokens: int | None = None) -> None:
@@ -40,14 +42,15 @@ class Judge:
         self.ceiling = CEILINGS.get(model.dtype, CEILINGS[torch.float32])
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def audit(self, prompt: Sequence[int], answer: Sequence[int]) -> Divergence | None:
+    def audit(self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0) -> Divergence | None:
         """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
         end = self._end(prompt, answer)
         if end != len(answer):
             return Divergence(min(end, len(answer)))
         if not answer:
             return None
-        logits = self._in_one_pass([*prompt, *answer[:-1]], len(answer))
+        text = [*prompt, *answer[:-1]]
+        logits = _penalised(self._in_one_pass(text, len(answer)), text, repetition_penalty)
         tokens = torch.tensor(answer, device=self.device)[:, None]
         best = logits.max(dim=-1)
         gaps = (best.values - logits.gather(1, tokens)[:, 0]).float()
@@ -55,7 +58,8 @@ class Judge:
         index = int(gaps.argmax())
         if not gaps[index]:
             return None
-        return self._divergence(prompt, answer, index, float(gaps[index]), answer[index], int(best.indices[index]))
+        text, pair = [*prompt, *answer[:index]], (answer[index], int(best.indices[index]))
+        return self._divergence(text, index, float(gaps[index]), pair, repetition_penalty)
 
     def _end(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """How many tokens of it there should be; one more than there are, where it breaks off."""
@@ -65,31 +69,35 @@ class Judge:
         room = min(self.max_new_tokens, self.context_length - len(prompt))
         return min(stops[0] + 1 if stops else len(answer) + 1, room)
 
-    def divergence(self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+    def divergence(
+        self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], repetition_penalty: float = 1.0
+    ) -> Divergence:
         """What the model says where two answers, which differ, part: are both tokens its choice, up to rounding?"""
         shorter = min(len(plain), len(other))
         index = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
         if index == shorter:
             return Divergence(index)
-        logits = self._in_one_pass([*prompt, *plain[:index]], 1)[0].float()
+        text = [*prompt, *plain[:index]]
+        logits = _penalised(self._in_one_pass(text, 1), text, repetition_penalty)[0].float()
         worse = min(plain[index], other[index], key=lambda token: float(logits[token]))
-        return self._divergence(prompt, plain, index, float(logits.max() - logits[worse]), worse, int(logits.argmax()))
+        pair = (worse, int(logits.argmax()))
+        return self._divergence(text, index, float(logits.max() - logits[worse]), pair, repetition_penalty)
 
     def _divergence(
-        self, prompt: Sequence[int], answer: Sequence[int], index: int, gap: float, token: int, best: int
+        self, text: Sequence[int], index: int, gap: float, pair: tuple[int, int], penalty: float
     ) -> Divergence:
+        """After this text the first of the pair was said, and is so far behind the second."""
         if not math.isfinite(gap):
             return Divergence(index)
-        rounding = self._rounding([*prompt, *answer[:index]], token, best)
+        rounding = self._rounding(text, pair, penalty)
         # What rounds to NaN in one of the forms excuses nothing.
         return Divergence(index, gap, min(self.ceiling, MARGIN * rounding) if math.isfinite(rounding) else 0.0)
 
-    def _rounding(self, text: Sequence[int], one: int, other: int) -> float:
+    def _rounding(self, text: Sequence[int], pair: tuple[int, int], penalty: float) -> float:
         """The most by which the difference between two tokens' logits depends on the form, near the text's end."""
         places = min(STEPS, len(text))
-        pair = [one, other]
-        forms = [form(text, places)[:, pair].float() for form in (self._in_one_pass, self._in_steps)]
-        differences = [logits[:, 0] - logits[:, 1] for logits in forms]
+        forms = [_penalised(form(text, places), text, penalty) for form in (self._in_one_pass, self._in_steps)]
+        differences = [logits[:, pair[0]].float() - logits[:, pair[1]].float() for logits in forms]
         return float((differences[0] - differences[1]).abs().max())
 
     @torch.inference_mode()
@@ -117,3 +125,13 @@ class Judge:
     def _logits(self, output: Any, places: int) -> Tensor:
         logits: Tensor = output.logits[0, -places:].to(self.device)
         return logits
+
+
+def _penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:
+    """Logits [N, V] after each of the text's last tokens, as transformers changes them before it takes the best."""
+    if penalty == 1:
+        return logits
+    processor, ids = RepetitionPenaltyLogitsProcessor(float(penalty)), torch.tensor([text], device=logits.device)
+    first = len(text) - len(logits) + 1
+    rows = [processor(ids[:, : first + i], row[None].float()) for i, row in enumerate(logits)]
+    return torch.cat(rows)

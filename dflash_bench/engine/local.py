@@ -89,17 +89,24 @@ class LocalBackend:
         return self.generate_ids(method, [prompt], replace(self.sampling, seed=seed))[0]
 
     def generate_ids(
-        self, method: str, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None
+        self,
+        method: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, decoded together; what goes wrong becomes its error, never a number."""
+        """One generation per prompt, decoded together; what goes wrong becomes its error, never a number.
+
+        `seeds` are the prompts' own, in place of the one of `sampling`.
+        """
         drafter, sampling = self.drafters[method], sampling or self.sampling
         rounds: list[Round] = []
         error: str | None = None
         try:
             if isinstance(drafter, Foresees):
-                drafter.foresee(prompts, self.limits, sampling)
+                drafter.foresee(prompts, self.limits, sampling, seeds)
             self._reset_memory()
-            rounds.extend(decode(self.target, drafter, prompts, self.limits, sampling, self.clock))
+            rounds.extend(decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds))
         except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:
@@ -136,10 +143,10 @@ class LocalBackend:
         )
 
     def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
-        return self.judge.divergence(self.encode(messages), plain, other)
+        return self.judge.divergence(self.encode(messages), plain, other, self.sampling.repetition_penalty)
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
-        return self.judge.audit(self.encode(messages), answer)
+        return self.judge.audit(self.encode(messages), answer, self.sampling.repetition_penalty)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":

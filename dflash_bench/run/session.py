@@ -103,8 +103,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
 
 
 def _methods(request: Request) -> list[methods.Method]:
-    given = [text.partition("=")[0] for text in request.drafts]
-    chosen = methods.chosen(list(request.methods) or given or ["dflash"])
+    chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
     if request.block_size is None:
         return chosen
     if not any(method.leaves_open("block") for method in chosen):

@@ -57,7 +57,8 @@ def generate(
     heads = [item.ids[: item.prompt_length] for item in batch]
     limits = Limits(MAX_NEW_TOKENS, frozenset({stop}))
     answers: list[list[int]] = [[] for _ in batch]
-    for step in decode(target, NoDrafter(), heads, limits, Sampling(temperature, seed), HostClock()):
+    seeds = [seed * 1_000_003 + i for i in range(len(batch))]
+    for step in decode(target, NoDrafter(), heads, limits, Sampling(temperature), HostClock(), seeds):
         for answer, new in zip(answers, step.emitted, strict=True):
             answer += new or []
     made = [Conversation(head + answer, len(head)) for head, answer in zip(heads, answers, strict=True)]

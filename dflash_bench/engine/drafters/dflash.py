@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
+from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
@@ -39,7 +40,12 @@ class DFlashDrafter(CachedDrafter):
     """
 
     def __init__(
-        self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, block_size: int | None = None
+        self,
+        draft: DFlashDraft,
+        embedding: nn.Module,
+        head: nn.Module,
+        block_size: int | None = None,
+        rule: str = "match",
     ) -> None:
         self.block_size = block_size or draft.config.block_size
         self.num_slots = draft.config.num_drafts(self.block_size)
@@ -48,6 +54,7 @@ class DFlashDrafter(CachedDrafter):
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.head = draft.lm_head if self.config.own_head else head
         self.num_drafts = self.num_slots
+        self.picker = Picker(rule, draft.target_ids, self.config.draft_vocab_size)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
@@ -55,6 +62,7 @@ class DFlashDrafter(CachedDrafter):
 
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
+        self.picker.sampler = committed.sampler
         self.cache.place(committed.starts, committed.hidden.shape[1])
         tables = rotations(self.rotary, self.cache)
         for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
@@ -63,7 +71,8 @@ class DFlashDrafter(CachedDrafter):
         self.advance(committed)
 
     def propose(self) -> Draft:
-        return Draft(self.draft.target_ids(self.block_logits().argmax(dim=-1)))
+        tokens, probs = self.picker.pick(self.block_logits())
+        return Draft(tokens, probs=probs)
 
     def block_logits(self) -> Tensor:
         """Of one pass over anchor and masks [B, num_slots, V of the draft]: what each place of the block may hold."""

@@ -23,9 +23,11 @@ class OracleDrafter(HostDrafter):
         self.target = target
         self.known: list[list[int]] = []
 
-    def foresee(self, prompts: Sequence[Text], limits: Limits, sampling: Sampling) -> None:
+    def foresee(
+        self, prompts: Sequence[Text], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> None:
         self.known = [list(prompt) for prompt in prompts]
-        for step in decode(self.target, NoDrafter(), prompts, limits, sampling, HostClock()):
+        for step in decode(self.target, NoDrafter(), prompts, limits, sampling, HostClock(), seeds):
             for text, emitted in zip(self.known, step.emitted, strict=True):
                 text += emitted or ()
 
