@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash_bench.engine.decoding import Committed
-from dflash_bench.engine.drafters import dflash
-from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter, block_size
 from dflash_bench.engine.drafters.hosted import Text, chains
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
+from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.loading import Models
 
 
@@ -43,4 +43,6 @@ class DFlashNGramDrafter:
 
 
 def build(models: Models, target: Target, method: Method) -> DFlashNGramDrafter:
-    return DFlashNGramDrafter(dflash.build(models, target, method), method.number("match"), method.number("copy"))
+    draft: DFlashDraft = models.draft_of(method)
+    block = DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method))
+    return DFlashNGramDrafter(block, method.number("match"), method.number("copy"))
