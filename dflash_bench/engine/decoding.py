@@ -34,8 +34,10 @@ class Committed:
 
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
     anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
-    answer and anchor; a drafter reads them, and must not change them. With the sampler it draws tokens, if it does
-    (`drafters/picking.py`).
+    answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
+    to: kept, they show the whole answer once the generation is over. With the sampler it draws tokens, if it does
+    (`drafters/picking.py`). `choices` are there if the draft wanted them: per row what the target chose after the
+    anchor and after each token of the draft, those it did not accept too.
     """
 
     hidden: Tensor | None
@@ -45,6 +47,7 @@ class Committed:
     counts: list[int]
     texts: Sequence[Sequence[int]] = ()
     sampler: Sampler | None = None
+    choices: Sequence[Sequence[int]] = ()
 
 
 class Drafter(Protocol):
@@ -58,6 +61,15 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None: ...
 
     def propose(self) -> Draft | None: ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A drafter that must know the requests before they are decoded; what it does then is not on the clock."""
+
+    def foresee(
+        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None
+    ) -> None: ...
 
 
 @runtime_checkable
@@ -251,7 +263,7 @@ class _State:
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            self._keep(verdict, output.hidden, tokens, accepted, moved)
+            self._keep(verdict, output.hidden, tokens, accepted, moved, host.get("choices", ()))
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
         counts = [length * live for length, live in zip(lengths, alive, strict=True)]
@@ -281,7 +293,15 @@ class _State:
             return verify_tree(draft.tokens, parents, choices, padding)
         return verify_chain(draft.tokens, choices, padding)
 
-    def _keep(self, verdict: Verdict, hidden: Tensor | None, tokens: Tensor, accepted: list[int], moved: bool) -> None:
+    def _keep(
+        self,
+        verdict: Verdict,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        accepted: list[int],
+        moved: bool,
+        choices: Sequence[list[int]],
+    ) -> None:
         """Rows that have ended stand still, from the round that ended them on.
 
         Their work is repeated over the same places and thrown away; they must not move past what the cache holds.
@@ -292,12 +312,15 @@ class _State:
             path = verdict.path[:, :longest]
             self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
-        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
+        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts, choices)
 
-    def _commit(self, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+    def _commit(
+        self, hidden: Tensor | None, tokens: Tensor, counts: list[int], choices: Sequence[list[int]] = ()
+    ) -> None:
         texts = [row.text for row in self.rows]
         self.sampler.emitted([len(row.tokens) for row in self.rows])
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, self.sampler))
+        starts = list(self.starts)
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, starts, counts, texts, self.sampler, choices))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
     def _refuse_broken(self, broken: Lists, accepted: list[int]) -> None:
@@ -319,6 +342,8 @@ def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor
         parts["drafted"] = draft.tokens
         if draft.parents is not None:
             parts["parents"] = draft.parents
+        if draft.wants_choices and verdict.choices is not None:
+            parts["choices"] = verdict.choices
     return parts
 
 
