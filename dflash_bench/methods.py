@@ -20,6 +20,7 @@ MAX_DRAFTS = MAX_BLOCK - 1
 _BLOCK = Option(
     "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
 )
+_PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
 
 METHODS: dict[str, Kind] = {
     kind.name: kind
@@ -28,8 +29,24 @@ METHODS: dict[str, Kind] = {
         Kind(
             "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
             "chain", True,
-            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens")),
+            (
+                replace(_BLOCK, summary=f"{_BLOCK.summary}; {_PACED}", words=("auto",)),
+                Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
+                       "passes"),
+            ),
             count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
+            (
+                Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
+                       "tokens", ("auto",)),
+                Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
+                       1, 255, "tokens"),
+                _BLOCK,
+            ),
+            count="nodes",
         ),
         Kind(
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
@@ -45,6 +62,39 @@ METHODS: dict[str, Kind] = {
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
             old_count="nodes",
+        ),
+        Kind(
+            "draft-model", "a small language model of the same tokenizer drafts token by token (arXiv 2211.17192)",
+            "draft-model", "chain", True,
+            (
+                Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
+                Option(
+                    "rule", "how drafted tokens are chosen and judged above temperature 0", "match",
+                    words=("match", "rejection"), kind=str,
+                ),
+            ),
+            count="n",
+        ),
+        Kind(
+            "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
+            "medusa", "tree", True,
+            (
+                Option("heads", "heads that are asked, nearest first; all of them if absent", None, 1, 64, "heads"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 63, 1, 255, "tokens"),
+                Option("top_k", "tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
+            ),
+        ),
+        Kind(
+            "block-diffusion",
+            "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
+            "block-diffusion", "chain", False,
+            (
+                Option(
+                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
+                    "tokens",
+                ),
+                Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
+            ),
         ),
     )
 }  # fmt: skip
