@@ -137,7 +137,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
     [
         ("run", ["--limit", "3", "--limit", "4"]),
         ("run", ["--resume", "--resume"]),
-        ("run", ["--thinking", "--no-thinking"]),
+        ("run", ["--thinking", "on", "--thinking", "both"]),
         ("compare", ["--by", "turn", "--by", "turn"]),
         ("check", ["--junit", "a", "--junit", "b"]),
         ("report", ["--format", "csv", "--format", "csv"]),

@@ -28,13 +28,18 @@ def run(
     data: options.Data = None,
     limit: options.Limit = None,
     thinking: options.Thinking = None,
+    no_thinking: options.NoThinking = False,
     method: options.Methods = None,
     model: options.Model = None,
     target: options.Target = None,
     draft: options.Drafts = None,
     trust_remote_code: options.TrustRemoteCode = False,
     max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = "0",
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     repeats: options.Repeats = 1,
@@ -61,10 +66,13 @@ def run(
     from dflash_bench.results import frame
     from dflash_bench.run import session
 
+    if no_thinking:
+        raise UserError("--no-thinking is now written --thinking off")
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
-        max_new_tokens=max_new_tokens, temperature=temperature,
+        max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
@@ -98,6 +106,13 @@ def run(
     if num_failed and not allow:
         note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass")
         sys.exit(1)
+
+
+def _numbers(flag: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise UserError(f"{flag} takes a number, or several with commas between them, not {text}") from None
 
 
 def _stopped(folder: Path) -> str:

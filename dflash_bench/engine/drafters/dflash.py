@@ -28,13 +28,14 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     steps = method.number("steps")
     if method.option("block") == "auto":
         return AutoDFlashDrafter(draft, target.embedding, target.head, steps=steps)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), steps=steps)
+
+
+def block_size(draft: DFlashDraft, method: Method) -> int:
+    """By its options `n` or `block`; else as the draft was trained."""
     if method.option("n") is not None:
-        block_size = draft.config.block_for(method.number("n"))
-    elif method.option("block") is not None:
-        block_size = method.number("block")
-    else:
-        block_size = draft.config.block_size
-    return DFlashDrafter(draft, target.embedding, target.head, block_size, steps=steps)
+        return draft.config.block_for(method.number("n"))
+    return draft.config.block_size if method.option("block") is None else method.number("block")
 
 
 class DFlashDrafter(CachedDrafter):
