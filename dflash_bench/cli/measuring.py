@@ -37,6 +37,7 @@ def run(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    draft_steps: options.DraftSteps = None,
     repeats: options.Repeats = 1,
     audit: options.Audit = None,
     device: options.Device = None,
@@ -65,7 +66,8 @@ def run(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
         max_new_tokens=max_new_tokens, temperature=temperature,
-        block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        block_size=block_size, draft_steps=draft_steps, repeats=repeats, threads=threads, device=device,
+        device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
     )  # fmt: skip
