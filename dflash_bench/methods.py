@@ -63,6 +63,39 @@ METHODS: dict[str, Kind] = {
             ),
             old_count="nodes",
         ),
+        Kind(
+            "draft-model", "a small language model of the same tokenizer drafts token by token (arXiv 2211.17192)",
+            "draft-model", "chain", True,
+            (
+                Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
+                Option(
+                    "rule", "how drafted tokens are chosen and judged above temperature 0", "match",
+                    words=("match", "rejection"), kind=str,
+                ),
+            ),
+            count="n",
+        ),
+        Kind(
+            "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
+            "medusa", "tree", True,
+            (
+                Option("heads", "heads that are asked, nearest first; all of them if absent", None, 1, 64, "heads"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 63, 1, 255, "tokens"),
+                Option("top_k", "tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
+            ),
+        ),
+        Kind(
+            "block-diffusion",
+            "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
+            "block-diffusion", "chain", False,
+            (
+                Option(
+                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
+                    "tokens",
+                ),
+                Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
+            ),
+        ),
     )
 }  # fmt: skip
 WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in METHODS.values() if kind.weights))

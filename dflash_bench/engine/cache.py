@@ -134,15 +134,23 @@ def to_device(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None, window: int | None = None) -> Tensor:
+def causal_mask(
+    cache: KVCache,
+    dtype: torch.dtype,
+    parents: Tensor | None = None,
+    window: int | None = None,
+    whole_block: bool = False,
+) -> Tensor:
     """Additive [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
+    With `whole_block` each also sees those placed behind it.
     With `parents` [B, width - 1] these are an anchor and a tree: each sees only its own ancestors among them.
     With a `window` a token sees no further back than that many tokens, itself among them; depth counts in a tree.
     """
     columns = torch.arange(cache.visible, device=cache.device)
     read_at, stored_at = cache.positions, columns[None]
-    allowed = columns <= cache.positions[..., None]
+    seen_to = cache.positions[:, -1:].expand_as(cache.positions) if whole_block else cache.positions
+    allowed = columns <= seen_to[..., None]
     if parents is not None:
         start = cache.positions[:, :1]
         seen = ancestors(parents)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from torch import Tensor
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
+from dflash_bench.engine.verify import (
+    Draft,
+    Verdict,
+    take_unverified,
+    verify_chain,
+    verify_children,
+    verify_sampled,
+    verify_tree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,13 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None: ...
 
     def propose(self) -> Draft | None: ...
+
+
+@runtime_checkable
+class StandAlone(Drafter, Protocol):
+    """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
+
+    reader: Target
 
 
 class NoDrafter:
@@ -139,6 +154,8 @@ def decode(
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
+    if isinstance(drafter, StandAlone):
+        target = drafter.reader
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
@@ -235,6 +252,8 @@ class _State:
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """By penalised logits."""
+        if draft is not None and draft.following is not None:
+            return take_unverified(draft.tokens, draft.following)
         sampler = self.sampler
         if draft is None:
             choices = sampler.choose(logits, sampler.places(1))
