@@ -48,7 +48,7 @@ METHODS: dict[str, Kind] = {
             "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
             (
                 Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
-                       "tokens", ("auto",)),
+                       "nodes", ("auto",)),
                 Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
                        1, 255, "tokens"),
                 _BLOCK,

@@ -151,6 +151,6 @@ class AutoDFlashDrafter(DFlashDrafter):
         self.pace.start()
         logits = self.block_logits()
         tokens, probs = self.picker.pick(logits)
-        surest = logits.amax(dim=-1) - logits.logsumexp(dim=-1)
+        surest = logits.log_softmax(dim=-1).amax(dim=-1)
         width = self.pace.choose(surest.cumsum(dim=-1))
         return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])
