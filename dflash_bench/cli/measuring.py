@@ -16,6 +16,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.text import shortened
 
 app = typer.Typer()
 
@@ -110,10 +111,16 @@ def run(
 
 
 def _numbers(flag: str, text: str) -> tuple[float, ...]:
+    if not text.isascii() or "_" in text:  # which Python's own numbers may have
+        raise _no_numbers(flag, text)
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise UserError(f"{flag} takes a number, or several with commas between them, not {text}") from None
+        raise _no_numbers(flag, text) from None
+
+
+def _no_numbers(flag: str, text: str) -> UserError:
+    return UserError(f"{flag} takes a number, or several with commas between them, not {shortened(text, 40)}")
 
 
 def _stopped(folder: Path) -> str:
