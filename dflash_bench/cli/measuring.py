@@ -75,7 +75,8 @@ def run(
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
         max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        block_size=block_size, draft_steps=draft_steps, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        block_size=block_size, draft_steps=draft_steps, repeats=repeats, threads=threads, device=device,
+        device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
     )  # fmt: skip
