@@ -11,9 +11,10 @@ import pytest
 import torch
 from toy import Scripted, plain, sometimes_wrong, tiny
 
-from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import METHODS, Method, parse

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.engine.costs import Pace
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.costs import Pace
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.target import Target
