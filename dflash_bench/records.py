@@ -152,3 +152,24 @@ class Record:
     @property
     def cell(self) -> tuple[str, str]:
         return self.suite, self.method
+
+
+Cell = tuple[int, ...]
+"""A way in which an answer may begin, as token ids; it may end in OTHER."""
+OTHER = -1
+"""Any token that has no cell of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One prompt continued many times by one method: how often it began in which way, and how likely each way is."""
+
+    method: str
+    prompt: str
+    expected: Mapping[Cell, float]
+    """By the published model; these exclude each other, and sum to 1."""
+    counts: Mapping[Cell, int]
+    num_kept: int | None
+    """Continuations whose first draft was kept in part or whole; None for a method that drafts nothing."""
+    num_refused: int | None
+    """Those whose first draft was not kept as a whole."""
