@@ -5,21 +5,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Item = TypeVar("Item")
 
 
-def bar(stream: TextIO) -> Any:
+def bar(stream: TextIO) -> Progress:
     """Drawn between generations only: a thread that draws would take its time from what is being measured."""
-    progress, console = import_module("rich.progress"), import_module("rich.console")
-    return progress.Progress(
-        progress.BarColumn(bar_width=20),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[left]}"),
-        progress.TextColumn("{task.fields[doing]}", markup=False),
-        console=console.Console(file=stream),
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    return Progress(
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[doing]}", markup=False),
+        console=Console(file=stream),
         auto_refresh=False,
         transient=True,
     )
@@ -28,16 +32,16 @@ def bar(stream: TextIO) -> Any:
 def late(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
     """The items one by one; in a terminal under a bar, once they have taken longer than `after_s`."""
     stream, begun = stream or sys.stderr, time.monotonic()
-    shown = None
+    progress = None
     try:
         for number, item in enumerate(items):
-            if shown is None and stream.isatty() and time.monotonic() - begun > after_s:
-                shown = bar(stream)
-                task = shown.add_task("", total=len(items), doing=doing, left="")
-                shown.start()
-            if shown is not None:
-                shown.update(task, completed=number, refresh=True)
+            if progress is None and stream.isatty() and time.monotonic() - begun > after_s:
+                progress = bar(stream)
+                task = progress.add_task("", total=len(items), doing=doing, left="")
+                progress.start()
+            if progress is not None:
+                progress.update(task, completed=number, refresh=True)
             yield item
     finally:
-        if shown is not None:
-            shown.stop()
+        if progress is not None:
+            progress.stop()

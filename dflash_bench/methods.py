@@ -1,72 +1,149 @@
-"""What a user types for a method: its name, and after a colon how many tokens it drafts per round (trees: verifies)."""
+"""The table of methods: what a user may type, what help shows, and what a run loads.
+
+A method is written NAME[@LABEL][:KEY=VALUE,...], or NAME[@LABEL]:N for the number of tokens that it drafts a round. To
+add one, add an entry here and a file of the same name in `engine/drafters/`.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.kinds import Kind, Option, Value
 
-KNOWN = {
-    "ar": "plain decoding, one token per forward pass; always runs, as the baseline",
-    "dflash": "block diffusion drafting (arXiv 2602.06036)",
-    "eagle3": "autoregressive drafting on target features (arXiv 2503.01840), as a chain",
-    "eagle3-tree": "the same draft, as a tree that grows where it is sure (arXiv 2406.16858)",
-}
-TREES = {"eagle3-tree": "eagle3"}
-"""Methods whose drafts are trees, and the draft each of them uses."""
-DRAFTS = tuple(name for name in KNOWN if name not in TREES and name != "ar")
-"""What drafts are made for; `--draft NAME=` takes these."""
-MAX_DRAFTS = 63
+MAX_BLOCK = 64
+MAX_DRAFTS = MAX_BLOCK - 1
 """The widest block is this and the anchor."""
+
+_BLOCK = Option(
+    "block", "size of the block, the anchor included; the draft's own if absent", None, 2, MAX_BLOCK, "tokens"
+)
+
+METHODS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("ar", "plain decoding, one token per forward pass; always runs, as the baseline", None, "none", True),
+        Kind(
+            "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
+            "chain", True,
+            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens")),
+            count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
+            "chain", True,
+            (Option("n", "tokens drafted a round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
+        ),
+        Kind(
+            "eagle3-tree", "the same draft, as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
+            "tree", True,
+            (
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "tokens"),
+                Option("top_k", "nodes of a level that grow children, and children of each", 10, 1, 64, "nodes"),
+                Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
+            ),
+            old_count="nodes",
+        ),
+    )
+}  # fmt: skip
+WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in METHODS.values() if kind.weights))
+"""What drafts are made for: `--draft` takes these, with a label or without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`label` is what a user types for it, and results are filed under.
-
-    How much it drafts in a round is given as tokens or as the size of a block, or left to preset and draft.
-    """
+    """`label` is the one spelling that results are filed under; `options` are those that the user gave."""
 
     label: str
     name: str
-    num_drafts: int | None = None
-    block_size: int | None = None
-    """Anchor included; how many tokens it drafts depends on the draft's labels, which only its checkpoint knows."""
+    tag: str | None = None
+    """Which of several drafts it uses: `a` in dflash@a."""
+    options: Mapping[str, Value] = field(default_factory=dict)
 
     @property
-    def draft(self) -> str:
-        """The draft whose weights it uses."""
-        return TREES.get(self.name, self.name)
+    def kind(self) -> Kind:
+        return METHODS[self.name]
 
+    @property
+    def draft(self) -> str | None:
+        """The key of its weights among the drafts: `dflash`, or `dflash@a`; None for a method without weights."""
+        weights = self.kind.weights
+        return f"{weights}@{self.tag}" if weights and self.tag else weights
 
-def drafts_trees(label: str) -> bool:
-    """Are the tokens that it drafts in a round alternatives to each other?"""
-    return label.partition(":")[0] in TREES
+    def option(self, name: str) -> Value | None:
+        """As given, else the table's default. Raises UserError for a name that the method does not have."""
+        return self.options.get(name, self.kind.option(name).default)
+
+    def number(self, name: str) -> int:
+        """The same for an option that is a whole number and has a default."""
+        value = self.option(name)
+        assert isinstance(value, int), f"{name} of {self.label} is {value!r}"
+        return value
+
+    def leaves_open(self, name: str) -> bool:
+        """Does it have this option, and has the user given neither it nor another that says the same?"""
+        same = {name}.union(*(group for group in self.kind.alternatives if name in group))
+        return any(option.name == name for option in self.kind.options) and not same & self.options.keys()
+
+    def with_option(self, name: str, value: Value) -> Method:
+        """The method that has this too, in its label as well. Raises UserError as `parse` does."""
+        return _method(self.kind, self.tag, {**self.options, self.kind.option(name).name: value})
+
+    def with_count(self, count: int | None) -> Method:
+        """Under the same label, with a preset's number of drafted tokens where the user left it open."""
+        name = self.kind.count
+        if count is None or name is None or not self.leaves_open(name):
+            return self
+        return replace(self, options={**self.options, name: count})
 
 
 def parse(text: str) -> Method:
-    """`eagle3` or `eagle3:7`; a tree is known by all it verifies, so `eagle3-tree:60` drafts 59 tokens.
-
-    Raises UserError for an unknown name or a count out of range.
-    """
-    name, colon, count = text.partition(":")
-    if name not in KNOWN:
-        raise unknown("method", name, list(KNOWN))
-    if not colon:
-        return Method(text, name)
-    if name == "ar":
-        raise UserError("method ar drafts nothing; write it without ':'")
-    anchor = int(drafts_trees(name))
-    if not re.fullmatch("[0-9]{1,4}", count) or not 1 <= int(count) - anchor <= MAX_DRAFTS:
-        counted = (
-            "number of tokens verified per round, the anchor among them" if anchor else "number of tokens per round"
-        )
-        limits = f"{1 + anchor} to {MAX_DRAFTS + anchor}"
-        raise UserError(f"method '{text}': after the colon comes the {counted}, {limits}")
-    return Method(f"{name}:{int(count)}", name, int(count) - anchor)
+    """What a user typed. Raises UserError for an unknown name or option, and for a value that it cannot have."""
+    head, colon, rest = text.partition(":")
+    name, at, tag = head.partition("@")
+    if name not in METHODS:
+        raise unknown("method", name, list(METHODS))
+    kind, where = METHODS[name], f"method '{text}'"
+    if at and kind.weights is None:
+        raise UserError(f"{where}: {name} uses no draft, so it takes no label; write it without '@'")
+    if at:
+        check_tag(tag, where)
+    return _method(kind, tag or None, kind.read(rest, where) if colon else {})
 
 
-def chosen(texts: list[str]) -> list[Method]:
+def _method(kind: Kind, tag: str | None, options: Mapping[str, Value]) -> Method:
+    label = f"{kind.name}@{tag}" if tag else kind.name
+    if not options:
+        return Method(label, kind.name, tag)
+    label += f":{kind.write(options)}"
+    return Method(label, kind.name, tag, kind.read(label.partition(":")[2], f"method '{label}'"))
+
+
+def chosen(texts: Sequence[str]) -> list[Method]:
     """The methods of a run, each once, the plain baseline first."""
     return list({method.label: method for method in (parse("ar"), *map(parse, texts))}.values())
+
+
+def check_tag(tag: str, where: str) -> None:
+    """Raise UserError for a label after '@' that could be mistaken for something else."""
+    if not re.fullmatch("[A-Za-z0-9._-]{1,32}", tag):
+        raise UserError(f"{where}: after '@' comes a label of 1 to 32 letters, digits, '.', '_' or '-'")
+
+
+def name_of(label: str) -> str:
+    """The method's name, from any label that was ever stored."""
+    return re.split("[@:]", label, maxsplit=1)[0]
+
+
+def users_of(draft: str) -> list[str]:
+    """The methods that use a draft, `dflash` or `dflash@a`, labelled as it is."""
+    weights, at, tag = draft.partition("@")
+    return [f"{kind.name}{at}{tag}" for kind in METHODS.values() if kind.weights == weights]
+
+
+def is_tree(label: str) -> bool:
+    """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and kind.shape == "tree"

@@ -29,7 +29,7 @@ from dflash_bench import methods
 from dflash_bench.engine.decoding import Drafter, Limits, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
-from dflash_bench.engine.local import DEFAULT_CHAIN, LocalBackend, open_backend
+from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.environment import describe, one_line
@@ -250,7 +250,7 @@ def random_drafters(target: Target, size: Size) -> dict[str, Drafter]:
     return {
         "ar": NoDrafter(),
         "dflash": DFlashDrafter(first, target.embedding, target.head),
-        "eagle3": Eagle3Drafter(second, target.embedding, DEFAULT_CHAIN),
+        "eagle3": Eagle3Drafter(second, target.embedding, methods.parse("eagle3").number("n")),
     }
 
 

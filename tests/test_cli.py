@@ -21,6 +21,7 @@ from fake import FakeBackend, install, main, other_tokens
 from golden import assert_golden
 
 from dflash_bench.errors import UserError
+from dflash_bench.methods import METHODS, WEIGHTS
 from dflash_bench.models import presets
 from dflash_bench.records import Divergence, Generation
 from dflash_bench.results import store
@@ -237,7 +238,7 @@ def test_ctrl_c_names_a_folder_that_nobody_named(here: Path, monkeypatch: Patch,
 def test_real_models_answer_own_prompts_exactly(here: Path, model: Path, monkeypatch: Patch, capsys: Captured) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     write_lines(here / "p.jsonl", {"prompt": "one"}, {"turns": ["two", "and?"]}, {"messages": messages})
-    asked = [word for name in ("dflash", "eagle3:2", "eagle3-tree:9") for word in ("--method", name)]
+    asked = [word for name in ("dflash", "eagle3:2", "eagle3-tree:nodes=8") for word in ("--method", name)]
     words = ["--prompts", "p.jsonl", *asked, "--max-new-tokens", "8", "--json"]
     assert main(monkeypatch, "run", "--model", model, "--out", "out", "--repeats", 2, *words) == 0
     captured = capsys.readouterr()
@@ -329,13 +330,15 @@ def test_a_flag_that_has_no_effect_or_no_sense_is_refused(words: str, refused: C
 
 UNKNOWN = {
     "--suite gsm9k": "unknown suite 'gsm9k'; known: aime24, aime25, chat, code, gsm8k,",
-    "--suite gsm8k --method medusa": "unknown method 'medusa'; known: ar, dflash, eagle3, eagle3-tree",
+    "--suite gsm8k --method nonsense": f"unknown method 'nonsense'; known: {', '.join(sorted(METHODS))}",
     "--suite gsm8k --model none": "unknown model 'none'; known: ",
     "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",
     "--suite gsm8k --dtype int8": "unknown dtype 'int8'; known: auto, bfloat16, float16, float32",
     "--suite gsm8k --attention linear": "unknown attention 'linear'; known: eager, sdpa",
     "--suite gsm8k --device-map balanced": "unknown device map 'balanced'; known: auto",
-    "--suite gsm8k --method dflash --draft medusa=a/b": "unknown draft 'medusa'; known: dflash, eagle3",
+    "--suite gsm8k --method dflash --draft nonsense=a/b": (
+        f"unknown draft 'nonsense'; known: {', '.join(sorted(WEIGHTS))}"
+    ),
 }
 
 

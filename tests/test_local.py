@@ -12,10 +12,11 @@ import torch
 from toy import Scripted, plain, sometimes_wrong, tiny
 
 from dflash_bench.engine.decoding import Limits, NoDrafter
-from dflash_bench.engine.local import DEFAULT_CHAIN, LocalBackend, open_backend, stop_ids
+from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import Method, parse
+from dflash_bench.errors import UserError
+from dflash_bench.methods import METHODS, Method, parse
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.loading import Models
@@ -221,7 +222,7 @@ def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says
     assert {label: drafter.num_drafts for label, drafter in drafters.items()} == {
         "ar": 0, "dflash": 7, "dflash:3": 3, "eagle3": 4, "eagle3:2": 2,
     }  # fmt: skip
-    assert opened("eagle3").drafters["eagle3"].num_drafts == DEFAULT_CHAIN
+    assert opened("eagle3").drafters["eagle3"].num_drafts == METHODS["eagle3"].option("n").default
 
 
 @pytest.mark.parametrize(("shifted_labels", "num_drafts"), [(False, 15), (True, 16)])
@@ -229,20 +230,27 @@ def test_a_block_size_is_the_width_of_the_block_whatever_its_slots_predict(
     shifted_labels: bool, num_drafts: int
 ) -> None:
     """Where the anchor's own slot predicts the token after it, as many tokens are drafted as the block is wide."""
-    asked = Method("dflash", "dflash", block_size=16)
+    asked = parse("dflash:block=16")
     tuned = Preset("", {}, num_drafts={"dflash": 5})
-    drafter: Any = opened("ar", asked, preset=tuned, shifted_labels=shifted_labels).drafters["dflash"]
+    drafter: Any = opened("ar", asked, preset=tuned, shifted_labels=shifted_labels).drafters["dflash:block=16"]
     assert (drafter.block_size, drafter.num_drafts) == (16, num_drafts)
 
 
 def test_the_trees_of_the_paper_verify_16_and_60_tokens() -> None:
-    drafters: dict[str, Any] = dict(opened("eagle3-tree", "eagle3-tree:16").drafters)
+    drafters: dict[str, Any] = dict(opened("eagle3-tree", "eagle3-tree:nodes=15").drafters)
     assert [drafter.num_drafts + 1 for drafter in drafters.values()] == [60, 16]
     assert [(drafter.top_k, drafter.steps) for drafter in drafters.values()] == [(10, 7)] * 2
 
 
+def test_more_nodes_than_a_tree_can_have_are_refused() -> None:
+    with pytest.raises(UserError, match="with 4 children a node, 5 levels hold at most 68 nodes; give fewer nodes, or"):
+        opened("eagle3-tree:nodes=69,top_k=4,depth=5")
+
+
 def test_every_method_of_a_backend_gives_the_plain_tokens() -> None:
-    local = opened("ar", "dflash", "dflash:15", "eagle3:5", "eagle3-tree:12")
+    trees = ("eagle3-tree:nodes=11", "eagle3-tree:nodes=68,top_k=4,depth=5", "eagle3-tree:top_k=1,depth=3")
+    local = opened("ar", "dflash", "dflash:15", "eagle3:5", *trees)
+    assert [local.drafters[tree].num_drafts for tree in trees] == [11, 68, 3]
     expected = [g.token_ids for g in local.generate_ids("ar", PROMPTS)]
     for label in local.drafters:
         assert [g.token_ids for g in local.generate_ids(label, PROMPTS)] == expected

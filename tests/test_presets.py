@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.errors import UserError
-from dflash_bench.methods import KNOWN, MAX_DRAFTS
+from dflash_bench.methods import MAX_DRAFTS, WEIGHTS
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 
@@ -20,7 +20,7 @@ def test_every_preset_is_well_formed(name: str) -> None:
     one = presets.table()[name]
     references = [one.target, *one.drafts.values()]
     assert all(Path(r).parent == presets.NANO if name == "nano" else HUB_ID.fullmatch(r) for r in references)
-    assert one.drafts and one.drafts.keys() <= KNOWN.keys() - {"ar"}
+    assert one.drafts and one.drafts.keys() <= set(WEIGHTS)
     numbers = one.num_drafts or {}
     assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())
     assert one.trained_thinking.keys() | one.unsupported.keys() <= one.drafts.keys()
@@ -83,7 +83,10 @@ def test_a_method_without_a_draft_says_what_to_give() -> None:
 NO_DRAFT = {
     "dflash": "write METHOD=PATH",
     "dflash=": "write METHOD=PATH",
-    "medusa=x": "unknown draft 'medusa'; known: dflash, eagle3",
+    "nonsense=x": f"unknown draft 'nonsense'; known: {', '.join(sorted(WEIGHTS))}",
+    "eagle3-tree@a=x": "eagle3-tree uses the draft of eagle3; write eagle3@a=",
+    "dflash@=x": "after '@' comes a label of 1 to 32",
+    "dflash@a/b=x": "after '@' comes a label of 1 to 32",
     "=x": "unknown draft ''",
 }
 
@@ -91,14 +94,14 @@ NO_DRAFT = {
 @pytest.mark.parametrize("text", NO_DRAFT)
 def test_a_draft_that_is_not_written_as_one_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=NO_DRAFT[text]):
-        presets.parse_drafts([text], ["dflash", "eagle3"])
+        presets.parse_drafts([text])
 
 
 def test_a_path_may_hold_what_separates() -> None:
     given = ["dflash=/a=b/c@d", "eagle3=org/name@main"]
-    assert presets.parse_drafts(given, ["dflash", "eagle3"]) == {"dflash": "/a=b/c@d", "eagle3": "org/name@main"}
+    assert presets.parse_drafts(given) == {"dflash": "/a=b/c@d", "eagle3": "org/name@main"}
     with pytest.raises(UserError, match="twice"):
-        presets.parse_drafts(["dflash=a", "dflash=b"], ["dflash"])
+        presets.parse_drafts(["dflash=a", "dflash=b"])
 
 
 def test_the_name_of_a_folder_does_not_say_where_it_is(tmp_path: Path) -> None:

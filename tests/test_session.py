@@ -32,13 +32,10 @@ def test_dflash_is_measured_where_no_method_is_named() -> None:
 
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
-    chosen = session._methods(request(methods=("dflash", "dflash:3", "eagle3"), block_size=8))
-    assert {method.label: (method.num_drafts, method.block_size) for method in chosen} == {
-        "ar": (None, None),
-        "dflash": (None, 8),
-        "dflash:3": (3, None),
-        "eagle3": (None, None),
-    }
+    chosen = session._methods(request(methods=("dflash", "dflash:3", "dflash:block=4", "eagle3"), block_size=8))
+    assert [method.label for method in chosen] == ["ar", "dflash:block=8", "dflash:3", "dflash:block=4", "eagle3"]
+    once = session._methods(request(methods=("dflash", "dflash:block=8"), block_size=8))
+    assert [method.label for method in once] == ["ar", "dflash:block=8"]
 
 
 def test_a_draft_alone_says_which_method_is_measured() -> None:
@@ -140,12 +137,12 @@ def test_a_run_remembers_what_it_was_made_with(
     assert identity["code"] == "caged"
     assert "torch" in info["environment"]["packages"]
     assert identity["methods"] == {
-        "ar": {"name": "ar", "num_drafts": 0},
-        "dflash": {"name": "dflash", "num_drafts": 3},
+        "ar": {"name": "ar", "draft": None, "options": {}, "num_drafts": 0},
+        "dflash": {"name": "dflash", "draft": "dflash", "options": {}, "num_drafts": 3},
     }
     assert {name: len(sha) for name, sha in identity["revisions"].items()} == {"target": 64, "dflash": 64}
     assert (identity["model"], identity["target"], identity["thinking"]) == (str(model), model.name, False)
-    assert identity["drafts"] == {"dflash": {"trained_thinking": None, "verifier": None}}
+    assert identity["drafts"] == {"dflash": {"name": "dflash", "trained_thinking": None, "verifier": None}}
     assert (identity["attention"], identity["device_map"]) == ("sdpa", None)
     assert identity["suites"]["mbpp"]["source"] == "embedded"
     assert (identity["device"], identity["dtype"], identity["threads"]) == ("cpu", "float32", 1)

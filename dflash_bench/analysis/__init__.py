@@ -1,4 +1,4 @@
-"""Rows to judgement: figures with intervals, what is odd about them, comparisons and gates.
+"""What do the rows say, and how sure is that? Figures, intervals, findings, changes and the gate.
 
-Answers "what do these rows say, and how sure is that?"; reads runs, and knows nothing of how they were made.
+It reads finished runs, and knows nothing of how they were made.
 """

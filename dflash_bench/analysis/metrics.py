@@ -17,7 +17,7 @@ import numpy as np
 from dflash_bench import labels
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.methods import drafts_trees
+from dflash_bench.methods import is_tree
 from dflash_bench.results.plan import BASELINE as BASELINE
 
 FORMULAS = {
@@ -201,7 +201,7 @@ def _figures(sums: Any, method: str) -> dict[str, Interval]:
     if not len(sums):
         return {}
     senseless = {"break_even_al", "accept_rate"} if method == BASELINE else set()
-    senseless |= {"accept_rate"} if drafts_trees(method) else set()
+    senseless |= {"accept_rate"} if is_tree(method) else set()
     names = [name for name in FIGURES if name not in senseless]
     found = stats.intervals(sums, [FIGURES[name].statistic for name in names])
     return {name: _possible(name, interval) for name, interval in zip(names, found, strict=True) if interval}

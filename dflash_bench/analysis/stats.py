@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,16 +170,20 @@ def standard_error(pulled: Floats) -> float:
 
 def p_of_t(log_ratio: float, error: float, df: float) -> float:
     """Two-sided, of a difference from 0 with this standard error; `df` may be infinite."""
+    from scipy.special import stdtr
+
     # Where nothing varies, as without clocks, any difference is certain; rounding is none.
     if error < NO_ERROR:
         return 1.0 if abs(log_ratio) < NO_ERROR else 0.0
-    return min(1.0, 2 * float(_special().stdtr(df, -abs(log_ratio) / error)))
+    return min(1.0, 2 * float(stdtr(df, -abs(log_ratio) / error)))
 
 
 def mcnemar(num_lost: int, num_gained: int) -> float:
     """Exact and two-sided: how likely so uneven a split is, were both ways as likely."""
+    from scipy.special import bdtr
+
     fewer, both = min(num_lost, num_gained), num_lost + num_gained
-    return min(1.0, 2 * float(_special().bdtr(fewer, both, 0.5))) if both else 1.0
+    return min(1.0, 2 * float(bdtr(fewer, both, 0.5))) if both else 1.0
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -289,12 +291,10 @@ def _around(value: float, spread: _Spread, num_prompts: int, at_most: float = fl
 
 def _factor(spread: _Spread, num_prompts: int) -> float:
     """How many standard errors the interval reaches to either side; never fewer than Student's t asks for."""
-    student = float(_special().stdtrit(num_prompts - 1, (1 + LEVEL) / 2))
+    from scipy.special import stdtrit
+
+    student = float(stdtrit(num_prompts - 1, (1 + LEVEL) / 2))
     # Prompts that answer in one token have nothing to divide by; draws of nothing else have no ratio.
     usable = np.isfinite(spread.off) & (spread.errors > LEAST_ERROR * spread.error)
     off = np.abs(spread.off[usable]) / spread.errors[usable]
     return max(student, float(np.quantile(off, LEVEL))) if len(off) else student
-
-
-def _special() -> Any:
-    return import_module("scipy.special")

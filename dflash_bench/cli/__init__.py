@@ -1,4 +1,7 @@
-"""The command line: options become dataclasses, the library works, text comes out. Only here is printed and exited."""
+"""What did the user type, and what do they see? Options become dataclasses, the library works, text comes out.
+
+The only room that prints and exits.
+"""
 
 from __future__ import annotations
 

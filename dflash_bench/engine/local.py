@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from dflash_bench.engine.clock import clock_for
-from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, NoDrafter, Round, decode
-from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
-from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, Round, decode
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
-from dflash_bench.methods import Method, drafts_trees
+from dflash_bench.methods import Method
 from dflash_bench.models import chat
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import Divergence, FinishReason, Generation, Message
-
-DEFAULT_CHAIN = 7
-"""Tokens an EAGLE-3 chain drafts per round unless the preset or the user says otherwise; the paper's depth."""
-DEFAULT_TREE = 59
-"""Nodes of an EAGLE-3 tree unless the user says otherwise; with the anchor the larger of the paper's two trees."""
-
-
-def _dflash(models: Models, target: Target, num_drafts: int | None) -> Drafter:
-    draft: Any = models.drafts["dflash"]
-    block_size = None if num_drafts is None else draft.config.block_for(num_drafts)
-    return DFlashDrafter(draft, target.embedding, target.head, block_size)
-
-
-def _eagle3(models: Models, target: Target, num_drafts: int | None) -> Drafter:
-    return Eagle3Drafter(models.drafts["eagle3"], target.embedding, num_drafts or DEFAULT_CHAIN)  # type: ignore[arg-type]
-
-
-def _eagle3_tree(models: Models, target: Target, num_drafts: int | None) -> Drafter:
-    return Eagle3TreeDrafter(models.drafts["eagle3"], target.embedding, num_drafts or DEFAULT_TREE)  # type: ignore[arg-type]
-
-
-DRAFTERS: dict[str, Callable[[Models, Target, int | None], Drafter]] = {
-    "ar": lambda _models, _target, _num_drafts: NoDrafter(),
-    "dflash": _dflash,
-    "eagle3": _eagle3,
-    "eagle3-tree": _eagle3_tree,
-}
 
 
 def open_backend(
@@ -62,25 +34,21 @@ def open_backend(
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels; UserError for what cannot go together."""
     target = Target(models.target)
-    trees = [method.label for method in methods if drafts_trees(method.name)]
+    trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type
-        raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use eagle3")
-    defaults = preset.num_drafts or {}
-    drafters = {
-        method.label: DRAFTERS[method.name](models, target, _num_drafts(models, method, defaults)) for method in methods
-    }
+        raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
+    drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     return LocalBackend(target, models.tokenizer, drafters, limits, sampling, thinking)
 
 
-def _num_drafts(models: Models, method: Method, defaults: Mapping[str, int]) -> int | None:
-    """As the user asked, else as the preset says; None is the drafter's own."""
-    if method.block_size is None:
-        return method.num_drafts or defaults.get(method.name)
-    draft: Any = models.drafts[method.draft]
-    num_drafts: int = draft.config.num_drafts(method.block_size)
-    return num_drafts
+def _drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
+    """By the file of the method's name; what a preset says holds for its own draft, which has no label."""
+    module = import_module(f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}")
+    count = (preset.num_drafts or {}).get(method.name) if method.tag is None else None
+    drafter: Drafter = module.build(models, target, method.with_count(count))
+    return drafter
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
 from dflash_bench.models import formats, hub, pairing, targets
 from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, read_config
 from dflash_bench.models.layout import lay_out
@@ -26,6 +28,11 @@ class Models:
     revisions: dict[str, str]
     verifiers: dict[str, str] = field(default_factory=dict)
     """Per draft that names it, the target it was made for; speculators checkpoints do."""
+
+    def draft_of(self, method: Method) -> Any:
+        """The weights of a method that has some."""
+        assert method.draft is not None, method.label
+        return self.drafts[method.draft]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,44 +52,45 @@ KINDS = {"dflash": "a DFlash", "eagle3": "an EAGLE-3"}
 
 def load(
     model: str | Preset,
-    methods: list[str],
+    drafts: Sequence[str],
     device: str,
     dtype: torch.dtype | str,
     placement: Placement = PLAIN,
 ) -> Models:
-    """The target and the drafts of these methods; dtype "auto" is the target checkpoint's own, for the drafts too.
+    """The target and these drafts (`dflash`, `dflash@a`); dtype "auto" is the target checkpoint's, for the drafts too.
 
     Raises UserError for whatever is missing, damaged or does not fit.
     """
     chosen = preset(model) if isinstance(model, str) else model
-    require_drafts(chosen, methods)
-    fetched = {method: _fetch_draft(method, chosen.drafts[method]) for method in methods}
+    require_drafts(chosen, drafts)
+    fetched = {name: _fetch_draft(name, chosen.drafts[name]) for name in drafts}
     checkpoint = hub.fetch(chosen.target, code=placement.trust_remote_code)
     target, tokenizer = _load_target(checkpoint.folder, device, dtype, placement)
     config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
     shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
     vocabulary = tokenizer.get_vocab() if fetched else {}
     lay_out(target)
-    drafts, verifiers = {}, {}
-    for method, draft in fetched.items():
+    networks, verifiers = {}, {}
+    for name, draft in fetched.items():
         if problem := pairing.other_tokenizer(draft.folder, vocabulary):
             raise UserError(f"{draft.folder}: {problem}")
-        drafts[method] = load_draft(draft.folder, shape, target.dtype, str(embedding.device))
-        lay_out(drafts[method])
+        networks[name] = load_draft(draft.folder, shape, target.dtype, str(embedding.device))
+        lay_out(networks[name])
         if named := pairing.verifier(read_config(draft.folder)):
-            verifiers[method] = named
-    revisions = {"target": checkpoint.revision} | {method: draft.revision for method, draft in fetched.items()}
-    return Models(target, tokenizer, drafts, revisions, verifiers)
+            verifiers[name] = named
+    revisions = {"target": checkpoint.revision} | {name: draft.revision for name, draft in fetched.items()}
+    return Models(target, tokenizer, networks, revisions, verifiers)
 
 
-def _fetch_draft(method: str, reference: str) -> hub.Checkpoint:
+def _fetch_draft(name: str, reference: str) -> hub.Checkpoint:
     """Checked by its headers as far as goes without its target, which is larger and slower to come by."""
     draft = hub.fetch(reference, pickles=True)
     form, checkpoint = formats.read(draft.folder, None, headers_only=True)
-    if form.kind != method:
+    weights, at, tag = name.partition("@")
+    if form.kind != weights:
         raise UserError(
-            f"{reference} is {KINDS[form.kind]} draft and {method} needs {KINDS[method]} one; "
-            f"give it as --draft {form.kind}={reference}"
+            f"{reference} is {KINDS[form.kind]} draft and {name} needs {KINDS[weights]} one; "
+            f"give it as --draft {form.kind}{at}{tag}={reference}"
         )
     for problem in formats.problems(form, checkpoint, None):
         raise UserError(f"{draft.folder}: {problem}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_bench import reading
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import METHODS, WEIGHTS, check_tag, parse
 
 PACKAGE = Path(__file__).parent.parent
 NANO = PACKAGE / "nano"
@@ -19,19 +20,20 @@ TABLE = Path(__file__).parent / "presets.toml"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A target and the draft of each method, as folders or hub ids (ID or ID@REVISION), and their settings."""
+    """A target and its drafts, as folders or hub ids (ID or ID@REVISION), and their settings."""
 
     target: str
     drafts: Mapping[str, str]
+    """By what they are made for, and a label where there are several: `dflash`, `dflash@a`."""
     data: str = "hub"
     max_new_tokens: int = 2048
     num_drafts: Mapping[str, int] | None = None
-    """Per method, tokens a round; where absent, what the draft itself says."""
+    """Per method, tokens a round; where absent, what the table of methods or the draft itself says."""
     thinking: bool = False
     trained_thinking: Mapping[str, bool] = field(default_factory=dict)
-    """Per method, did the answers that its draft was trained on think? Absent where nobody says."""
+    """Per draft, did the answers that it was trained on think? Absent where nobody says."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Per method, why its draft is refused, as far as that is known before it is fetched."""
+    """Per draft, why it is refused, as far as that is known before it is fetched."""
     billions: float | None = None
     """Parameters of the target."""
     source: str = ""
@@ -53,7 +55,11 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
     missing = [key for key in ("target", "drafts", "source") if key not in entry]
     if missing:
         raise UserError(f"{path.name}, {name}: {missing[0]} is missing")
-    drafts = {method: _in_package(reference) for method, reference in entry["drafts"].items()}
+    for draft in entry["drafts"]:
+        check_draft(draft, f"{path.name}, {name}")
+    for method, count in entry.get("num_drafts", {}).items():
+        parse(f"{method}:{count}")
+    drafts = {draft: _in_package(reference) for draft, reference in entry["drafts"].items()}
     return Preset(**{**entry, "target": _in_package(entry["target"]), "drafts": drafts})
 
 
@@ -72,7 +78,7 @@ def preset(name: str) -> Preset:
         if os.path.isdir(folder):
             raise UserError(f"{folder} is no model: it needs target/config.json, and dflash/ or eagle3/ beside it")
         raise unknown("model", name, [*named, "a folder with target/, dflash/ and eagle3/"])
-    drafts = {name: str(folder / name) for name in _folders(folder) if name != "target"}
+    drafts = {name: str(folder / name) for name in _folders(folder) if name.partition("@")[0] in WEIGHTS}
     return Preset(str(folder / "target"), drafts, data="embedded")
 
 
@@ -106,29 +112,44 @@ def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[s
 
 
 def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
-    """Raise UserError for a method that has no draft, before anything is fetched."""
-    for method in drafts:
-        if method not in chosen.drafts:
+    """Raise UserError for a draft that a method needs and nobody gave, before anything is fetched."""
+    for draft in drafts:
+        if draft not in chosen.drafts:
             known = f"it has one for {', '.join(sorted(chosen.drafts))}" if chosen.drafts else "it has none"
             raise UserError(
-                f"target {chosen.target} comes with no draft for {method} ({known}); "
-                f"give --draft {method}=PATH or --draft {method}=HUBID"
+                f"target {chosen.target} comes with no draft for {draft} ({known}); "
+                f"give --draft {draft}=PATH or --draft {draft}=HUBID"
             )
 
 
-def parse_drafts(texts: Sequence[str], known_drafts: Sequence[str]) -> dict[str, str]:
-    """METHOD=REFERENCE, each method once. Raises UserError for anything else."""
+def parse_drafts(texts: Sequence[str]) -> dict[str, str]:
+    """METHOD=REFERENCE or METHOD@LABEL=REFERENCE, each draft once. Raises UserError for anything else."""
     drafts: dict[str, str] = {}
     for text in texts:
-        method, equals, reference = text.partition("=")
+        draft, equals, reference = text.partition("=")
         if not equals or not reference:
             raise UserError(f"--draft {text}: write METHOD=PATH or METHOD=HUBID, such as dflash=org/name")
-        if method not in known_drafts:
-            raise unknown("draft", method, list(known_drafts))
-        if method in drafts:
-            raise UserError(f"--draft {method}= is given twice; measure two drafts of one method in two runs")
-        drafts[method] = reference
+        check_draft(draft, f"--draft {text}")
+        if draft in drafts:
+            raise UserError(
+                f"--draft {draft}= is given twice; to measure two drafts of one method, label them: "
+                f"--draft {draft}@a=PATH --draft {draft}@b=PATH"
+                if "@" not in draft
+                else f"--draft {draft}= is given twice; give each draft a label of its own"
+            )
+        drafts[draft] = reference
     return drafts
+
+
+def check_draft(draft: str, where: str) -> None:
+    """Raise UserError for what is not `dflash` or `dflash@a`: a draft that the table of methods knows, and a label."""
+    weights, at, tag = draft.partition("@")
+    if weights not in WEIGHTS:
+        if weights in METHODS and (uses := METHODS[weights].weights):
+            raise UserError(f"{where}: {weights} uses the draft of {uses}; write {uses}{at}{tag}=")
+        raise unknown("draft", weights, list(WEIGHTS))
+    if at:
+        check_tag(tag, where)
 
 
 def name(reference: str) -> str:

@@ -1,4 +1,7 @@
-"""A finished run as text, documents, data, a page and a card."""
+"""What do people look at? A finished run as text, documents, data, plots, a page and a card.
+
+It words and draws what analysis has worked out, and works out nothing itself.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ def load(info: Mapping[str, Any], given: Path | None) -> Any | None:
 
 
 def _tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
     text = reading.text_of(path)
     match reading.parse_json(str(path), text):
         case {"model": dict()}:
@@ -32,7 +33,7 @@ def _tokenizer(path: Path) -> Any:
         case _:
             raise UserError(f"cannot read {path}: no tokenizer (it holds no model)")
     try:
-        return import_module("tokenizers").Tokenizer.from_str(text)
+        return Tokenizer.from_str(text)
     except Exception as error:
         if type(error) is not Exception:  # tokenizers, which is Rust, raises nothing more exact
             raise
@@ -45,6 +46,8 @@ def _places(folder: Path) -> list[Path]:
 
 def _known(info: Mapping[str, Any]) -> Iterator[Path]:
     """Where the run says that its model is; of a model from the hub, the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
     identity, options = info["identity"], info.get("options", {})
     if identity["model"] == "nano":
         yield NANO / "tokenizer.json"
@@ -52,17 +55,19 @@ def _known(info: Mapping[str, Any]) -> Iterator[Path]:
         yield from _places(Path(name))
     repository = str(identity.get("target") or "").partition("@")[0]
     if repository.count("/") == 1:
-        found = import_module("huggingface_hub").try_to_load_from_cache(repository, "tokenizer.json")
+        found = try_to_load_from_cache(repository, "tokenizer.json")
         if isinstance(found, str):
             yield Path(found)
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
     """One text a token, empty where a letter is not whole yet; None where they do not make up `text`."""
+    from tokenizers.decoders import DecodeStream
+
     try:
         if tokenizer.decode(list(token_ids), skip_special_tokens=True) != text:
             return None
     except OverflowError:  # an id that no tokenizer has
         return None
-    stream = import_module("tokenizers.decoders").DecodeStream(skip_special_tokens=False)
+    stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, token) or "" for token in token_ids]

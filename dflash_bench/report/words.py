@@ -109,7 +109,8 @@ def _drafting(identity: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, A
 
 
 def _draft(name: str, method: Mapping[str, Any], revisions: Mapping[str, str]) -> str:
-    return f"{name} with {method['num_drafts']} tokens a round{_revision(revisions.get(method['name']))}"
+    draft = method.get("draft", method["name"])  # earlier runs do not say it
+    return f"{name} with {method['num_drafts']} tokens a round{_revision(revisions.get(draft))}"
 
 
 def _revision(text: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A run on disk: its folder, its Parquet parts and the frame that they are read into.
+"""Which answers does a run on disk hold, and is it whole?
 
-Answers "which answers does this run hold, and are they whole?"; what they mean is for others to say.
+Its folder, its Parquet parts, and the frame that they are read into.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.methods import drafts_trees
+from dflash_bench.methods import is_tree
 from dflash_bench.records import Record
 from dflash_bench.results import parts
 
@@ -51,7 +51,7 @@ def of_records(records: Sequence[Record]) -> dict[tuple[str, str], Histogram]:
 
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     """For k from 1 to the longest draft; of trees, whose depth is not recorded, to the longest way that was kept."""
-    longest = max((kept if drafts_trees(method) else drafted for drafted, kept in histogram), default=0)
+    longest = max((kept if is_tree(method) else drafted for drafted, kept in histogram), default=0)
     reached = [sum(n for (_, kept), n in histogram.items() if kept >= k) for k in range(longest + 1)]
     return [
         AcceptAt(k, reached[k] / reached[0], reached[k] / reached[k - 1] if reached[k - 1] else None)

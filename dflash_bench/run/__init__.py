@@ -1,4 +1,4 @@
-"""From a request to rows: what is to be run, resolved once, and then run.
+"""From a request to rows: what is to be run, resolved once, then run prompt by prompt and saved.
 
-Answers "what was asked for, and how far is it?"; knows how to decode by one interface only.
+It knows how to decode through one interface only, and judges no figure.
 """

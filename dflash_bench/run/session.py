@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -107,9 +107,14 @@ def _methods(request: Request) -> list[methods.Method]:
     chosen = methods.chosen(list(request.methods) or given or ["dflash"])
     if request.block_size is None:
         return chosen
-    if not any(method.label == "dflash" for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash")
-    return [replace(method, block_size=request.block_size) if method.label == "dflash" else method for method in chosen]
+    if not any(method.leaves_open("block") for method in chosen):
+        raise UserError("--block-size has no effect without --method dflash, or another that drafts blocks of any size")
+    return methods.chosen([_with_block(method, request.block_size).label for method in chosen])
+
+
+def _with_block(method: methods.Method, size: int) -> methods.Method:
+    """A method that says its own size keeps it."""
+    return method.with_option("block", size) if method.leaves_open("block") else method
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:
@@ -132,17 +137,18 @@ def _refuse_what_has_no_effect(request: Request) -> None:
 
 def _model(request: Request, chosen: Sequence[methods.Method]) -> Preset:
     """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
-    drafts = presets.parse_drafts(request.drafts, methods.DRAFTS)
-    for method in drafts:
-        if method not in _drafts(chosen):
-            raise UserError(f"--draft {method}= has no effect without --method {method}")
+    drafts = presets.parse_drafts(request.drafts)
+    for draft in drafts:
+        if draft not in _drafts(chosen):
+            users = " or ".join(f"--method {label}" for label in methods.users_of(draft))
+            raise UserError(f"--draft {draft}= has no effect without {users}")
     model = presets.combine(request.model, request.target, drafts)
     presets.require_drafts(model, _drafts(chosen))
     return model
 
 
 def _drafts(chosen: Sequence[methods.Method]) -> list[str]:
-    return list(dict.fromkeys(method.draft for method in chosen if method.name != "ar"))
+    return list(dict.fromkeys(method.draft for method in chosen if method.draft is not None))
 
 
 def _prompts(request: Request, model: Preset) -> list[suites.Loaded]:
@@ -188,7 +194,7 @@ def _open(
     backend = open_backend(models, model, chosen, max_new_tokens, sampling, bool(thinking))
     identity = {
         "schema_version": SCHEMA_VERSION,
-        "methods": {m.label: {"name": m.name, "num_drafts": backend.drafters[m.label].num_drafts} for m in chosen},
+        "methods": {m.label: _identity_of_method(m, backend.drafters[m.label].num_drafts) for m in chosen},
         **_identity_of_models(request, model, models),
         "suites": {each.suite.name: _identity(each) for each in loaded},
         "max_new_tokens": max_new_tokens,
@@ -204,6 +210,10 @@ def _open(
     return identity, backend
 
 
+def _identity_of_method(method: methods.Method, num_drafts: int) -> dict[str, Any]:
+    return {"name": method.name, "draft": method.draft, "options": dict(method.options), "num_drafts": num_drafts}
+
+
 def _identity_of_models(request: Request, model: Preset, models: Models) -> dict[str, Any]:
     """Which weights these are, what their publishers say of them, and how they are computed."""
     trained, named = model.trained_thinking, models.verifiers
@@ -211,7 +221,12 @@ def _identity_of_models(request: Request, model: Preset, models: Models) -> dict
         "model": request.name,
         "target": presets.name(model.target),
         "drafts": {
-            name: {"trained_thinking": trained.get(name), "verifier": named.get(name)} for name in models.drafts
+            draft: {
+                "name": presets.name(model.drafts[draft]),
+                "trained_thinking": trained.get(draft),
+                "verifier": named.get(draft),
+            }
+            for draft in models.drafts
         },
         "revisions": models.revisions,
         "dtype": str(models.target.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""Which prompts there are, and whether an answer to one is right.
+"""Which prompts are there, and is an answer to one right?
 
-Answers "what is asked, and was the answer correct?"; code that a model wrote runs here, in a cage, and nowhere else.
+Code that a model wrote runs here, in a cage, and nowhere else.
 """

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,13 @@ def _json_object(where: str, line: str) -> Row:
 
 
 def _parquet_rows(path: Path) -> Rows:
-    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    import pyarrow as pa
+    from pyarrow import parquet
+
     reading.require_file(path)
     try:
         rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError, ArithmeticError, arrow.ArrowException) as error:
+    except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from error
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
 
@@ -71,15 +72,15 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
     """The rows, and the commit they are from as "hub SOURCE@COMMIT"."""
     remedy = f"use --data PATH, a folder that holds {data.name}/{data.split}.jsonl or .parquet"
     try:
-        datasets: Any = import_module("datasets")
-        constants: Any = import_module("huggingface_hub.constants")
-        hub_errors: Any = import_module("huggingface_hub.errors")
+        import datasets
+        from huggingface_hub import constants
+        from huggingface_hub.errors import HTTPError
     except ImportError as error:
         raise UserError(f"the hub needs 'pip install datasets' ({error}); or {remedy}") from error
     constants.HF_HUB_DISABLE_TELEMETRY = True
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # The HTTP client's errors are no OSError; the hub's module names their base whichever client it uses.
-    failures = (OSError, ValueError, hub_errors.HTTPError, datasets.exceptions.DatasetsError)
+    failures = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
     try:
         commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
         table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=commit)
@@ -92,9 +93,10 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
 
 def _commit(endpoint: str, data: DataSet) -> str:
     """The commit behind the revision. Asked first because `datasets` retries an absent network for 20 s."""
-    hub: Any = import_module("huggingface_hub.utils")
+    from huggingface_hub import utils
+
     url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"
-    reply = hub.get_session().get(url, headers=hub.build_hf_headers(), timeout=HUB_TIMEOUT_S)
+    reply = utils.get_session().get(url, headers=utils.build_hf_headers(), timeout=HUB_TIMEOUT_S)
     reply.raise_for_status()
     return str(reply.json()["sha"])
 

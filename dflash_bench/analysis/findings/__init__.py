@@ -15,7 +15,7 @@ from dflash_bench.analysis.findings import over_time, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.methods import drafts_trees
+from dflash_bench.methods import is_tree
 from dflash_bench.records import CODE_SCORERS, Divergence
 from dflash_bench.tasks import sandbox
 
@@ -145,7 +145,7 @@ def last_part(name: str) -> str:
 
 def _saturated(case: Case) -> Seen | None:
     # No round keeps all nodes of a tree: they are alternatives.
-    if drafts_trees(case.cell.method):
+    if is_tree(case.cell.method):
         return None
     num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dflash_bench.analysis.findings.case import Case, Seen
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.methods import METHODS, name_of
 
 DEAD_AL = 1.05
 FIRST_KEPT = 0.5
@@ -101,7 +102,14 @@ def _how_faster(case: Case) -> str:
 
 
 def tokens_a_round(cell: Cell, how_many: str) -> str:
-    return f"draft {how_many} tokens a round (--method {cell.method.partition(':')[0]}:N)"
+    return f"draft {how_many} tokens a round ({_counted(cell.method)})"
+
+
+def _counted(label: str) -> str:
+    """How a user says how many, for a label that may be an earlier version's."""
+    kind = METHODS.get(name_of(label))
+    how = f"{kind.old_count}=N" if kind and kind.old_count else "N"
+    return f"--method {label.partition(':')[0]}:{how}"
 
 
 def _parts(cell: Cell) -> dict[str, float]:

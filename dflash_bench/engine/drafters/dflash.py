@@ -14,13 +14,30 @@ from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
+from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.methods import Method
 from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.loading import Models
 from dflash_bench.models.packed import PackedDFlash
 
 
+def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
+    draft: DFlashDraft = models.draft_of(method)
+    if method.option("n") is not None:
+        block_size = draft.config.block_for(method.number("n"))
+    elif method.option("block") is not None:
+        block_size = method.number("block")
+    else:
+        block_size = draft.config.block_size
+    return DFlashDrafter(draft, target.embedding, target.head, block_size)
+
+
 class DFlashDrafter(CachedDrafter):
-    """`embedding` and `head` are the target's; a draft that brings its own uses those."""
+    """`embedding` and `head` are the target's; a draft that brings its own uses those.
+
+    `num_slots` are the tokens that a block predicts; a tree made from them (`ddtree.py`) has more nodes, or fewer.
+    """
 
     def __init__(
         self,
@@ -31,11 +48,12 @@ class DFlashDrafter(CachedDrafter):
         rule: str = "match",
     ) -> None:
         self.block_size = block_size or draft.config.block_size
+        self.num_slots = draft.config.num_drafts(self.block_size)
         super().__init__(draft, self.block_size)
         self.network = PackedDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.head = draft.lm_head if self.config.own_head else head
-        self.num_drafts = self.config.num_drafts(self.block_size)
+        self.num_drafts = self.num_slots
         self.picker = Picker(rule, draft.target_ids, self.config.draft_vocab_size)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
@@ -57,12 +75,12 @@ class DFlashDrafter(CachedDrafter):
         return Draft(tokens, probs=probs)
 
     def block_logits(self) -> Tensor:
-        """Of one pass over anchor and masks [B, num_drafts, V of the draft]: what each place of the block may hold."""
+        """Of one pass over anchor and masks [B, num_slots, V of the draft]: what each place of the block may hold."""
         # The block is written behind the context and covers whatever stale context lies there.
         self.cache.place(self.starts, self.block_size)
         self.mask = self._mask()
         hidden = self.network.forward(self.embedding(self.block), rotations(self.rotary, self.cache), self._attend)
-        logits: Tensor = self.head(hidden[:, -self.num_drafts :])
+        logits: Tensor = self.head(hidden[:, -self.num_slots :])
         return logits
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

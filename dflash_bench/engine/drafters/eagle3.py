@@ -13,8 +13,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from dflash_bench.engine.cache import causal_mask, rotations, to_device
 from dflash_bench.engine.decoding import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
+from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.methods import Method
 from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.models.loading import Models
+
+
+def build(models: Models, target: Target, method: Method) -> Eagle3Drafter:
+    return Eagle3Drafter(models.draft_of(method), target.embedding, method.number("n"))
 
 
 class Eagle3Drafter(CachedDrafter):

@@ -11,8 +11,24 @@ from torch import Tensor, nn
 
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
 from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.models.loading import Models
+
+
+def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:
+    """Raises UserError for more nodes than a tree of this width and depth can have."""
+    nodes, top_k, depth = (method.number(name) for name in ("nodes", "top_k", "depth"))
+    drafter = Eagle3TreeDrafter(models.draft_of(method), target.embedding, nodes, top_k, depth - 1)
+    if "nodes" in method.options and drafter.num_drafts < nodes:
+        raise UserError(
+            f"method '{method.label}': with {drafter.top_k} children a node, {depth} levels hold at most "
+            f"{drafter.num_drafts} nodes; give fewer nodes, or a greater top_k or depth"
+        )
+    return drafter
 
 
 class Eagle3TreeDrafter(Eagle3Drafter):

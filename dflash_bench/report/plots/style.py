@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE
@@ -29,7 +28,7 @@ HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
 WIDTH = 6.4
 MOST_PANELS = 8
 DPI = 200
-SETTINGS = {
+SETTINGS: Any = {
     "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
     "axes.labelsize": 11, "axes.linewidth": 0.8, "axes.spines.right": False, "axes.spines.top": False,
     "axes.titlelocation": "left", "axes.titlesize": 11.5, "axes.titlecolor": INK, "figure.facecolor": PAPER,
@@ -63,10 +62,12 @@ def panels(
 
     Even one alone has its title: it says where the prompts came from.
     """
+    from matplotlib.figure import Figure
+
     shown = list(names[:MOST_PANELS])
     across = min(len(shown), 2)
     down = -(-len(shown) // across)
-    figure = import_module("matplotlib.figure").Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
     made = figure.subplots(down, across, squeeze=False, **shared)
     for axes in made.flat[len(shown) :]:
         axes.set_visible(False)
@@ -133,5 +134,7 @@ def inline(figure: Any) -> str:
 
 def with_style(draw: Any, *arguments: Any) -> Any:
     """Settings hold while a figure is made and while it is saved."""
-    with import_module("matplotlib").rc_context(SETTINGS):
+    from matplotlib import rc_context
+
+    with rc_context(SETTINGS):
         return draw(*arguments)
