@@ -20,6 +20,10 @@ MAX_DRAFTS = MAX_BLOCK - 1
 _BLOCK = Option(
     "block", "size of the block, the anchor included; the draft's own if absent", None, 2, MAX_BLOCK, "tokens"
 )
+_RULE = Option(
+    "rule", "above temperature 0: match keeps what the target draws too; rejection draws the draft from its own "
+    "probabilities, and keeps it by comparing them with the target's", "match", words=("match", "rejection"), kind=str,
+)  # fmt: skip
 
 METHODS: dict[str, Kind] = {
     kind.name: kind
@@ -28,7 +32,7 @@ METHODS: dict[str, Kind] = {
         Kind(
             "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
             "chain", True,
-            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens")),
+            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"), _RULE),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
         Kind(

@@ -41,7 +41,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class Comparison:
     """One test of one method on one prompt; `adjusted` is its p for all tests made together."""
 
     method: str
@@ -64,19 +64,19 @@ class Verdict:
     why: str = ""
 
 
-def tested(draws: Sequence[Draws]) -> list[Tested]:
+def compared(draws: Sequence[Draws]) -> list[Comparison]:
     """Every view of every prompt under every method, corrected for their number."""
     fits = [(drawn, view, fit(*projected(drawn, *places))) for drawn in draws for view, places in VIEWS.items()]
     adjusted = holm([made.p for _, _, made in fits])
-    return [Tested(d.method, d.prompt, view, made, p) for (d, view, made), p in zip(fits, adjusted, strict=True)]
+    return [Comparison(d.method, d.prompt, view, made, p) for (d, view, made), p in zip(fits, adjusted, strict=True)]
 
 
-def verdicts(draws: Sequence[Draws], tests: Sequence[Tested]) -> list[Verdict]:
+def verdicts(draws: Sequence[Draws], tests: Sequence[Comparison]) -> list[Verdict]:
     """One for each method, in the order of the draws."""
     return [_verdict(name, draws, tests) for name in dict.fromkeys(drawn.method for drawn in draws)]
 
 
-def _verdict(method: str, draws: Sequence[Draws], tests: Sequence[Tested]) -> Verdict:
+def _verdict(method: str, draws: Sequence[Draws], tests: Sequence[Comparison]) -> Verdict:
     failed = [test for test in tests if test.method == method and test.failed]
     if failed:
         worst = min(failed, key=lambda test: (test.adjusted, -test.fit.distance))
@@ -109,8 +109,9 @@ def projected(drawn: Draws, first: int, last: int) -> tuple[dict[Cell, float], d
 
 
 def _view(cell: Cell, first: int, last: int) -> Cell:
-    seen = cell[first:last]
-    return seen if len(cell) >= last and OTHER not in cell[:last] else (OTHER,)
+    if first == 0:
+        return cell  # nothing is added up, and a cell of what cannot be stays by itself
+    return cell[first:last] if len(cell) >= last and OTHER not in cell[:last] else (OTHER,)
 
 
 def fit(shares: Mapping[Cell, float], counts: Mapping[Cell, int]) -> Fit:

@@ -38,11 +38,11 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One answer of the loop, and what became of the first draft made for it (None where there was no draft)."""
+    """One answer of the loop, and what became of the first draft made for it."""
 
     tokens: tuple[int, ...]
-    num_accepted: int | None
     num_drafted: int
+    num_accepted: int
 
 
 def drawn(
@@ -54,8 +54,8 @@ def drawn(
     return [
         Continuation(
             tokens=tuple(token for step in rounds for token in step.emitted[row] or ()),
-            num_accepted=first.accepted[row] if first.drafted[row] else None,
             num_drafted=first.drafted[row],
+            num_accepted=first.accepted[row],
         )
         for row in range(len(seeds))
     ]
@@ -101,7 +101,8 @@ def entropies(model: Any, text: Sequence[int], settings: Settings, num_places: i
     logits = model(row, use_cache=False).logits[0, -num_places:].float()
     starts = [row[:, : len(text) - num_places + 1 + i] for i in range(num_places)]
     log_p = torch.cat([_processed(start, one[None], settings) for start, one in zip(starts, logits, strict=True)])
-    return torch.special.entr(log_p.exp()).sum(dim=-1).tolist()
+    given: list[float] = torch.special.entr(log_p.exp()).sum(dim=-1).tolist()
+    return given
 
 
 def _next_tokens(

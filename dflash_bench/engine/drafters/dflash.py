@@ -30,7 +30,7 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
         block_size = method.number("block")
     else:
         block_size = draft.config.block_size
-    return DFlashDrafter(draft, target.embedding, target.head, block_size)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size, str(method.option("rule")))
 
 
 class DFlashDrafter(CachedDrafter):
