@@ -46,10 +46,18 @@ class Continuation:
 
 
 def drawn(
-    target: Target, drafter: Drafter, prompt: Sequence[int], length: int, sampling: Sampling, seeds: Sequence[int]
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
 ) -> list[Continuation]:
-    """One continuation of `length` tokens for each seed, decoded together. Nothing ends one early."""
-    rounds = list(decode(target, drafter, [prompt] * len(seeds), Limits(length), sampling, HostClock(), seeds))
+    """One continuation of `length` tokens, at least 2, for each prompt and its seed, decoded together.
+
+    Nothing ends one early.
+    """
+    rounds = list(decode(target, drafter, prompts, Limits(length), sampling, HostClock(), seeds))
     first = rounds[1]
     return [
         Continuation(

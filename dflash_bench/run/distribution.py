@@ -1,7 +1,7 @@
 """Continue a few prompts many times under each method, so that what is drawn can be held against the model's own.
 
-A prompt proves something only where the model hesitates, and the draft is sometimes right and sometimes wrong. So short
-questions are answered by plain decoding, and answers cut where the next two tokens are neither certain nor quite open.
+A prompt proves something only where the model hesitates, and the draft is sometimes right and sometimes wrong. So a few
+answers are drawn by plain decoding, and cut where that is so.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dflash_bench import methods
@@ -31,10 +30,12 @@ QUESTIONS = ("Add 3 and 4.", "Write a Python function.", "Tell me a story.", "Wh
 """Short ones, because every draw reads them again."""
 LENGTH = 3
 """Tokens drawn: one from prefill, and two that pass through verification, in one round or in two."""
-REACH = 12
-"""An answer is cut after so many tokens at most."""
-ENTROPY = 1.5
-"""Nats: where an answer is cut, the next two tokens are to be about this open."""
+REACH = 16
+"""An answer is cut before one of its first so many tokens."""
+NUM_PLACES = 3
+"""Prompts for each method: the best of all questions and places to cut."""
+PILOT, PILOT_SEEDS = 16, 2**40
+"""Draws that tell how good a place is, and where their seeds begin."""
 ROWS = 256
 """Continuations decoded together."""
 
@@ -60,6 +61,8 @@ class Place:
 
     text: str
     tokens: tuple[int, ...]
+    entropy: float
+    """Nats, of the token that comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,10 @@ class _Tally:
             self.num_kept += continuation.num_accepted > 0
             self.num_refused += continuation.num_accepted == 0
 
+    def draws(self, method: str, prompt: str, expected: Mapping[Cell, float]) -> Draws:
+        decided = (self.num_kept, self.num_refused) if self.num_drafted else (None, None)
+        return Draws(method, prompt, expected, self.counts, *decided)
+
 
 def perform(request: Request) -> list[Draws]:
     """Raises UserError for what cannot be measured."""
@@ -92,71 +99,81 @@ def perform(request: Request) -> list[Draws]:
     if settings.greedy:
         raise UserError("at temperature 0 nothing is drawn: 'run' checks answers token for token; give --temperature")
     backend = _open(request, chosen)
-    places = cut(backend, settings, request.seed)
-    return measure(backend, [method.label for method in chosen], settings, places, request.num_draws, request.seed)
+    labels = [method.label for method in chosen]
+    places = {label: chosen_places(backend, label, settings, request.seed) for label in labels}
+    return measure(backend, places, settings, request.num_draws, request.seed)
 
 
 def measure(
-    backend: LocalBackend,
-    labels: Sequence[str],
-    settings: Settings,
-    places: Sequence[Place],
-    num_draws: int,
-    seed: int = 0,
+    backend: LocalBackend, places: Mapping[str, Sequence[Place]], settings: Settings, num_draws: int, seed: int = 0
 ) -> list[Draws]:
-    """`num_draws` continuations of each place by each method."""
+    """Each method's places, continued `num_draws` times."""
     from dflash_bench.engine.continuations import cell_of, drawn, expected
     from dflash_bench.engine.sampling import Sampling
 
     model, sampling = backend.target.model, Sampling.of(settings)
+    distinct = list(dict.fromkeys(place for some in places.values() for place in some))
     cells = {
         place: expected(model, place.tokens, LENGTH, settings, num_draws)
-        for place in late(places, "asking the published model")
+        for place in late(distinct, "asking the published model")
     }
-    tallies = {(label, place): _Tally() for label in labels for place in places}
-    for job in late(list(_jobs(labels, places, num_draws, seed)), "drawing"):
-        drafter = backend.drafters[job.method]
-        for continuation in drawn(backend.target, drafter, job.place.tokens, LENGTH, sampling, job.seeds):
-            cell = cell_of(continuation.tokens, cells[job.place])
-            tallies[job.method, job.place].add(continuation, cell)
-    return [
-        Draws(
-            method=label,
-            prompt=place.text,
-            expected=cells[place],
-            counts=tally.counts,
-            num_kept=tally.num_kept if tally.num_drafted else None,
-            num_refused=tally.num_refused if tally.num_drafted else None,
-        )
-        for (label, place), tally in tallies.items()
-    ]
+    tallies = {(label, place): _Tally() for label, some in places.items() for place in some}
+    for job in late(list(_jobs(list(tallies), num_draws, seed)), "drawing"):
+        prompts = [job.place.tokens] * len(job.seeds)
+        for answer in drawn(backend.target, backend.drafters[job.method], prompts, LENGTH, sampling, job.seeds):
+            tallies[job.method, job.place].add(answer, cell_of(answer.tokens, cells[job.place]))
+    return [tally.draws(label, place.text, cells[place]) for (label, place), tally in tallies.items()]
 
 
-def _jobs(labels: Sequence[str], places: Sequence[Place], num_draws: int, seed: int) -> Iterator[Job]:
+def _jobs(pairs: Sequence[tuple[str, Place]], num_draws: int, seed: int) -> Iterator[Job]:
     """Every draw of the whole command has a seed of its own: tests of one method say nothing about another's."""
-    pairs = [(label, place) for label in labels for place in places]
     for number, (label, place) in enumerate(pairs):
         first = (seed * len(pairs) + number) * num_draws
         for start in range(0, num_draws, ROWS):
             yield Job(label, place, range(first + start, first + min(start + ROWS, num_draws)))
 
 
-def cut(backend: LocalBackend, settings: Settings, seed: int, questions: Sequence[str] = QUESTIONS) -> list[Place]:
-    """Each question with the beginning of an answer, up to where the model is about as open as wanted."""
+def chosen_places(backend: LocalBackend, label: str, settings: Settings, seed: int) -> list[Place]:
+    """Where the method's first draft is sometimes kept and sometimes not, and its rule has something to decide.
+
+    A few draws at every place tell; they have seeds of their own, and are not counted later.
+    """
+    from dflash_bench.engine.continuations import drawn
+    from dflash_bench.engine.sampling import Sampling
+
+    places, drafter, sampling = _candidates(backend, settings, seed), backend.drafters[label], Sampling.of(settings)
+    prompts = [place for place in places for _ in range(PILOT)]
+    kept: Counter[Place] = Counter()
+    for start in late(range(0, len(prompts), ROWS), "choosing prompts"):
+        batch = prompts[start : start + ROWS]
+        seeds = range(PILOT_SEEDS + start, PILOT_SEEDS + start + len(batch))
+        for place, answer in zip(
+            batch, drawn(backend.target, drafter, [p.tokens for p in batch], 2, sampling, seeds), strict=True
+        ):
+            kept[place] += answer.num_accepted > 0
+
+    def worth(place: Place) -> tuple[float, float]:
+        undecided = min(kept[place], PILOT - kept[place]) / PILOT
+        return undecided * min(1.0, place.entropy), -abs(place.entropy - 1)
+
+    return sorted(places, key=worth, reverse=True)[:NUM_PLACES]
+
+
+def _candidates(backend: LocalBackend, settings: Settings, seed: int) -> list[Place]:
+    """Each question with each beginning of an answer to it, as plain decoding draws it."""
     from dflash_bench.engine.continuations import drawn, entropies
     from dflash_bench.engine.decoding import NoDrafter
     from dflash_bench.engine.sampling import Sampling
 
     places = []
-    for question in questions:
+    for question in QUESTIONS:
         tokens = backend.encode([Message("user", question)])
-        (plain,) = drawn(backend.target, NoDrafter(), tokens, REACH, Sampling.of(settings), [seed])
+        (plain,) = drawn(backend.target, NoDrafter(), [tokens], REACH, Sampling.of(settings), [seed])
         text = [*tokens, *plain.tokens]
-        open_by = entropies(backend.target.model, text, settings, REACH + 1)
-        off = [abs(first - ENTROPY) + abs(second - ENTROPY) for first, second in pairwise(open_by)]
-        end = len(tokens) + off.index(min(off))
-        start = backend.tokenizer.decode(text[len(tokens) : end])
-        places.append(Place(f"{question} > {start}", tuple(text[:end])))
+        open_by = entropies(backend.target.model, text, settings, REACH)
+        for length, entropy in enumerate(open_by):
+            start = backend.tokenizer.decode(plain.tokens[:length])
+            places.append(Place(f"{question} {start}".rstrip(), tuple(text[: len(tokens) + length]), entropy))
     return places
 
 
