@@ -30,11 +30,11 @@ QUESTIONS = ("Add 3 and 4.", "Write a Python function.", "Tell me a story.", "Wh
 """Short ones, because every draw reads them again."""
 LENGTH = 3
 """Tokens drawn: one from prefill, and two that pass through verification, in one round or in two."""
-REACH = 16
+REACH = 8
 """An answer is cut before one of its first so many tokens."""
 NUM_PLACES = 3
 """Prompts for each method: the best of all questions and places to cut."""
-PILOT, PILOT_SEEDS = 16, 2**40
+PILOT, PILOT_SEEDS = 8, 2**40
 """Draws that tell how good a place is, and where their seeds begin."""
 ROWS = 256
 """Continuations decoded together."""
