@@ -18,12 +18,13 @@ MAX_DRAFTS = MAX_BLOCK - 1
 """The widest block is this and the anchor."""
 
 _BLOCK = Option(
-    "block", "size of the block, the anchor included; the draft's own if absent", None, 2, MAX_BLOCK, "tokens"
+    "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
 )
 _RULE = Option(
     "rule", "above temperature 0: match keeps what the target draws too; rejection draws the draft from its own "
     "probabilities, and keeps it by comparing them with the target's", "match", words=("match", "rejection"), kind=str,
 )  # fmt: skip
+_PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
 
 METHODS: dict[str, Kind] = {
     kind.name: kind
@@ -32,8 +33,24 @@ METHODS: dict[str, Kind] = {
         Kind(
             "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
             "chain", True,
-            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"), _RULE),
+            (
+                replace(_BLOCK, summary=f"{_BLOCK.summary}; {_PACED}", words=("auto",)),
+                Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
+                       "passes"),
+            ),
             count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
+            (
+                Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
+                       "tokens", ("auto",)),
+                Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
+                       1, 255, "tokens"),
+                _BLOCK,
+            ),
+            count="nodes",
         ),
         Kind(
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
@@ -41,14 +58,47 @@ METHODS: dict[str, Kind] = {
             (Option("n", "tokens drafted a round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
         ),
         Kind(
-            "eagle3-tree", "the same draft, as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
+            "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
             "tree", True,
             (
-                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "tokens"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "nodes"),
                 Option("top_k", "nodes of a level that grow children, and children of each", 10, 1, 64, "nodes"),
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
             old_count="nodes",
+        ),
+        Kind(
+            "draft-model", "a small language model of the same tokenizer drafts token by token (arXiv 2211.17192)",
+            "draft-model", "chain", True,
+            (
+                Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
+                Option(
+                    "rule", "how drafted tokens are chosen and judged above temperature 0", "match",
+                    words=("match", "rejection"), kind=str,
+                ),
+            ),
+            count="n",
+        ),
+        Kind(
+            "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
+            "medusa", "tree", True,
+            (
+                Option("heads", "heads that are asked, nearest first; all of them if absent", None, 1, 64, "heads"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 63, 1, 255, "tokens"),
+                Option("top_k", "tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
+            ),
+        ),
+        Kind(
+            "block-diffusion",
+            "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
+            "block-diffusion", "chain", False,
+            (
+                Option(
+                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
+                    "tokens",
+                ),
+                Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
+            ),
         ),
     )
 }  # fmt: skip
@@ -73,8 +123,7 @@ class Method:
     @property
     def draft(self) -> str | None:
         """The key of its weights among the drafts: `dflash`, or `dflash@a`; None for a method without weights."""
-        weights = self.kind.weights
-        return f"{weights}@{self.tag}" if weights and self.tag else weights
+        return draft_of(self.label)
 
     def option(self, name: str) -> Value | None:
         """As given, else the table's default. Raises UserError for a name that the method does not have."""
@@ -139,6 +188,13 @@ def check_tag(tag: str, where: str) -> None:
 def name_of(label: str) -> str:
     """The method's name, from any label that was ever stored."""
     return re.split("[@:]", label, maxsplit=1)[0]
+
+
+def draft_of(label: str) -> str | None:
+    """The draft behind a label, of an earlier version too: `eagle3@a` of eagle3-tree@a:nodes=9."""
+    name, at, tag = label.partition(":")[0].partition("@")
+    weights = METHODS[name].weights if name in METHODS else None
+    return weights and f"{weights}{at}{tag}"
 
 
 def users_of(draft: str) -> list[str]:

@@ -60,7 +60,9 @@ def gsm8k(folder: Path, number: int) -> Path:
 # What is loaded, and listed
 
 
-@pytest.mark.parametrize("command", ["--help", "run --help", "suites", "models", "--version"])
+@pytest.mark.parametrize(
+    "command", ["--help", "run --help", "suites", "methods", "methods dflash", "models", "--version"]
+)
 def test_help_and_lists_load_nothing_heavy(command: str) -> None:
     code = (
         "import atexit, sys\nfrom dflash_bench import cli\n"

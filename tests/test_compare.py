@@ -381,6 +381,7 @@ def test_a_run_that_thinks_where_nobody_published_that_finds_nothing(tmp_path: P
     [
         ("eagle3", {"RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7"}),
         ("eagle3-tree:60", {"tree 16, steps 7, top-k 10", "tree 60, steps 7, top-k 10"}),
+        ("eagle3-tree@a:nodes=59", {"tree 16, steps 7, top-k 10", "tree 60, steps 7, top-k 10"}),
     ],
 )
 def test_chains_stand_beside_chains_and_trees_beside_trees(

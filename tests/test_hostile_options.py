@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "report": (["run"], ["RUN", "--format", "--answers", "--tokenizer", "--allow"]),
     "card": (["run"], ["RUN", "--allow"]),
     "plot": (["run", "--out", "new"], ["RUN", "--format", "--allow"]),
+    "methods": (["dflash"], ["[NAME]"]),
     "inspect": (["model/dflash"], ["CHECKPOINT", "--target"]),
     "convert": (["model/dflash", "new", "--to", "speculators"], ["SRC", "--to", "--target"]),
 }  # fmt: skip

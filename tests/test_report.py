@@ -90,6 +90,14 @@ def test_the_same_mode_or_one_that_is_not_known_is_no_finding(thinking: bool | N
     assert found(steady(), made_with(thinking, trained_thinking=trained)) == []
 
 
+@pytest.mark.parametrize(("label", "draft"), [("dflash@b:block=8", "dflash@b"), ("eagle3-tree:60", "eagle3")])
+def test_what_is_known_of_a_draft_is_said_of_the_methods_that_use_it(label: str, draft: str) -> None:
+    rows = [replace(row, method=label) if row.method == "dflash" else row for row in steady()]
+    drafts = {"dflash": {"trained_thinking": False}, draft: {"trained_thinking": True}}
+    (finding,) = found(rows, {"thinking": False, "drafts": drafts})
+    assert finding.kind == "other_mode" and label in finding.text
+
+
 def test_a_draft_that_names_another_target_is_doubted() -> None:
     (finding,) = found(steady(), made_with(None, verifier="Qwen/Qwen3-8B-Thinking"))
     assert finding.kind == "other_target"
@@ -249,10 +257,21 @@ def test_nothing_drafted_is_told_once() -> None:
     assert [finding.text for finding in found(rows)] == ["gsm8k dflash: no token was drafted in 72 rounds"]
 
 
-def test_a_remedy_names_the_method_as_it_is_typed() -> None:
-    rows = [replace(row, method="eagle3:7") if row.method == "dflash" else row for row in steady()]
-    slow = changed(rows, "eagle3:7", 24, verify_s=(0.04,) * 3, decode_s=0.144)
-    assert "(--method eagle3:N)" in only(slow, "slower").remedy
+@pytest.mark.parametrize(
+    ("label", "typed"),
+    [
+        ("eagle3:7", " (--method eagle3:N)"),
+        ("dflash@mine:block=8", " (--method dflash@mine:N)"),
+        ("eagle3-tree@b:depth=4", " (--method eagle3-tree@b:nodes=N)"),
+        ("eagle3-tree:60", " (--method eagle3-tree:nodes=N)"),
+        ("somebody else's", ""),
+    ],
+)
+def test_a_remedy_names_the_method_as_it_is_typed(label: str, typed: str) -> None:
+    rows = [replace(row, method=label) if row.method == "dflash" else row for row in steady()]
+    slow = changed(rows, label, 24, verify_s=(0.04,) * 3, decode_s=0.144)
+    remedy = only(slow, "slower").remedy
+    assert f"draft fewer tokens a round{typed}" in remedy and ("--method" in remedy) == bool(typed)
 
 
 def test_a_saturated_block() -> None:

@@ -1,4 +1,4 @@
-"""`run`, and the suites it knows."""
+"""`run`, and the suites and methods that it knows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer import Argument
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
@@ -121,3 +123,13 @@ def suites() -> None:
     cage = sandbox.strongest()
     here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
     say(f"\ncode that a model wrote {here}")
+
+
+@app.command(cls=Command)
+def methods(
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="One method, with all its options.")] = None,
+) -> None:
+    """List the methods, or the options of one: what each drafts, which draft it needs, whether it is lossless."""
+    from dflash_bench.report import methods as listed
+
+    say(listed.text() if name is None else listed.text_of(name))

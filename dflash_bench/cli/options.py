@@ -42,8 +42,9 @@ Thinking = Annotated[
 Methods = Annotated[
     list[str] | None,
     _models(
-        metavar="NAME[:N]",
-        help="dflash, eagle3 or eagle3-tree, and tokens a round; may be repeated. Plain decoding always runs.",
+        metavar="NAME[@LABEL][:KEY=VALUE,...]",
+        help="How tokens are drafted, dflash if absent: see 'dflash-bench methods'. NAME:N drafts N tokens a round. "
+        "May be repeated; plain decoding always runs.",
     ),
 ]
 Model = Annotated[
@@ -59,7 +60,8 @@ Target = Annotated[
 Drafts = Annotated[
     list[str] | None,
     _models(
-        metavar="METHOD=PATH|ID[@REV]", help="A draft of your own for one method, for the model's; may be repeated."
+        metavar="NAME[@LABEL]=PATH|ID[@REV]",
+        help="A draft of your own, in place of the model's, or beside it as NAME@LABEL; may be repeated.",
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -70,7 +72,13 @@ MaxNewTokens = Annotated[int | None, _decoding(metavar="N", min=1, help="Longest
 Temperature = Annotated[float, _decoding(metavar="T", min=0.0, help="0 is greedy, and checked token for token.")]
 Seed = Annotated[int | None, _decoding(metavar="S", min=0, help="Seed of sampling at temperature above 0.")]
 BlockSize = Annotated[
-    int | None, _decoding(metavar="B", min=2, max=64, help="DFlash block, anchor included; the draft's own if absent.")
+    int | None,
+    _decoding(
+        metavar="B",
+        min=2,
+        max=64,
+        help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent.",
+    ),
 ]
 Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
 

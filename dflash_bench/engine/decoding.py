@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from torch import Tensor
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
+from dflash_bench.engine.verify import (
+    Draft,
+    Verdict,
+    take_unverified,
+    verify_chain,
+    verify_children,
+    verify_sampled,
+    verify_tree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,13 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None: ...
 
     def propose(self) -> Draft | None: ...
+
+
+@runtime_checkable
+class StandAlone(Drafter, Protocol):
+    """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
+
+    reader: Target
 
 
 class NoDrafter:
@@ -139,6 +154,8 @@ def decode(
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
+    if isinstance(drafter, StandAlone):
+        target = drafter.reader
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
@@ -185,9 +202,10 @@ class _State:
         output = self.target.prefill([row.prompt for row in self.rows])
         self.sampler.begin([row.prompt for row in self.rows], output.logits.shape[-1])
         self.anchor = self.sampler.choose(self.sampler.penalise(output.logits), self.sampler.places(1))[:, 0]
-        self.sampler.commit(self.anchor[:, None], torch.zeros_like(self.anchor))
-        host = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
-        first = [tokens for _, *tokens in host]
+        none = torch.zeros_like(self.anchor)
+        self.sampler.commit(self.anchor[:, None], none)
+        host = self._to_host(none, none, self.anchor[:, None], _broken(output.logits))
+        first = [tokens for _, _, *tokens in host]
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
         ]
@@ -199,8 +217,8 @@ class _State:
                 for row, token in zip(self.rows, first, strict=True)
             ]
             self._commit(output.hidden, torch.tensor(following, device=self.target.device), lengths)
-        none = [0] * len(self.rows)
-        return Round(emitted, none, none, (begin, seen, seen, seen, self.clock.mark()))
+        zeros = [0] * len(self.rows)
+        return Round(emitted, zeros, zeros, (begin, seen, seen, seen, self.clock.mark()))
 
     def round(self) -> Round:
         begin = self.clock.mark()
@@ -212,20 +230,21 @@ class _State:
         verdict = self._verify(draft, self.sampler.penalise(output.logits, block, parents))
         tokens = following_tokens(block, verdict)
         self.sampler.commit(tokens, verdict.num_accepted)
-        host = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path))
+        host = self._to_host(verdict.num_accepted, verdict.last, tokens, _broken(output.logits, verdict.path))
         alive = [row.finish is None for row in self.rows]
         accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
+        moved = any(live and last > count for (count, last, *_), live in zip(host, alive, strict=True))
         # What it costs a target to forget the rest belongs to verifying.
         self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
         verified = self.clock.mark()
         emitted = [
             row.emit(new[: count + 1], self.stop_ids) if live else None
-            for row, (count, *new), live in zip(self.rows, host, alive, strict=True)
+            for row, (count, _, *new), live in zip(self.rows, host, alive, strict=True)
         ]
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            self._keep(draft, verdict, output.hidden, tokens, accepted)
+            self._keep(verdict, output.hidden, tokens, accepted, moved)
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
         proposed = [length * live for length, live in zip(lengths, alive, strict=True)]
@@ -233,6 +252,8 @@ class _State:
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """By penalised logits."""
+        if draft is not None and draft.following is not None:
+            return take_unverified(draft.tokens, draft.following)
         sampler = self.sampler
         if draft is None:
             choices = sampler.choose(logits, sampler.places(1))
@@ -251,26 +272,16 @@ class _State:
             return verify_tree(draft.tokens, parents, choices, padding)
         return verify_chain(draft.tokens, choices, padding)
 
-    def _keep(
-        self,
-        draft: Draft | None,
-        verdict: Verdict,
-        hidden: Tensor | None,
-        tokens: Tensor,
-        accepted: list[int],
-    ) -> None:
+    def _keep(self, verdict: Verdict, hidden: Tensor | None, tokens: Tensor, accepted: list[int], moved: bool) -> None:
         """Rows that have ended stand still, from the round that ended them on.
 
         Their work is repeated over the same places and thrown away; they must not move past what the cache holds.
         """
         counts = [0 if row.finish else count + 1 for row, count in zip(self.rows, accepted, strict=True)]
         longest = max(counts)
-        if draft is not None and draft.parents is not None:
-            assert verdict.path is not None, "trees are verified along paths"
+        if verdict.path is not None and moved:
             path = verdict.path[:, :longest]
-            # A row that keeps its anchor only, kept it where it stands.
-            if longest > 1:
-                self.target.cache.keep_path(self.starts, path)
+            self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
         self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
 
@@ -280,13 +291,13 @@ class _State:
         self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, self.sampler))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
-    def _to_host(self, counts: Tensor, tokens: Tensor, broken: Tensor) -> list[list[int]]:
-        """Per row its count [B] and then its tokens [B, N]: the one transfer of a round.
+    def _to_host(self, counts: Tensor, last: Tensor, tokens: Tensor, broken: Tensor) -> list[list[int]]:
+        """Per row its count [B], the last place kept [B] and then its tokens [B, N]: the one transfer of a round.
 
         Flags [B, N] of broken logits ride along; those of the first count + 1 places end the generation.
         """
-        first = 1 + tokens.shape[1]
-        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken], dim=1).tolist()
+        first = 2 + tokens.shape[1]
+        host: list[list[int]] = torch.cat([counts[:, None], last[:, None], tokens, broken], dim=1).tolist()
         for b, (row, values) in enumerate(zip(self.rows, host, strict=True)):
             if row.finish is None and any(values[first : first + values[0] + 1]):
                 raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")

@@ -26,13 +26,15 @@ class Draft:
     `probs` [B, N, V] is what the tokens were drawn from; None means they were chosen, not drawn. A node of a tree may
     be drawn in the knowledge of its elder siblings (without replacement, say), and its probs are then those.
     `lengths` says how many tokens of each row are real, first ones first; what pads the others is never kept. A
-    drafter with nothing for any row proposes None in place of a draft.
+    drafter with nothing for any row proposes None in place of a draft. `following` [B] are the tokens behind a draft
+    that is the answer itself: both are committed as they are, and the target is asked for nothing but to read them.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
     probs: Tensor | None = None
     lengths: Sequence[int] | None = None
+    following: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -58,6 +60,11 @@ class Verdict:
     num_accepted: Tensor
     next_token: Tensor
 
+    @property
+    def last(self) -> Tensor:
+        """[B], the last row of the block that stays: num_accepted, unless rows before it do not."""
+        return self.num_accepted if self.path is None else self.path.gather(1, self.num_accepted[:, None])[:, 0]
+
 
 def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
     """Keep the longest prefix of tokens [B, N] that equals the target's choices [B, N + 1]."""
@@ -66,6 +73,11 @@ def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None)
         matches &= ~padding
     num_accepted = matches.cumprod(dim=1).sum(dim=1)
     return Verdict(None, num_accepted, choices.gather(1, num_accepted[:, None])[:, 0])
+
+
+def take_unverified(tokens: Tensor, following: Tensor) -> Verdict:
+    """Keep all of tokens [B, N], and what stands behind them: the output is the drafter's, and no target's."""
+    return Verdict(None, torch.full_like(following, tokens.shape[1]), following)
 
 
 def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:

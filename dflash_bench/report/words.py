@@ -10,6 +10,7 @@ from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import badges
 from dflash_bench.analysis.metrics import BASELINE, Tally
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.methods import draft_of
 from dflash_bench.report.document import Document, over_all
 from dflash_bench.report.tables import number, with_interval
 
@@ -87,7 +88,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
     packages = env.get("packages", {})
     found = {
         "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
-        "draft": ", ".join(_draft(name, each, revisions) for name, each in _drafting(identity)),
+        "draft": ", ".join(_draft(name, each, identity) for name, each in _drafting(identity)),
         "suite": "; ".join(_suite(name, each) for name, each in identity.get("suites", {}).items()),
         "machine": environment.one_line(env).partition(";")[0],
         "settings": ", ".join(_settings(identity)),
@@ -108,9 +109,13 @@ def _drafting(identity: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, A
     return [(name, each) for name, each in identity.get("methods", {}).items() if name != BASELINE]
 
 
-def _draft(name: str, method: Mapping[str, Any], revisions: Mapping[str, str]) -> str:
-    draft = method.get("draft", method["name"])  # earlier runs do not say it
-    return f"{name} with {method['num_drafts']} tokens a round{_revision(revisions.get(draft))}"
+def _draft(label: str, method: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """With the draft's name where that says more than the label, and its revision."""
+    draft = draft_of(label) or ""
+    name = identity.get("drafts", {}).get(draft, {}).get("name", draft)
+    source = f" from {name}" if name != draft else ""
+    revision = _revision(identity.get("revisions", {}).get(draft))
+    return f"{label} with {method['num_drafts']} tokens a round{source}{revision}"
 
 
 def _revision(text: str | None) -> str:

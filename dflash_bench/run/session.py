@@ -103,12 +103,11 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
 
 
 def _methods(request: Request) -> list[methods.Method]:
-    given = [text.partition("=")[0] for text in request.drafts]
-    chosen = methods.chosen(list(request.methods) or given or ["dflash"])
+    chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
     if request.block_size is None:
         return chosen
     if not any(method.leaves_open("block") for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash, or another that drafts blocks of any size")
+        raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
     return methods.chosen([_with_block(method, request.block_size).label for method in chosen])
 
 
@@ -173,7 +172,8 @@ def _open(
     from dflash_bench.engine.local import open_backend
     from dflash_bench.engine.sampling import Sampling
     from dflash_bench.models import chat
-    from dflash_bench.models.loading import Placement, load
+    from dflash_bench.models.language import Placement
+    from dflash_bench.models.loading import load
 
     device, dtype = _device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.

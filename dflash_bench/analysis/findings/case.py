@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.methods import draft_of
 
 MIN_PROMPTS = 20
 
@@ -54,9 +55,9 @@ class Case:
 
     @property
     def draft(self) -> Mapping[str, Any]:
-        """What is known of the method's draft; a draft's name begins that of every method that uses it."""
+        """What is known of the method's draft."""
         drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
-        return next((known for name, known in drafts.items() if self.cell.method.startswith(name)), {})
+        return drafts.get(draft_of(self.cell.method) or "", {})
 
     @property
     def first_kept(self) -> float | None:

@@ -14,6 +14,7 @@ from dflash_bench import labels
 from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import name_of
 
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
@@ -141,7 +142,7 @@ def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) ->
             Beside(each, cell.suite, cell.method, num_drafts, values.get(each.formula))
             for each in load()
             if (each.target_model, each.dataset, each.temperature) == (target, cell.suite, temperature)
-            and each.method == cell.method.partition(":")[0]
+            and each.method == name_of(cell.method)
             and each.thinking in modes
         ]
     if not found:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, without_errors
+from dflash_bench.methods import name_of
 
 KNOWN = (BASELINE, "dflash")
 """Methods that the official harness has."""
@@ -60,7 +61,7 @@ def official(rows: Any) -> list[Official]:
 
 def notes(rows: Any) -> Iterator[str]:
     """Where what is printed is not what the official harness would have printed, and why."""
-    methods = [method for method in rows["method"].drop_duplicates() if method.partition(":")[0] not in KNOWN]
+    methods = [method for method in rows["method"].drop_duplicates() if name_of(method) not in KNOWN]
     if methods:
         yield (
             f"the official harness has no {', '.join(methods)}: its formulas are applied to these rows, "
