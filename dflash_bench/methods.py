@@ -38,6 +38,7 @@ METHODS: dict[str, Kind] = {
                 Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
                 Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
                        "passes"),
+                _RULE,
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
