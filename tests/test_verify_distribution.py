@@ -203,3 +203,27 @@ def test_a_drafter_that_is_asked_for_more_than_there_is_room_for_still_says_what
     table = TableTarget(VOCAB)
     (answer,) = drawn(table, Scripted([[1, 2, 3, 4, 5, 6, 7]], 4), [[1, 2]], 2, Sampling(1.0), [3])  # type: ignore[arg-type]
     assert len(answer.tokens) == 2 and answer.num_drafted == 4
+
+
+@pytest.mark.parametrize("settings", [Settings(1.0, top_p=0.75), Settings(1.0, top_k=2), Settings(1.0, min_p=0.5)])
+def test_a_beginning_after_which_rounding_decides_is_not_followed(settings: Settings) -> None:
+    """Probabilities 1/2, 1/4, 1/4 are on the edge of each of these filters."""
+
+    class Even:
+        def get_input_embeddings(self) -> Any:
+            return SimpleNamespace(weight=torch.zeros(0))
+
+        def forward(self, ids: torch.Tensor, use_cache: bool) -> Any:
+            even = torch.tensor([0.5, 0.25, 0.25]).log()
+            sure = torch.tensor([0.7, 0.2, 0.1]).log()
+            rows = [[*[sure] * (len(row) - 1), even if row[-1] == 1 else sure] for row in ids]
+            return SimpleNamespace(logits=torch.stack([torch.stack(row) for row in rows]))
+
+        __call__ = forward
+
+    cells = expected(Even(), (0,), 2, settings, 1000)
+    assert sum(cells.values()) == pytest.approx(1)
+    assert (1,) in cells and (1, 0) not in cells and (0, 0) in cells
+    assert cell_of([1, 2], cells) == (1,)
+    assert expected(Even(), (1,), 2, settings, 1000) == {(OTHER,): 1.0}
+    assert cell_of([0, 0], {(OTHER,): 1.0}) == (OTHER,)

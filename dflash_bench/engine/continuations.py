@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ EXPANDED = 5.0
 """A beginning that is expected this often is followed further; what it goes on with could not be tested otherwise."""
 LISTED = 0.05
 """A token that is expected this often has a cell of its own; cells are added up before they are tested."""
+EDGE = 1e-4
+"""Probabilities that differ by less than this share may be told apart in another order by another forward pass."""
 BATCH = 64
 """Texts that the published model reads at once."""
 
@@ -74,13 +76,17 @@ def expected(model: Any, prompt: Sequence[int], length: int, settings: Settings,
     """How likely the published model goes on in which way: cells that exclude each other, and sum to 1.
 
     A cell is a beginning of at most `length` tokens. Where it ends in `OTHER`, it is any token that its elder
-    siblings are not; where it is shorter without that, it is too seldom to be followed further.
+    siblings are not; where it is shorter without that, it is too seldom to be followed further, or rounding decides
+    which tokens the filters leave after it.
     """
     cells: dict[Cell, float] = {}
     level: dict[Cell, float] = {(): 1.0}
     for depth in range(1, length + 1):
         following: dict[Cell, float] = {}
-        for start, share, p in _next_tokens(model, prompt, level, settings):
+        for start, share, p, on_edge in _next_tokens(model, prompt, level, settings):
+            if on_edge:
+                cells[start or (OTHER,)] = share
+                continue
             listed = (p * share * num_draws >= LISTED).nonzero()[:, 0]
             for token, q in zip(listed.tolist(), p[listed].tolist(), strict=True):
                 followed = depth < length and q * share * num_draws >= EXPANDED
@@ -115,8 +121,8 @@ def entropies(model: Any, text: Sequence[int], settings: Settings, num_places: i
 
 def _next_tokens(
     model: Any, prompt: Sequence[int], level: Mapping[Cell, float], settings: Settings
-) -> Iterator[tuple[Cell, float, Tensor]]:
-    """Each beginning with its probability, and those of what follows it, [V] on the CPU."""
+) -> Iterator[tuple[Cell, float, Tensor, bool]]:
+    """Each beginning with its probability, those of what follows it, [V] on the CPU, and is it on a filter's edge?"""
     starts = list(level)
     device = model.get_input_embeddings().weight.device
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -125,8 +131,24 @@ def _next_tokens(
         texts = torch.tensor([[*prompt, *start] for start in batch], device=device)
         logits = model(texts, use_cache=False, **options).logits[:, -1].float()
         p = _processed(texts, logits, settings).exp().cpu()
-        for start, row in zip(batch, p, strict=True):
-            yield start, level[start], row
+        edges = _on_edge(texts, logits, settings).tolist()
+        for start, row, on_edge in zip(batch, p, edges, strict=True):
+            yield start, level[start], row, on_edge
+
+
+def _on_edge(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
+    """[N], true where filters that are stricter or laxer by `EDGE` leave other tokens."""
+    stricter = replace(settings, top_p=max(0.0, settings.top_p - EDGE), min_p=settings.min_p * (1 + EDGE))
+    laxer = replace(settings, top_p=min(1.0, settings.top_p + EDGE), min_p=settings.min_p * (1 - EDGE))
+    if settings.top_p >= 1:
+        stricter = replace(stricter, top_p=1.0)
+    left = [_processed(texts, logits, each).isfinite() for each in (stricter, laxer)]
+    differ: Tensor = (left[0] != left[1]).any(dim=-1)
+    if 0 < settings.top_k < logits.shape[-1]:
+        unfiltered = _processed(texts, logits, replace(settings, top_k=0, top_p=1.0, min_p=0.0))
+        best = unfiltered.topk(settings.top_k + 1, dim=-1).values
+        differ |= best[:, -2] - best[:, -1] < EDGE
+    return differ
 
 
 def _processed(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
