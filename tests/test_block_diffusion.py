@@ -135,7 +135,7 @@ def diffusing(**changes: Any) -> Any:
 
 def backend(*methods: str) -> LocalBackend:
     models = Models(sure("qwen3"), Letters(), {"block-diffusion": diffusing()}, {})
-    return open_backend(models, Preset("", {}), [parse(text) for text in methods], NEW, Sampling())
+    return open_backend(models, Preset("", {}), [parse(text) for text in methods], NEW)
 
 
 def test_the_backend_lets_its_model_answer_in_the_targets_place() -> None:

@@ -74,6 +74,7 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
         (["--method", "dflash:rule=always"], "rule must be match or rejection, not 'always'"),
         (["--method", "eagle3:rule=rejection"], "rule"),
         (["--method", "ar", "--draft", "dflash=x"], "--draft dflash= has no effect"),
+        (["--method", "oracle"], "--method oracle measures the engine"),
         (["--dtype", "int8"], "int8"),
         (["--device", "tpu"], "tpu"),
         (["--draws", "5"], "--draws"),

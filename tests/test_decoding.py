@@ -637,3 +637,26 @@ def test_what_an_earlier_generation_left_behind_changes_nothing(method: str, num
     fresh = decoded(*PARTS[method](), short)
     assert used.tokens == fresh.tokens
     assert [step.accepted for step in used.rounds] == [step.accepted for step in fresh.rounds]
+
+
+def test_what_was_drafted_rides_in_the_rounds_own_transfer_padding_left_out() -> None:
+    target = Target(tiny("qwen3"))
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, plain(target, PROMPTS), strict=True)]
+    drafter = Scripted(texts, 4, lambda token: token if token % 3 else 7)
+    out = run(target, drafter, PROMPTS)
+    for row, text in enumerate(texts):
+        end = len(PROMPTS[row])
+        for step in out.own(row):
+            expected = [*text[end + 1 : end + 5], *[0] * 4][:4]
+            assert step.drafted_ids[row] == [token if token % 3 else 7 for token in expected]
+            assert len(step.drafted_ids[row]) == step.drafted[row] and step.drafted_parents is None
+            end += step.accepted[row] + 1
+
+
+def test_of_a_tree_the_parents_of_what_was_drafted_are_kept_too() -> None:
+    out = run(TableTarget(5, 32), SampledTree(2, 5), [[1, 2]] * 2, 6, sampling=Sampling(1.0, 4))
+    for step in out.rounds:
+        assert step.drafted_parents is not None
+        for ids, parents, count in zip(step.drafted_ids, step.drafted_parents, step.drafted, strict=True):
+            assert len(ids) == len(parents) == count
+            assert all(-1 <= parent < place for place, parent in enumerate(parents))

@@ -17,7 +17,8 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "run": (
         ["--prompts", "p.jsonl", "--method", "dflash", "--out", "new"],
         ["--suite", "--prompts", "--score", "--data", "--limit", "--method", "--model", "--target", "--draft",
-         "--max-new-tokens", "--temperature", "--seed", "--block-size", "--repeats", "--device", "--device-map",
+         "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--thinking",
+         "--seed", "--block-size", "--repeats", "--device", "--device-map",
          "--dtype", "--attention", "--audit", "--threads", "--out"],
     ),
     "verify-distribution": (
@@ -28,7 +29,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "compare": (["run"], ["RUN", "--by", "--against", "--compat", "--allow"]),
     "baseline": (["run", "--output", "new"], ["RUN", "--output", "--limits"]),
     "check": (["run"], ["RUN", "--baseline", "--limits", "--allow"]),
-    "report": (["run"], ["RUN", "--format", "--answers", "--tokenizer", "--allow"]),
+    "report": (["run"], ["RUN", "--format", "--answers", "--tokenizer", "--by", "--allow"]),
     "card": (["run"], ["RUN", "--allow"]),
     "plot": (["run", "--out", "new"], ["RUN", "--format", "--allow"]),
     "methods": (["dflash"], ["[NAME]"]),
@@ -142,7 +143,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
     [
         ("run", ["--limit", "3", "--limit", "4"]),
         ("run", ["--resume", "--resume"]),
-        ("run", ["--thinking", "--no-thinking"]),
+        ("run", ["--thinking", "on", "--thinking", "both"]),
         ("compare", ["--by", "turn", "--by", "turn"]),
         ("check", ["--junit", "a", "--junit", "b"]),
         ("report", ["--format", "csv", "--format", "csv"]),

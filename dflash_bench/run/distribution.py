@@ -98,6 +98,9 @@ def perform(request: Request) -> list[Draws]:
     settings, chosen = request.settings, [methods.parse(text) for text in request.methods]
     if settings.greedy:
         raise UserError("at temperature 0 nothing is drawn: 'run' checks answers token for token; give --temperature")
+    for method in chosen:
+        if method.kind.is_probe:
+            raise UserError(f"--method {method.label} measures the engine: there are no draws to test")
     backend = _open(request, chosen)
     labels = [method.label for method in chosen]
     places = {label: chosen_places(backend, label, settings, request.seed) for label in labels}
@@ -183,7 +186,6 @@ def _open(request: Request, chosen: Sequence[methods.Method]) -> LocalBackend:
     import torch
 
     from dflash_bench.engine.local import open_backend
-    from dflash_bench.engine.sampling import Sampling
     from dflash_bench.models.loading import load
 
     drafts, needed = presets.parse_drafts(request.drafts), list(dict.fromkeys(m.draft for m in chosen if m.draft))
@@ -200,4 +202,4 @@ def _open(request: Request, chosen: Sequence[methods.Method]) -> LocalBackend:
     if device == "cpu":
         torch.set_num_threads(1)
     models = load(model, needed, device, getattr(torch, request.dtype))
-    return open_backend(models, model, chosen, LENGTH, Sampling.of(request.settings))
+    return open_backend(models, model, chosen, LENGTH, request.seed)
