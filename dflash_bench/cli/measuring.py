@@ -55,6 +55,7 @@ def run(
     from dflash_bench import report
     from dflash_bench.analysis import metrics
     from dflash_bench.analysis.findings import findings
+    from dflash_bench.analysis.sweeps import sweeps
     from dflash_bench.models import presets
     from dflash_bench.results import frame
     from dflash_bench.run import session
@@ -84,11 +85,11 @@ def run(
     results = frame.read(folder)
     rows, identity = results.rows, results.info["identity"]
     cells = metrics.summarise(rows, identity)
-    notes = findings(rows, cells, identity)
+    notes, swept = findings(rows, cells, identity), sweeps(cells, identity)
     if as_json:
-        say(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(folder, cells, notes, swept), indent=1, allow_nan=False))
     else:
-        say(report.text(cells, notes))
+        say(report.text(cells, notes, swept, results.info))
         say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)

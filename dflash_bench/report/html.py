@@ -42,7 +42,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
     shown = answers.read(document, most_answers, tokenizer)
     figures = {}
     material = plots.Material(document)
-    for name in late(list(plots.PLOTS), "drawing plots"):
+    for name in late(plots.names_for(material), "drawing plots"):
         with suppress(plots.NothingToPlotError):  # `plot` says why
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
     try:

@@ -10,6 +10,7 @@ from functools import cached_property
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.sweeps import Sweep
 from dflash_bench.errors import UserError
 from dflash_bench.report.document import Document
 from dflash_bench.report.plots import along
@@ -41,6 +42,10 @@ class Material:
     @property
     def suites(self) -> list[str]:
         return self.document.suites
+
+    @property
+    def sweeps(self) -> Sequence[Sweep]:
+        return self.document.sweeps
 
     def label(self, suite: str) -> str:
         return self.document.label(suite)
