@@ -40,13 +40,17 @@ def swept(speeds: dict[str, float], num_prompts: int = 24, noise: float = 0.03, 
     return [replace(row, order=order, passed=True) for order, row in enumerate(rows)]
 
 
-def methods_of(rows: Sequence[Record], **num_drafts: int) -> dict[str, Any]:
+def methods_of(rows: Sequence[Record], **left_open: int) -> dict[str, Any]:
+    """As the run's identity has them: what a label says, and of those that leave it open how many tokens they draft."""
+    known = {"dflash:block=8": 7, "eagle3:3": 3}
     labels = dict.fromkeys(row.method for row in rows)
-    return {label: {"name": label.partition(":")[0], "num_drafts": num_drafts.get(label, 4)} for label in labels}
+    return {
+        label: {"name": label.partition(":")[0], "num_drafts": (left_open | known).get(label, 4)} for label in labels
+    }
 
 
-def document(folder: Path, rows: Sequence[Record], **num_drafts: int) -> Document:
-    return read(stored(folder / "run", rows, methods=methods_of(rows, **num_drafts)))
+def document(folder: Path, rows: Sequence[Record], **left_open: int) -> Document:
+    return read(stored(folder / "run", rows, methods=methods_of(rows, **left_open)))
 
 
 def only(sweeps: Sequence[Sweep]) -> tuple[Sweep, Curve]:

@@ -92,7 +92,7 @@ def _sweep(name: str, variants: Mapping[str, Method], cells: Sequence[Cell], ide
     groups: dict[tuple[Any, ...], dict[Value, str]] = {}
     unit = ""
     for label, method in variants.items():
-        value = _value(method, name, identity)
+        value = _value(method, name, variants, identity)
         if value is not None:
             groups.setdefault(_rest(method, name), {}).setdefault(value, label)
             unit = method.kind.option(name).unit
@@ -102,17 +102,27 @@ def _sweep(name: str, variants: Mapping[str, Method], cells: Sequence[Cell], ide
     return Sweep(name, unit, tuple(curves))
 
 
-def _value(method: Method, name: str, identity: Mapping[str, Any]) -> Value | None:
-    """As given, by default, or as the draft and the preset had it; None for a method without the option."""
+def _value(method: Method, name: str, variants: Mapping[str, Method], identity: Mapping[str, Any]) -> Value | None:
+    """As given, by default, or as the draft or the preset had it; None for a method without the option."""
     if all(option.name != name for option in method.kind.options):
         return None
     if (value := method.option(name)) is not None:
         return value
-    num_drafts = identity.get("methods", {}).get(method.label, {}).get("num_drafts")
-    if num_drafts is None or not method.leaves_open(name):
+    count = method.kind.count
+    if not method.leaves_open(name) or not (name == count or _says_the_same(method, name, count)):
         return None
-    # A block is what is drafted and the anchor.
-    return {method.kind.count: num_drafts, "block": num_drafts + 1}.get(name)
+    # Where it is known of a sibling, a token more drafted is one more of it.
+    drafts = {label: known.get("num_drafts") for label, known in identity.get("methods", {}).items()}
+    for other in variants.values():
+        known = other.options.get(name)
+        if (other.name, other.tag) == (method.name, method.tag) and isinstance(known, int):
+            own, others = drafts.get(method.label), drafts.get(other.label)
+            return None if own is None or others is None else known + own - others
+    return None
+
+
+def _says_the_same(method: Method, name: str, count: str | None) -> bool:
+    return any({name, count} <= group for group in method.kind.alternatives)
 
 
 def _rest(method: Method, name: str) -> tuple[Any, ...]:
