@@ -18,7 +18,7 @@ MAX_DRAFTS = MAX_BLOCK - 1
 """The widest block is this and the anchor."""
 
 _BLOCK = Option(
-    "block", "size of the block, the anchor included; the draft's own if absent", None, 2, MAX_BLOCK, "tokens"
+    "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
 )
 
 METHODS: dict[str, Kind] = {
@@ -37,10 +37,10 @@ METHODS: dict[str, Kind] = {
             (Option("n", "tokens drafted a round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
         ),
         Kind(
-            "eagle3-tree", "the same draft, as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
+            "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
             "tree", True,
             (
-                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "tokens"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "nodes"),
                 Option("top_k", "nodes of a level that grow children, and children of each", 10, 1, 64, "nodes"),
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
@@ -69,8 +69,7 @@ class Method:
     @property
     def draft(self) -> str | None:
         """The key of its weights among the drafts: `dflash`, or `dflash@a`; None for a method without weights."""
-        weights = self.kind.weights
-        return f"{weights}@{self.tag}" if weights and self.tag else weights
+        return draft_of(self.label)
 
     def option(self, name: str) -> Value | None:
         """As given, else the table's default. Raises UserError for a name that the method does not have."""
@@ -135,6 +134,13 @@ def check_tag(tag: str, where: str) -> None:
 def name_of(label: str) -> str:
     """The method's name, from any label that was ever stored."""
     return re.split("[@:]", label, maxsplit=1)[0]
+
+
+def draft_of(label: str) -> str | None:
+    """The draft behind a label, of an earlier version too: `eagle3@a` of eagle3-tree@a:nodes=9."""
+    name, at, tag = label.partition(":")[0].partition("@")
+    weights = METHODS[name].weights if name in METHODS else None
+    return weights and f"{weights}{at}{tag}"
 
 
 def users_of(draft: str) -> list[str]:

@@ -20,7 +20,6 @@ import torch
 from dflash_bench.engine.decoding import Committed, Limits, NoDrafter
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.engine.local import LocalBackend, stop_ids
-from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.environment import describe, one_line
@@ -101,7 +100,7 @@ def measure(options: argparse.Namespace, dtype: str) -> Seen:
     target = Target(models.target)
     drafters = {str(width): Known(width, target.device) for width in WIDTHS}
     limits = Limits(options.max_new_tokens, stop_ids(models.target, models.tokenizer))
-    backend = LocalBackend(target, models.tokenizer, {"ar": NoDrafter(), **drafters}, limits, Sampling())
+    backend = LocalBackend(target, models.tokenizer, {"ar": NoDrafter(), **drafters}, limits)
     seen = Seen()
     (suite,) = suites.expand([options.suite])
     for prompt in suites.load(suite, options.data, options.limit).prompts:

@@ -60,7 +60,9 @@ def gsm8k(folder: Path, number: int) -> Path:
 # What is loaded, and listed
 
 
-@pytest.mark.parametrize("command", ["--help", "run --help", "suites", "models", "--version"])
+@pytest.mark.parametrize(
+    "command", ["--help", "run --help", "suites", "methods", "methods dflash", "models", "--version"]
+)
 def test_help_and_lists_load_nothing_heavy(command: str) -> None:
     code = (
         "import atexit, sys\nfrom dflash_bench import cli\n"
@@ -266,11 +268,13 @@ def test_any_target_with_any_draft_in_the_mode_that_was_asked_for(
         return {finding["kind"] for finding in shown["findings"]}, store.load(Path(shown["run"]))[0]["identity"]
 
     found, identity = kinds("--model", "mine", "--out", "off")
-    assert (identity["thinking"], "other_mode" in found) == (False, False)
-    found, identity = kinds("--model", "mine", "--thinking", "--attention", "eager", "--out", "on")
-    assert (identity["thinking"], identity["attention"], "other_mode" in found) == (True, "eager", True)
+    assert (identity["settings"][0]["thinking"], "other_mode" in found) == (False, False)
+    found, identity = kinds("--model", "mine", "--thinking", "on", "--attention", "eager", "--out", "on")
+    assert (identity["settings"][0]["thinking"], identity["attention"], "other_mode" in found) == (True, "eager", True)
     # Of a draft in the preset's place nothing is known.
-    found, identity = kinds("--model", "mine", "--thinking", "--draft", f"dflash={model / 'dflash'}", "--out", "own")
+    found, identity = kinds(
+        "--model", "mine", "--thinking", "on", "--draft", f"dflash={model / 'dflash'}", "--out", "own"
+    )
     assert (identity["drafts"]["dflash"]["trained_thinking"], "other_mode" in found) == (None, False)
     _, identity = kinds("--target", model / "target", "--draft", f"eagle3={model / 'eagle3'}", "--out", "free")
     assert (identity["model"], set(identity["methods"])) == (str(model / "target"), {"ar", "eagle3"})
@@ -282,7 +286,7 @@ def test_sampled_answers_are_not_judged(here: Path, model: Path, monkeypatch: Pa
     assert main(monkeypatch, "run", "--model", model, "--out", "out", "--temperature", 0.8, "--seed", 3, *words) == 0
     assert [cell["exact"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [None, None]
     identity = store.load(here / "out")[0]["identity"]
-    assert (identity["temperature"], identity["seed"]) == (0.8, 3)
+    assert (identity["settings"][0]["temperature"], identity["seed"]) == (0.8, 3)
 
 
 # Bad input
@@ -319,7 +323,7 @@ NO_EFFECT = {
     "--suite gsm8k --attention flash_attention_2": "--attention flash_attention_2 takes no mask, and this engine needs",
     "--suite gsm8k --device-map auto --device cpu": "--device has no effect with --device-map",
     "--suite gsm8k --trust-remote-code": "--trust-remote-code has no effect: ",
-    "--suite gsm8k --temperature inf": "--temperature must be a number from 0 up, not inf",
+    "--suite gsm8k --temperature inf": "--temperature takes numbers from 0 up, not inf",
 }
 
 

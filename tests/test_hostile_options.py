@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "report": (["run"], ["RUN", "--format", "--answers", "--tokenizer", "--allow"]),
     "card": (["run"], ["RUN", "--allow"]),
     "plot": (["run", "--out", "new"], ["RUN", "--format", "--allow"]),
+    "methods": (["dflash"], ["[NAME]"]),
     "inspect": (["model/dflash"], ["CHECKPOINT", "--target"]),
     "convert": (["model/dflash", "new", "--to", "speculators"], ["SRC", "--to", "--target"]),
 }  # fmt: skip
@@ -136,7 +137,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
     [
         ("run", ["--limit", "3", "--limit", "4"]),
         ("run", ["--resume", "--resume"]),
-        ("run", ["--thinking", "--no-thinking"]),
+        ("run", ["--thinking", "on", "--thinking", "both"]),
         ("compare", ["--by", "turn", "--by", "turn"]),
         ("check", ["--junit", "a", "--junit", "b"]),
         ("report", ["--format", "csv", "--format", "csv"]),

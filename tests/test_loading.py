@@ -309,8 +309,16 @@ def with_eagle3(model: Path) -> Path:
 @pytest.mark.parametrize(
     ("method", "given", "message"),
     [
-        ("dflash", "eagle3", r"eagle3 is an EAGLE-3 draft and dflash needs a DFlash one; give it as --draft eagle3=/"),
-        ("eagle3", "dflash", r"dflash is a DFlash draft and eagle3 needs an EAGLE-3 one; give it as --draft dflash=/"),
+        (
+            "dflash",
+            "eagle3",
+            "eagle3 is a draft for eagle3, and dflash needs one for dflash; give it as --draft eagle3=",
+        ),
+        (
+            "eagle3",
+            "dflash",
+            "dflash is a draft for dflash, and eagle3 needs one for eagle3; give it as --draft dflash=",
+        ),
     ],
 )
 def test_a_draft_of_another_kind_is_told_where_it_belongs(

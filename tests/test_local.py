@@ -21,7 +21,7 @@ from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import Message
+from dflash_bench.records import Message, Settings
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 
@@ -46,7 +46,7 @@ def backend(
     answers = plain(target, PROMPTS, 30)
     known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     drafters = {"ar": NoDrafter(), "good": Scripted(known, num_drafts, sometimes_wrong(0.7, 97))}
-    return LocalBackend(target, Letters(), drafters, Limits(max_new_tokens, stops), Sampling())
+    return LocalBackend(target, Letters(), drafters, Limits(max_new_tokens, stops))
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -142,23 +142,26 @@ def test_a_weight_of_nan_is_an_error_row_for_every_prompt() -> None:
         assert given.error == "NaN or infinite logits after 0 tokens (row 0)"
 
 
+SAMPLED = Settings(1.0)
+
+
 def test_sampling_with_a_seed_is_the_same_for_every_drafter() -> None:
     target = Target(tiny("qwen3"))
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90] * 3, 4)}
-    local = LocalBackend(target, Letters(), drafters, Limits(12), Sampling(1.0, 3))
-    first, second = (local.generate_ids(method, PROMPTS) for method in ("ar", "wrong"))
+    local = LocalBackend(target, Letters(), drafters, Limits(12), 3)
+    first, second = (local.generate_ids(method, PROMPTS, Sampling(1.0, 3)) for method in ("ar", "wrong"))
     assert [g.token_ids for g in first] == [g.token_ids for g in second]
     assert [list(g.token_ids) for g in first] != plain(target, PROMPTS, 12)
 
 
 def test_every_prompt_and_repeat_draws_numbers_of_its_own_and_every_method_the_same() -> None:
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90], 4)}
-    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(12), Sampling(1.0, 3))
+    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(12), 3)
     chat = [Message("user", text_of(PROMPTS[1]))]
-    first = local.generate("ar", chat)
-    assert local.generate("ar", chat).token_ids == first.token_ids
-    assert local.generate("wrong", chat).token_ids == first.token_ids
-    assert local.generate("ar", chat, repeat=1).token_ids != first.token_ids
+    first = local.generate("ar", chat, SAMPLED)
+    assert local.generate("ar", chat, SAMPLED).token_ids == first.token_ids
+    assert local.generate("wrong", chat, SAMPLED).token_ids == first.token_ids
+    assert local.generate("ar", chat, SAMPLED, repeat=1).token_ids != first.token_ids
 
 
 # Chats.
@@ -213,7 +216,7 @@ def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: b
     }
     models = Models(tiny("qwen3"), Letters(), drafts, {})
     methods = [parse(method) if isinstance(method, str) else method for method in texts]
-    return open_backend(models, preset or Preset("", {}), methods, 12, Sampling())
+    return open_backend(models, preset or Preset("", {}), methods, 12)
 
 
 def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says() -> None:

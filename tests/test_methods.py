@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from dflash_bench import methods
 from dflash_bench.errors import UserError
 from dflash_bench.kinds import Kind, Option, Value
 from dflash_bench.methods import METHODS, Method, parse
+from dflash_bench.report import methods as listed
 
 
 def test_a_method_is_a_name_and_perhaps_options() -> None:
@@ -124,6 +127,12 @@ def test_a_presets_count_is_for_what_the_user_left_open(text: str) -> None:
 def test_a_tree_shares_the_draft_of_the_chain_and_a_label_names_another() -> None:
     texts = ["eagle3", "eagle3-tree:nodes=15", "eagle3-tree@b", "dflash@a"]
     assert [method.draft for method in methods.chosen(texts)] == [None, "eagle3", "eagle3", "eagle3@b", "dflash@a"]
+    assert [methods.draft_of(label) for label in ("eagle3-tree:60", "dflash", "ar", "")] == [
+        "eagle3",
+        "dflash",
+        None,
+        None,
+    ]
     assert methods.users_of("eagle3@b") == ["eagle3@b", "eagle3-tree@b"]
 
 
@@ -163,7 +172,7 @@ REFUSED = {
     "dflash:block=": "block must be 2 to 64 tokens, not ''",
     "dflash:block=8 ": "block must be 2 to 64 tokens, not '8 '",
     "dflash:7,8": "n must be 1 to 63 tokens, not '7,8'",
-    "eagle3-tree:nodes=256": "nodes must be 1 to 255 tokens, not '256'",
+    "eagle3-tree:nodes=256": "nodes must be 1 to 255 nodes, not '256'",
     "eagle3-tree:top_k=0": "top_k must be 1 to 64 nodes, not '0'",
     "eagle3-tree:depth=33": "depth must be 1 to 32 levels, not '33'",
     "eagle3-tree:60": "this number used to count the anchor; write eagle3-tree:nodes=59",
@@ -218,3 +227,33 @@ def test_a_range_says_its_unit_and_its_words() -> None:
     assert Option("", "", 0.5, 0, 1, kind=float).range == "0 to 1"
     assert Option("", "", "a", words=("a", "b"), kind=str).range == "a or b"
     assert Option("", "", None, kind=str).range == "text"
+
+
+def test_the_readmes_table_is_the_table() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert listed.markdown() in readme, f"put this into README.md:\n{listed.markdown()}"
+
+
+def test_methods_are_listed_in_100_columns() -> None:
+    lines = listed.text().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line.split()[0] for line in lines[1 : 2 * len(METHODS) : 2]] == list(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_shown_with_all_its_options(name: str) -> None:
+    lines = listed.text_of(name).splitlines()
+    assert max(map(len, lines)) <= 100
+    for option in METHODS[name].options:
+        (line,) = [line for line in lines if line.startswith(f"{option.name} ")]
+        assert option.range in line and (option.default is None or f" {option.default} " in line)
+
+
+def test_a_drafter_is_found_by_the_name_of_its_method() -> None:
+    files = {path.stem for path in (Path(methods.__file__).parent / "engine/drafters").glob("*.py")}
+    assert {name.replace("-", "_").replace("+", "_") for name in METHODS} <= files
+
+
+def test_an_unknown_method_is_not_listed() -> None:
+    with pytest.raises(UserError, match="unknown method 'eagle3-tree:9'; known: ar, "):
+        listed.text_of("eagle3-tree:9")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, record
-from runs import SUITES, answers, asked, slower, stored
+from runs import IDENTITY, SUITES, answers, asked, slower, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.records import Record
@@ -145,7 +145,7 @@ def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Pat
 def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
     rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
     folder = stored(tmp_path / "run", rows)
-    cells = metrics.summarise(frame.read(folder, by="output-position").rows)
+    cells = metrics.summarise(frame.read(folder, by="output-position").rows, IDENTITY)
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
     assert Material(read(folder)).along["gsm8k", "dflash"] == expected

@@ -17,10 +17,11 @@ from runs import stored
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import FIGURES
 from dflash_bench.analysis.sweeps import Curve, Sweep
-from dflash_bench.records import Record
+from dflash_bench.records import Record, Settings
 from dflash_bench.report import FORMATS, Document, plots, read
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.sweep import sweep as drawn
+from dflash_bench.results.identity import settings_to_json
 
 SPEEDS = {"dflash:block=4": 1.5, "dflash:block=8": 2.0, "dflash:block=16": 2.01}
 """How many times as fast as plain decoding, were there no noise."""
@@ -207,3 +208,54 @@ def test_numbers_stand_where_they_belong_and_words_behind_them() -> None:
     places = _places(Sweep("block", "tokens", (Curve("dflash", ("gsm8k",), points),)))
     assert list(places) == [4, 8, 16, "auto"]
     assert all(before < after for before, after in pairwise(places.values()))
+
+
+# Settings
+
+
+def under(rows: Sequence[Record], *several: Settings) -> list[Record]:
+    """The same answers under each of these settings."""
+    return [
+        replace(row, settings=settings, exactness=row.exactness if settings.greedy else None)
+        for settings in several
+        for row in rows
+    ]
+
+
+def of_settings(folder: Path, speeds: dict[str, float], *several: Settings) -> list[tuple[str, str, list[Any]]]:
+    rows = under(swept(speeds, num_prompts=3), *several)
+    made = read(stored(folder / "run", rows, methods=methods_of(rows), settings=settings_to_json(several)))
+    return [
+        (sweep.option, curve.series, [point.value for point in curve.points])
+        for sweep in made.sweeps
+        for curve in sweep.answers
+    ]
+
+
+WARM = Settings(1.0, top_p=0.9)
+
+
+def test_settings_that_differ_in_one_make_a_sweep_for_each_method(tmp_path: Path) -> None:
+    found = of_settings(tmp_path, {"dflash": 1.5, "eagle3": 1.5}, Settings(), WARM, replace(WARM, temperature=0.5))
+    # Where the best token is taken, top-p has nothing to say: temperature 0 is one more temperature.
+    assert found == [("temperature", "dflash", [0, 0.5, 1]), ("temperature", "eagle3", [0, 0.5, 1])]
+
+
+def test_a_grid_of_options_and_settings_says_under_which_the_others_were(tmp_path: Path) -> None:
+    speeds = {"dflash:block=4": 1.5, "dflash:block=8": 2.0}
+    assert of_settings(tmp_path, speeds, Settings(), Settings(1.0)) == [
+        ("block", "dflash (temperature 0)", [4, 8]),
+        ("block", "dflash (temperature 1)", [4, 8]),
+        ("temperature", "dflash:block=4", [0, 1]),
+        ("temperature", "dflash:block=8", [0, 1]),
+    ]
+
+
+def test_several_ways_of_sampling_are_swept_among_themselves(tmp_path: Path) -> None:
+    found = of_settings(tmp_path, {"dflash": 1.5}, Settings(), WARM, replace(WARM, top_p=0.5))
+    assert found == [("top_p", "dflash (temperature 1)", [0.5, 0.9])]
+
+
+def test_thinking_is_on_or_off(tmp_path: Path) -> None:
+    found = of_settings(tmp_path, {"dflash": 1.5}, Settings(thinking=False), Settings(thinking=True))
+    assert found == [("thinking", "dflash", ["off", "on"])]

@@ -1,19 +1,20 @@
 """Sweeps: acceptance and speed-up by one option of a method, or by one of the settings, where a run has several values.
 
-A sweep is read off the methods of a run: those that differ in one option alone make one, however they were asked for.
+A sweep is read off a run: methods that differ in one option alone make one, and so do settings that differ in one,
+however they were asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from dflash_bench import methods
+from dflash_bench import labels, methods
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.changes import ALPHA, on_common_prompts, ratio_of
 from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
@@ -21,8 +22,13 @@ from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.errors import UserError
 from dflash_bench.kinds import Value
 from dflash_bench.methods import Method
+from dflash_bench.records import GREEDY, Settings
+from dflash_bench.results.identity import NAMES as SETTINGS
+from dflash_bench.results.identity import OF_SAMPLING
 
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
+Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
+"""By what all of a group have in common: its name, and the method and settings of each value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Curve:
     """The points of one method, all else equal, on one suite or over all of them."""
 
     series: str
-    """What is equal at all its points: `dflash`, or `eagle3-tree:top_k=4`."""
+    """What is equal at all its points: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
     suites: tuple[str, ...]
     """For people; figures of several are geometric means, each suite counting once."""
     points: tuple[Point, ...]
@@ -71,15 +77,17 @@ class Sweep:
 
 
 def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
-    """Those of a run, in the order of its methods; `cells` and `identity` are the run's."""
+    """Those of a run, its methods' options before its settings; `cells` and `identity` are the run's."""
     answered = [cell for cell in cells if cell.num_prompts and not cell.slice and cell.method != BASELINE]
-    variants = _variants(answered)
-    names = dict.fromkeys(option.name for method in variants.values() for option in method.kind.options)
-    made = [_sweep(name, variants, answered, identity) for name in names]
+    known = _methods(answered)
+    options = {option.name: option.unit for method in known.values() for option in method.kind.options}
+    of_options = {name: _by_option(name, answered, known, identity) for name in options}
+    made = [Sweep(name, options[name], _curves(groups, answered)) for name, groups in of_options.items()]
+    made += [Sweep(name, "", _curves(_by_setting(name, answered), answered)) for name in SETTINGS]
     return [sweep for sweep in made if sweep.curves]
 
 
-def _variants(cells: Sequence[Cell]) -> dict[str, Method]:
+def _methods(cells: Sequence[Cell]) -> dict[str, Method]:
     """By label; one that an earlier version wrote and this one cannot read has no options to compare."""
     read: dict[str, Method] = {}
     for label in dict.fromkeys(cell.method for cell in cells):
@@ -88,63 +96,42 @@ def _variants(cells: Sequence[Cell]) -> dict[str, Method]:
     return read
 
 
-def _sweep(name: str, variants: Mapping[str, Method], cells: Sequence[Cell], identity: Mapping[str, Any]) -> Sweep:
-    groups: dict[tuple[Any, ...], dict[Value, str]] = {}
-    unit = ""
-    for label, method in variants.items():
-        value = _value(method, name, variants, identity)
-        if value is not None:
-            groups.setdefault(_rest(method, name), {}).setdefault(value, label)
-            unit = method.kind.option(name).unit
-    curves = [
-        curve for by_value in groups.values() if len(by_value) > 1 for curve in _curves(name, by_value, variants, cells)
-    ]
-    return Sweep(name, unit, tuple(curves))
+def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], identity: Mapping[str, Any]) -> Groups:
+    """By what else the methods are: the place of each value of this option."""
+    groups: Groups = {}
+    settings = list(dict.fromkeys(cell.settings for cell in cells))
+    for under, (label, method) in product(settings, known.items()):
+        value = _value(method, name, known, identity)
+        if value is None:
+            continue
+        others = (method.option(option.name) for option in method.kind.options if option.name != name)
+        rest = (method.name, method.tag, *others, under)
+        series = labels.under(_without(method, name), _words(under, settings, ""))
+        groups.setdefault(rest, (series, {}))[1].setdefault(value, (label, under))
+    return groups
 
 
-def _value(method: Method, name: str, variants: Mapping[str, Method], identity: Mapping[str, Any]) -> Value | None:
+def _value(method: Method, name: str, known: Mapping[str, Method], identity: Mapping[str, Any]) -> Value | None:
     """As given, by default, or as the draft or the preset had it; None for a method without the option."""
     if all(option.name != name for option in method.kind.options):
         return None
     if (value := method.option(name)) is not None:
         return value
-    count = method.kind.count
-    if not method.leaves_open(name) or not (name == count or _says_the_same(method, name, count)):
+    if not method.leaves_open(name) or not _counts_drafts(method, name):
         return None
     # Where it is known of a sibling, a token more drafted is one more of it.
-    drafts = {label: known.get("num_drafts") for label, known in identity.get("methods", {}).items()}
-    for other in variants.values():
-        known = other.options.get(name)
-        if (other.name, other.tag) == (method.name, method.tag) and isinstance(known, int):
+    drafts = {label: one.get("num_drafts") for label, one in identity.get("methods", {}).items()}
+    for other in known.values():
+        given = other.options.get(name)
+        if (other.name, other.tag) == (method.name, method.tag) and isinstance(given, int):
             own, others = drafts.get(method.label), drafts.get(other.label)
-            return None if own is None or others is None else known + own - others
+            return None if own is None or others is None else given + own - others
     return None
 
 
-def _says_the_same(method: Method, name: str, count: str | None) -> bool:
-    return any({name, count} <= group for group in method.kind.alternatives)
-
-
-def _rest(method: Method, name: str) -> tuple[Any, ...]:
-    """What methods of one curve have in common."""
-    others = [option.name for option in method.kind.options if option.name != name]
-    return (method.name, method.tag, *(method.option(other) for other in others))
-
-
-def _curves(
-    name: str, by_value: Mapping[Value, str], variants: Mapping[str, Method], cells: Sequence[Cell]
-) -> list[Curve]:
-    """One a suite, and where there are several their mean."""
-    values = sorted(by_value, key=lambda value: (isinstance(value, str), value))
-    labels = [by_value[value] for value in values]
-    series = _without(variants[labels[0]], name)
-    suites = dict.fromkeys(cell.suite for cell in cells)
-    of_place = {(cell.suite, cell.method): cell for cell in cells}
-    rows = [[cell for label in labels if (cell := of_place.get((suite, label)))] for suite in suites]
-    # A suite in which a value has no answer cannot be compared.
-    whole = [row for row in rows if len(row) == len(values)]
-    parts = [[row] for row in whole] + ([whole] if len(whole) > 1 else [])
-    return [_curve(series, values, part) for part in parts]
+def _counts_drafts(method: Method, name: str) -> bool:
+    count = method.kind.count
+    return name == count or any({name, count} <= group for group in method.kind.alternatives)
 
 
 def _without(method: Method, name: str) -> str:
@@ -152,6 +139,51 @@ def _without(method: Method, name: str) -> str:
     rest = {key: value for key, value in method.options.items() if key != name}
     head = f"{method.name}@{method.tag}" if method.tag else method.name
     return f"{head}:{method.kind.write(rest)}" if rest else head
+
+
+def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
+    """By method and all other settings: the place of each value of this setting."""
+    groups: Groups = {}
+    settings = list(dict.fromkeys(cell.settings for cell in cells))
+    one_way_of_sampling = len({_sampling(one) for one in settings if not one.greedy}) < 2
+    for cell in cells:
+        one, value = cell.settings, getattr(cell.settings, name)
+        if value is None or (one.greedy and name in OF_SAMPLING):
+            continue
+        rest: Settings = replace(one, **{name: getattr(GREEDY, name)})
+        if name == "temperature" and one_way_of_sampling:  # where the best token is taken, sampling is left out
+            rest = replace(rest, **{each: getattr(GREEDY, each) for each in OF_SAMPLING})
+        series = labels.under(cell.method, _words(one, settings, name))
+        shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(shown, (cell.method, one))
+    return groups
+
+
+def _sampling(settings: Settings) -> tuple[Any, ...]:
+    return tuple(getattr(settings, name) for name in OF_SAMPLING)
+
+
+def _words(settings: Settings, several: Sequence[Settings], without: str) -> str:
+    """What tells settings from the others of a run, but for one of them."""
+    sampled = [one for one in several if not one.greedy]
+    compared = {name: sampled if name in OF_SAMPLING else several for name in SETTINGS if name != without}
+    differing = [name for name, those in compared.items() if len({getattr(one, name) for one in those}) > 1]
+    return settings.words([name for name in differing if not (settings.greedy and name in OF_SAMPLING)])
+
+
+def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[Curve, ...]:
+    """For each group of several values one a suite, and where there are several suites their mean."""
+    of_place = {(cell.suite, cell.method, cell.settings): cell for cell in cells}
+    suites = dict.fromkeys(cell.suite for cell in cells)
+    curves = []
+    for series, places in groups.values():
+        values = sorted(places, key=lambda value: (isinstance(value, str), value))
+        rows = [[cell for value in values if (cell := of_place.get((suite, *places[value])))] for suite in suites]
+        # A suite in which a value has no answer cannot be compared.
+        whole = [row for row in rows if len(row) == len(values) > 1]
+        parts = [[row] for row in whole] + ([whole] if len(whole) > 1 else [])
+        curves += [_curve(series, values, part) for part in parts]
+    return tuple(curves)
 
 
 def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]]) -> Curve:

@@ -1,4 +1,4 @@
-"""`run`, and the suites it knows."""
+"""`run`, and the suites and methods that it knows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer import Argument
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
@@ -26,13 +28,18 @@ def run(
     data: options.Data = None,
     limit: options.Limit = None,
     thinking: options.Thinking = None,
+    no_thinking: options.NoThinking = False,
     method: options.Methods = None,
     model: options.Model = None,
     target: options.Target = None,
     draft: options.Drafts = None,
     trust_remote_code: options.TrustRemoteCode = False,
     max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = "0",
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     repeats: options.Repeats = 1,
@@ -60,10 +67,13 @@ def run(
     from dflash_bench.results import frame
     from dflash_bench.run import session
 
+    if no_thinking:
+        raise UserError("--no-thinking is now written --thinking off")
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
-        max_new_tokens=max_new_tokens, temperature=temperature,
+        max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
@@ -99,6 +109,13 @@ def run(
         sys.exit(1)
 
 
+def _numbers(flag: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise UserError(f"{flag} takes a number, or several with commas between them, not {text}") from None
+
+
 def _stopped(folder: Path) -> str:
     """Ctrl-C is no error: it says what is left, and the very command that goes on."""
     if not (folder / "run.json").exists():
@@ -122,3 +139,13 @@ def suites() -> None:
     cage = sandbox.strongest()
     here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
     say(f"\ncode that a model wrote {here}")
+
+
+@app.command(cls=Command)
+def methods(
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="One method, with all its options.")] = None,
+) -> None:
+    """List the methods, or the options of one: what each drafts, which draft it needs, whether it is lossless."""
+    from dflash_bench.report import methods as listed
+
+    say(listed.text() if name is None else listed.text_of(name))

@@ -35,15 +35,21 @@ Score = Annotated[
 Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
 Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
 Thinking = Annotated[
-    bool | None,
-    _asked("--thinking/--no-thinking", help="The chat template's mode; the model's own default if absent, else off."),
+    str | None,
+    _asked(
+        metavar="MODE",
+        help="The chat template's mode: on, off, or both in one run. If absent, the model's own default, else off.",
+    ),
 ]
+NoThinking = Annotated[bool, Option("--no-thinking", hidden=True)]
+"""The old spelling, refused with the new one."""
 
 Methods = Annotated[
     list[str] | None,
     _models(
-        metavar="NAME[:N]",
-        help="dflash, eagle3 or eagle3-tree, and tokens a round; may be repeated. Plain decoding always runs.",
+        metavar="NAME[@LABEL][:KEY=VALUE,...]",
+        help="How tokens are drafted, dflash if absent: see 'dflash-bench methods'. NAME:N drafts N tokens a round. "
+        "May be repeated; plain decoding always runs.",
     ),
 ]
 Model = Annotated[
@@ -59,7 +65,8 @@ Target = Annotated[
 Drafts = Annotated[
     list[str] | None,
     _models(
-        metavar="METHOD=PATH|ID[@REV]", help="A draft of your own for one method, for the model's; may be repeated."
+        metavar="NAME[@LABEL]=PATH|ID[@REV]",
+        help="A draft of your own, in place of the model's, or beside it as NAME@LABEL; may be repeated.",
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -67,10 +74,32 @@ TrustRemoteCode = Annotated[
 ]
 
 MaxNewTokens = Annotated[int | None, _decoding(metavar="N", min=1, help="Longest answer, in tokens.")]
-Temperature = Annotated[float, _decoding(metavar="T", min=0.0, help="0 is greedy, and checked token for token.")]
+Temperature = Annotated[
+    str,
+    _decoding(
+        metavar="T[,T...]",
+        help="0 is greedy, and checked token for token. Several, as 0,1, are measured side by side in one run.",
+    ),
+]
+TopK = Annotated[int | None, _decoding(metavar="K", min=1, help="Draw from the K likeliest tokens only.")]
+TopP = Annotated[
+    float | None, _decoding(metavar="P", help="Draw from the likeliest tokens that together hold the share P.")
+]
+MinP = Annotated[
+    float | None, _decoding(metavar="P", help="Draw from tokens at least P times as likely as the likeliest.")
+]
+RepetitionPenalty = Annotated[
+    float | None, _decoding(metavar="R", help="Above 1, tokens that were already there become less likely.")
+]
 Seed = Annotated[int | None, _decoding(metavar="S", min=0, help="Seed of sampling at temperature above 0.")]
 BlockSize = Annotated[
-    int | None, _decoding(metavar="B", min=2, max=64, help="DFlash block, anchor included; the draft's own if absent.")
+    int | None,
+    _decoding(
+        metavar="B",
+        min=2,
+        max=64,
+        help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent.",
+    ),
 ]
 Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
 

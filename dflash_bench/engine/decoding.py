@@ -116,6 +116,10 @@ class Round:
     emitted: list[list[int] | None]
     drafted: list[int]
     accepted: list[int]
+    drafted_ids: list[list[int]]
+    """Of each row as many as `drafted` says."""
+    drafted_parents: list[list[int]] | None
+    """Of a tree, beside each drafted token the place of the one it follows, -1 for the anchor; None for a chain."""
     marks: tuple[object, object, object, object, object]
 
 
@@ -186,7 +190,7 @@ class _State:
         self.sampler.begin([row.prompt for row in self.rows], output.logits.shape[-1])
         self.anchor = self.sampler.choose(self.sampler.penalise(output.logits), self.sampler.places(1))[:, 0]
         self.sampler.commit(self.anchor[:, None], torch.zeros_like(self.anchor))
-        host = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
+        host, _ = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
         first = [tokens for _, *tokens in host]
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
@@ -200,7 +204,7 @@ class _State:
             ]
             self._commit(output.hidden, torch.tensor(following, device=self.target.device), lengths)
         none = [0] * len(self.rows)
-        return Round(emitted, none, none, (begin, seen, seen, seen, self.clock.mark()))
+        return Round(emitted, none, none, [[] for _ in none], None, (begin, seen, seen, seen, self.clock.mark()))
 
     def round(self) -> Round:
         begin = self.clock.mark()
@@ -212,7 +216,7 @@ class _State:
         verdict = self._verify(draft, self.sampler.penalise(output.logits, block, parents))
         tokens = following_tokens(block, verdict)
         self.sampler.commit(tokens, verdict.num_accepted)
-        host = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path))
+        host, proposed = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path), draft)
         alive = [row.finish is None for row in self.rows]
         accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
         # What it costs a target to forget the rest belongs to verifying.
@@ -228,8 +232,9 @@ class _State:
             self._keep(draft, verdict, output.hidden, tokens, accepted)
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
-        proposed = [length * live for length, live in zip(lengths, alive, strict=True)]
-        return Round(emitted, proposed, accepted, (begin, drafted, verified, observing, end))
+        counts = [length * live for length, live in zip(lengths, alive, strict=True)]
+        ids, followed = _drafted(proposed, counts, draft)
+        return Round(emitted, counts, accepted, ids, followed, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """By penalised logits."""
@@ -280,17 +285,31 @@ class _State:
         self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, self.sampler))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
-    def _to_host(self, counts: Tensor, tokens: Tensor, broken: Tensor) -> list[list[int]]:
-        """Per row its count [B] and then its tokens [B, N]: the one transfer of a round.
+    def _to_host(
+        self, counts: Tensor, tokens: Tensor, broken: Tensor, draft: Draft | None = None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Per row its count [B] and then its tokens [B, N]; and what was drafted: the one transfer of a round.
 
         Flags [B, N] of broken logits ride along; those of the first count + 1 places end the generation.
         """
         first = 1 + tokens.shape[1]
-        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken], dim=1).tolist()
+        proposed = [] if draft is None else [part for part in (draft.tokens, draft.parents) if part is not None]
+        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken, *proposed], dim=1).tolist()
         for b, (row, values) in enumerate(zip(self.rows, host, strict=True)):
             if row.finish is None and any(values[first : first + values[0] + 1]):
                 raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
-        return [values[:first] for values in host]
+        return [values[:first] for values in host], [values[first + broken.shape[1] :] for values in host]
+
+
+def _drafted(
+    proposed: list[list[int]], counts: list[int], draft: Draft | None
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """Of each row the drafted tokens and, of a tree, their parents, without what pads them."""
+    ids = [values[:count] for values, count in zip(proposed, counts, strict=True)]
+    if draft is None or draft.parents is None:
+        return ids, None
+    first = draft.width
+    return ids, [values[first : first + count] for values, count in zip(proposed, counts, strict=True)]
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:

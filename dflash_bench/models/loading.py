@@ -47,7 +47,6 @@ class Placement:
 
 
 PLAIN = Placement()
-KINDS = {"dflash": "a DFlash", "eagle3": "an EAGLE-3"}
 
 
 def load(
@@ -89,7 +88,7 @@ def _fetch_draft(name: str, reference: str) -> hub.Checkpoint:
     weights, at, tag = name.partition("@")
     if form.kind != weights:
         raise UserError(
-            f"{reference} is {KINDS[form.kind]} draft and {name} needs {KINDS[weights]} one; "
+            f"{reference} is a draft for {form.kind}, and {name} needs one for {weights}; "
             f"give it as --draft {form.kind}{at}{tag}={reference}"
         )
     for problem in formats.problems(form, checkpoint, None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dflash_bench.analysis.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
@@ -41,7 +42,7 @@ def _table(
 
 
 def _place(cell: Cell) -> list[str]:
-    return [cell.label, cell.slice or "-", cell.method]
+    return [cell.heading, cell.slice or "-", cell.method]
 
 
 def _tally(tally: tuple[int, int] | None) -> str:
@@ -75,7 +76,8 @@ def _sides(versus: Versus) -> list[str]:
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": cell.suite, "source": cell.source or None, "slice": cell.slice or None, "method": cell.method,
+            "suite": cell.suite, "source": cell.source or None, "settings": asdict(cell.settings),
+            "slice": cell.slice or None, "method": cell.method,
             "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
             "passed": cell.passed, "timings": _figures(cell, is_timing=True),
         }
@@ -99,8 +101,8 @@ def interval_json(interval: Interval) -> list[float | None]:
 def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": versus.suite, "sources": versus.sources, "slice": versus.slice or None,
-            "before": versus.before, "after": versus.after,
+            "suite": versus.suite, "setting": versus.setting or None, "sources": versus.sources,
+            "slice": versus.slice or None, "before": versus.before, "after": versus.after,
             "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
             "p_passed": versus.p_passed,
             "ratios": {

@@ -65,7 +65,7 @@ INTERVALS = "Intervals are 95 %, by bootstrap over prompts."
 
 
 def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return badges.beside(findings, cell.suite, cell.method) if column.has_badges and cell.method != BASELINE else []
+    return badges.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
 
 
 def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:

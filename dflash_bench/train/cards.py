@@ -42,7 +42,7 @@ def write(
 ) -> None:  # fmt: skip
     for name, history in histories.items():
         own = recipe[name]
-        shared = {key: value for key, value in recipe.items() if key not in ("target", "dflash", "eagle3")}
+        shared = {key: value for key, value in recipe.items() if key not in TITLES}
         lines = [
             f"# {TITLES[name]}",
             "",

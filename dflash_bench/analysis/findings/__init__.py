@@ -29,9 +29,13 @@ TRUNCATED = 0.10
 
 def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
     """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
-    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
-    first = rows["suite"].iloc[int(rows["order"].to_numpy().argmin())]
-    cases = [_case(rows, cell, identity or {}, cell.suite in plain, cell.suite == first) for cell in cells]
+    plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    first = tuple(rows[["suite", "settings"]].iloc[int(rows["order"].to_numpy().argmin())])
+    cases = [
+        _case(
+            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first
+        ) for cell in cells
+    ]  # fmt: skip
     alike: dict[tuple[str, str], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
@@ -50,12 +54,12 @@ def _wheres(others: Sequence[Seen]) -> str:
     """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
     by_suite: dict[str, list[str]] = {}
     for seen in others:
-        by_suite.setdefault(seen.label, []).append(seen.place[1])
+        by_suite.setdefault(seen.label, []).append(seen.place.method)
     return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
 
 
 def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
-    own = metrics.select(rows, suite=cell.suite, slice=cell.slice, method=cell.method)
+    own = metrics.select(rows, cell.place)
     return Case(cell, own, metrics.without_errors(own), identity, has_plain, opens_run)
 
 
@@ -122,12 +126,12 @@ def _nothing_drafted(case: Case) -> Seen | None:
 
 def _other_mode(case: Case) -> Seen | None:
     """The first cause of low acceptance: a draft that has only seen answers that think, or only answers that do not."""
-    trained, thinking = case.draft.get("trained_thinking"), case.identity.get("thinking")
+    trained, thinking = case.draft.get("trained_thinking"), case.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
     mode = {True: "with thinking", False: "without thinking"}
     text = f"this run is {mode[thinking]}, its draft was trained on answers {mode[trained]}"
-    return case.seen("other_mode", text, f"add {'--thinking' if trained else '--no-thinking'}, or use another draft")
+    return case.seen("other_mode", text, f"add --thinking {'on' if trained else 'off'}, or use another draft")
 
 
 def _other_target(case: Case) -> Seen | None:

@@ -102,14 +102,15 @@ def _how_faster(case: Case) -> str:
 
 
 def tokens_a_round(cell: Cell, how_many: str) -> str:
-    return f"draft {how_many} tokens a round ({_counted(cell.method)})"
+    return f"draft {how_many} tokens a round{_how(cell.method)}"
 
 
-def _counted(label: str) -> str:
-    """How a user says how many, for a label that may be an earlier version's."""
+def _how(label: str) -> str:
+    """How a user says how many; nothing for a method that the table does not know, or that decides by itself."""
     kind = METHODS.get(name_of(label))
-    how = f"{kind.old_count}=N" if kind and kind.old_count else "N"
-    return f"--method {label.partition(':')[0]}:{how}"
+    if kind is None or not (kind.count or kind.old_count):
+        return ""
+    return f" (--method {label.partition(':')[0]}:{'N' if kind.count else f'{kind.old_count}=N'})"
 
 
 def _parts(cell: Cell) -> dict[str, float]:

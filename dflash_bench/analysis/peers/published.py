@@ -14,6 +14,9 @@ from dflash_bench import labels
 from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import name_of
+from dflash_bench.records import Settings
+from dflash_bench.results.identity import settings_of
 
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
@@ -67,6 +70,8 @@ class Beside:
 
     published: Published
     suite: str
+    settings: str
+    """In words."""
     method: str
     num_drafts: int | None
     own: float | None
@@ -132,25 +137,33 @@ def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) ->
             f"{label}: embedded prompts are samples of this project, and no published figure is of them; "
             "run again with --data hub, or --data FOLDER that holds the hub's rows"
         )
-    temperature, modes = identity["temperature"], MODES[identity.get("thinking")]
+    several = {str(settings): settings for settings in settings_of(identity)}
     found = []
     for cell in own:
+        settings = several[cell.settings]
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
         num_drafts = identity.get("methods", {}).get(cell.method, {}).get("num_drafts")
         found += [
-            Beside(each, cell.suite, cell.method, num_drafts, values.get(each.formula))
+            Beside(each, cell.suite, cell.settings, cell.method, num_drafts, values.get(each.formula))
             for each in load()
-            if (each.target_model, each.dataset, each.temperature) == (target, cell.suite, temperature)
-            and each.method == cell.method.partition(":")[0]
-            and each.thinking in modes
+            if (each.target_model, each.dataset, each.temperature) == (target, cell.suite, settings.temperature)
+            and settings == Settings(settings.temperature, thinking=settings.thinking)
+            and each.method == name_of(cell.method)
+            and each.thinking in MODES[settings.thinking]
         ]
     if not found:
         cells = ", ".join(
             f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in own
         )
-        thinking = "with thinking" if "on" in modes else "without thinking"
-        raise UserError(f"nothing was published for {target} {thinking} at temperature {temperature:g} on {cells}")
+        conditions = " or ".join(map(_conditions, several.values()))
+        raise UserError(f"nothing was published for {target} {conditions} on {cells}")
     return found
+
+
+def _conditions(settings: Settings) -> str:
+    plain = Settings(settings.temperature, thinking=settings.thinking)
+    others = "" if settings == plain else f" ({settings})"
+    return f"{'with' if settings.thinking else 'without'} thinking at temperature {settings.temperature:g}{others}"
 
 
 def _is_embedded(identity: Mapping[str, Any], suite: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, without_errors
+from dflash_bench.methods import name_of
 
 KNOWN = (BASELINE, "dflash")
 """Methods that the official harness has."""
@@ -27,6 +28,8 @@ FORMULAS = {
 @dataclass(frozen=True, slots=True)
 class Official:
     suite: str
+    settings: str
+    """In words."""
     method: str
     num_responses: int
     al: float | None
@@ -35,7 +38,7 @@ class Official:
 
 
 def official(rows: Any) -> list[Official]:
-    """One for each suite and method, in the order of the rows."""
+    """One for each suite, settings and method, in the order of the rows."""
     good = without_errors(rows)
     good = good[good["num_tokens"] > 0]
     drafts = good["method"] != BASELINE
@@ -44,14 +47,16 @@ def official(rows: Any) -> list[Official]:
         tpot=(good["decode_s"] - untimed) / good["num_tokens"],
         al=(good["num_accepted"] / good["num_rounds"] + 1).where(good["num_rounds"] > 0),
     )
-    means = good.groupby(["suite", "method"], observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
+    places = ["suite", "settings", "method"]
+    means = good.groupby(places, observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
     found = []
-    for (suite, method), row in means.iterrows():
-        plain = float(means.loc[(suite, BASELINE), ("tpot", "mean")]) if (suite, BASELINE) in means.index else None
+    for (suite, settings, method), row in means.iterrows():
+        of_plain = suite, settings, BASELINE
+        plain = float(means.loc[of_plain, ("tpot", "mean")]) if of_plain in means.index else None
         tpot, al = float(row["tpot", "mean"]), float(row["al", "mean"])
         found.append(
             Official(
-                suite, method, int(row["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
+                suite, settings, method, int(row["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
                 plain / tpot if plain and tpot else None,
             )
         )  # fmt: skip
@@ -60,7 +65,7 @@ def official(rows: Any) -> list[Official]:
 
 def notes(rows: Any) -> Iterator[str]:
     """Where what is printed is not what the official harness would have printed, and why."""
-    methods = [method for method in rows["method"].drop_duplicates() if method.partition(":")[0] not in KNOWN]
+    methods = [method for method in rows["method"].drop_duplicates() if name_of(method) not in KNOWN]
     if methods:
         yield (
             f"the official harness has no {', '.join(methods)}: its formulas are applied to these rows, "

@@ -82,7 +82,7 @@ def panels(
     return figure, axes_of
 
 
-def name_axes(axes_of: Mapping[str, Any], below: str, beside: str) -> None:
+def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
     """Every row beside, the lowest axes of each column below."""
     for number, axes in enumerate(axes_of.values()):
         if number % 2 == 0:

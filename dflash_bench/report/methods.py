@@ -1,0 +1,103 @@
+"""The table of methods for people: all of them, one with its options, and the table of the README."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from dflash_bench.errors import unknown
+from dflash_bench.kinds import Kind, Option
+from dflash_bench.methods import METHODS
+from dflash_bench.report import tables
+
+WIDTH = 100
+DRAFTED = {"none": "nothing", "chain": "a chain", "tree": "a tree"}
+FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens a round.
+Its options: dflash-bench methods NAME
+A draft of your own: --draft DRAFT=PATH; two of one kind: --draft DRAFT@a=PATH --draft DRAFT@b=PATH"""
+
+
+def text() -> str:
+    """All methods, each with its summary below, in 100 columns."""
+    heads = ("method", "weights", "drafts", "output")
+    lines = tables.aligned(heads, [_row(kind) for kind in METHODS.values()], left=len(heads)).splitlines()
+    summaries = (_indented(kind.summary) for kind in METHODS.values())
+    blocks = [lines[0], *(f"{line}\n{summary}" for line, summary in zip(lines[1:], summaries, strict=True))]
+    return "\n".join([*blocks, "", FOOT])
+
+
+def text_of(name: str) -> str:
+    """One method and all its options. Raises UserError for an unknown name."""
+    if name not in METHODS:
+        raise unknown("method", name, list(METHODS))
+    kind = METHODS[name]
+    return "\n".join([f"{name}: {kind.summary}", "", *_facts(kind), *_options(kind)])
+
+
+def markdown() -> str:
+    """The README's table."""
+    heads = ("method", "what it is", "weights", "drafts", "lossless", "options (default; range)")
+    rows = [
+        "| " + " | ".join([
+            f"`{_spelling(kind)}`", tables.in_markdown(kind.summary), f"`{kind.weights}`" if kind.weights else "none",
+            DRAFTED[kind.shape], "yes" if kind.lossless else "**no**", _options_in_markdown(kind),
+        ]) + " |"
+        for kind in METHODS.values()
+    ]  # fmt: skip
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows])
+
+
+def _row(kind: Kind) -> list[str]:
+    return [kind.name, kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
+
+
+def _indented(paragraph: str) -> str:
+    return textwrap.fill(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _spelling(kind: Kind) -> str:
+    return kind.name + ("[:N]" if kind.count else "")
+
+
+def _facts(kind: Kind) -> Iterator[str]:
+    yield f"written  {_written(kind)}"
+    yield f"weights  {_weights(kind)}"
+    yield f"drafts   {DRAFTED[kind.shape]}"
+    yield f"output   {'lossless: what the target alone would give' if kind.lossless else 'lossy: not the target alone'}"
+
+
+def _written(kind: Kind) -> str:
+    head = f"{kind.name}[@LABEL]" if kind.weights else kind.name
+    count = f", or {head}:N for N drafted tokens a round ({kind.count}=N)" if kind.count else ""
+    return f"{head}[:KEY=VALUE,...]{count}" if kind.options else head
+
+
+def _weights(kind: Kind) -> str:
+    if kind.weights is None:
+        return "none"
+    return f"the model's for {kind.weights}, or --draft {kind.weights}=PATH, or --draft {kind.weights}@LABEL=PATH"
+
+
+def _options(kind: Kind) -> Iterator[str]:
+    if not kind.options:
+        return
+    yield ""
+    rows = [[option.name, _default(option), option.range] for option in kind.options]
+    lines = tables.aligned(("option", "default", "range"), rows, left=3).splitlines()
+    yield lines[0]
+    for line, option in zip(lines[1:], kind.options, strict=True):
+        yield line
+        yield _indented(option.summary)
+    for group in kind.alternatives:
+        yield f"\nOnly one of {', '.join(option.name for option in kind.options if option.name in group)} may be given."
+
+
+def _default(option: Option) -> str:
+    return "-" if option.default is None else str(option.default)
+
+
+def _options_in_markdown(kind: Kind) -> str:
+    return ", ".join(
+        f"`{option.name}` ({option.range if option.default is None else f'{option.default}; {option.range}'})"
+        for option in kind.options
+    )
