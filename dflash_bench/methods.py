@@ -153,3 +153,9 @@ def is_tree(label: str) -> bool:
     """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.shape == "tree"
+
+
+def is_lossy(label: str) -> bool:
+    """May its answers be other than the target's own? Then they are scored, and not judged."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and not kind.lossless

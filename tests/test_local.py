@@ -185,9 +185,8 @@ def test_a_template_is_rendered_with_its_mode_and_room_for_the_answer(thinking: 
             return "rendered"
 
     local = backend()
-    assert local.thinking is False
-    local.tokenizer, local.thinking = Templated(), thinking
-    assert local.encode([Message("user", "hi")]) == Letters().encode("rendered")
+    local.tokenizer = Templated()
+    assert local.encode([Message("user", "hi")], Settings(thinking=thinking)) == Letters().encode("rendered")
     assert seen["chat"] == [{"role": "user", "content": "hi"}]
     assert seen["enable_thinking"] is thinking and seen["add_generation_prompt"] is True and seen["tokenize"] is False
 

@@ -147,8 +147,8 @@ class Cell:
 
     @property
     def heading(self) -> str:
-        """The suite and, where the run has several, the settings, for people."""
-        return labels.under(self.label, self.setting)
+        """The suite and, where there are several, the slice of it and the settings, for people."""
+        return labels.under(self.label, "; ".join(filter(None, [self.slice, self.setting])))
 
     @property
     def place(self) -> Place:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dflash_bench import labels
 from dflash_bench.analysis.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
 from dflash_bench.analysis.metrics import FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.methods import is_lossy
 from dflash_bench.report.tables import ABSENT, aligned, p_value, with_interval
 
 TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
@@ -21,7 +23,7 @@ NO_CHANGE = (
 
 def cells_text(cells: Sequence[Cell]) -> str:
     """The figures of one run, and the geometric mean over its suites."""
-    tallies = [[_tally(cell.exact), _tally(cell.passed)] for cell in cells]
+    tallies = [["lossy" if is_lossy(cell.method) else _tally(cell.exact), _tally(cell.passed)] for cell in cells]
     free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
     timed = _table(cells, TIMINGS)
     means = over_suites(cells, "speedup.decode") if not any(cell.slice for cell in cells) else {}
@@ -42,7 +44,7 @@ def _table(
 
 
 def _place(cell: Cell) -> list[str]:
-    return [cell.heading, cell.slice or "-", cell.method]
+    return [labels.under(cell.label, cell.setting), cell.slice or "-", cell.method]
 
 
 def _tally(tally: tuple[int, int] | None) -> str:

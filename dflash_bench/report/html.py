@@ -33,7 +33,17 @@ MOST_ANSWERS = 300
 SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
 """Columns that a narrow screen leaves out."""
 TEMPLATE = Path(__file__).parent
-WRONG = ("mismatch", "failed", "no_baseline", "near_tie", "nothing_drafted", "dead_draft", "unknown_text", "slower")
+WRONG = (
+    "mismatch",
+    "failed",
+    "no_baseline",
+    "lossy",
+    "near_tie",
+    "nothing_drafted",
+    "dead_draft",
+    "unknown_text",
+    "slower",
+)
 """Findings that a reader must not miss; the others say that a number is weak."""
 
 

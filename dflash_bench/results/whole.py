@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_bench.methods import is_lossy
 from dflash_bench.records import CODE_SCORERS, Settings
 from dflash_bench.results import parts, validity
 from dflash_bench.results import plan as plans
@@ -266,6 +267,7 @@ def _unlike_the_plain(
     wrong = compared & labelled & ~exact & equal
     yield "not exact, though its tokens are the plain answer's", np.flatnonzero(wrong)
     greedy = np.array([*(each.greedy for each in settings), False])[rows.settings]
+    greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
     absent = greedy & compared & ~answers.is_plain & ~labelled
     yield "decoded greedily, and not compared with the plain answer", np.flatnonzero(absent)
     wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)

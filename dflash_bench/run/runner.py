@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Protocol
 
+from dflash_bench.methods import is_lossy
 from dflash_bench.records import GREEDY, Audit, Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import short_names
@@ -224,7 +225,7 @@ class Conversation:
 
     def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
         """A method against the plain answer, that against another plain one, and each against the published model."""
-        if not self.item.settings.greedy or record.generation.error:
+        if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
         expected = self._control(record.turn, messages) if record.method == BASELINE else plain
         if expected is not None and not expected.error:

@@ -15,7 +15,7 @@ from dflash_bench.analysis.findings import over_time, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.methods import is_tree
+from dflash_bench.methods import is_lossy, is_tree
 from dflash_bench.records import CODE_SCORERS, Divergence
 from dflash_bench.tasks import sandbox
 
@@ -116,6 +116,14 @@ def _near_ties(case: Case) -> Seen | None:
     return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
 
 
+def _lossy(case: Case) -> Seen | None:
+    if not is_lossy(case.cell.method) or not case.cell.num_prompts:
+        return None
+    text = "the method does not keep the target's output: its speed-up is of other answers, which were only scored"
+    remedy = "hold what passed against that of plain decoding, on suites with a scorer"
+    return case.seen("lossy", text, remedy)
+
+
 def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not never_drafts(case):
         return None
@@ -183,7 +191,7 @@ def _code_not_run(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, speed.dead_draft,
-    speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
+    _mismatch, _failed, _no_baseline, _lossy, _near_ties, _nothing_drafted, _other_mode, _other_target,
+    speed.dead_draft, speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
     over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval, _code_not_run,
 )  # fmt: skip
