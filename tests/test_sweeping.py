@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from fake import FakeBackend, install, main
 
 from dflash_bench import methods
 from dflash_bench.errors import UserError
-from dflash_bench.run import sweeping
+from dflash_bench.records import Settings
+from dflash_bench.run import session, sweeping
 
 
 def laid_out(typed: str, *over: str, one_at_a_time: bool = False) -> list[str]:
@@ -71,3 +77,75 @@ def test_what_makes_no_sense_is_refused(typed: str, over: list[str], refusal: st
     with pytest.raises(UserError) as refused:
         laid_out(typed, *over)
     assert refusal in str(refused.value)
+
+
+# Through the command line
+
+
+@pytest.fixture
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The methods that a command line runs, and the temperatures; no model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    backend = FakeBackend()
+
+    def run(*words: str) -> list[str]:
+        backend.calls.clear()
+        out = f"run{len(list(tmp_path.iterdir()))}"
+        code = main(monkeypatch, *words, "--suite", "gsm8k", "--limit", "2", "--out", out)
+        assert code == 0
+        return list(dict.fromkeys(method for method, _ in backend.calls))
+
+    install(monkeypatch, backend)
+    return run
+
+
+def test_lists_and_sweeps_are_one_run_of_all_their_methods(chosen: Callable[..., list[str]]) -> None:
+    sizes = ["ar", "dflash:block=4", "dflash:block=8"]
+    assert chosen("run", "--block-size", "4,8") == sizes
+    assert chosen("sweep", "--over", "block=4,8") == sizes
+    assert chosen("sweep", "--over", "block=4,8", "--one-at-a-time") == ["ar", "dflash", *sizes[1:]]
+
+
+def test_the_answer_of_a_sweep_comes_last_and_in_the_json(
+    chosen: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen("sweep", "--over", "n=2,4", "--method", "eagle3")
+    told = capsys.readouterr().out
+    assert "\neagle3: speedup.decode is highest at n " in told[told.index("sweep over n (tokens)") :]
+    chosen("sweep", "--over", "n=2,4", "--method", "eagle3", "--json")
+    (sweep,) = json.loads(capsys.readouterr().out)["sweeps"]
+    assert [point["value"] for point in sweep["curves"][0]["points"]] == [2, 4]
+
+
+REFUSED = {
+    "sweep": "nothing to sweep over: give --over",
+    "run --one-at-a-time": "--one-at-a-time has no effect without --over",
+    "sweep --over block=4,8 --over temperature=0,1 --one-at-a-time": "--one-at-a-time varies options of methods",
+    "sweep --temperature 0.5 --over temperature=0,1": "--temperature and --over temperature both say what it is",
+    "sweep --over temperature=0,warm": "--over temperature takes a number, or several",
+    "sweep --over temperature=0,0.0": "--over temperature names one twice",
+    "sweep --over thinking=on,maybe": "--over thinking takes on and off",
+    "sweep --over top_p=0.5,0.9": "--top-p has no effect at temperature 0",
+    "sweep --over top_k=5,0 --temperature 1": "--top-k is a number of tokens from 1 up",
+    "sweep --over top_k=5,1.5 --temperature 1": "--over top_k takes a whole number",
+    "run --block-size 4,8 --over block=4,8": "--over block has no effect",
+    "run --block-size 4,": "--block-size has an empty value",
+    "run --block-size 4,65": "block of dflash must be 2 to 64 tokens, not '65'",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_nonsense_is_one_line_and_leaves_nothing(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(monkeypatch, *words.split(), "--suite", "gsm8k") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"dflash-bench: {REFUSED[words]}") and captured.err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_settings_multiply_and_what_means_the_same_is_run_once() -> None:
+    request = session.Request((), (), temperatures=(0.0, 1.0), top_p=(0.5, 0.9))
+    assert session._settings(request, [None]) == [Settings(), Settings(1.0, top_p=0.5), Settings(1.0, top_p=0.9)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument
+from typer import Argument, Context
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
@@ -22,6 +22,7 @@ app = typer.Typer()
 
 @app.command(cls=GroupedHelp)
 def run(
+    context: Context,
     suite: options.Suites = None,
     prompts: options.Prompts = None,
     score: options.Score = None,
@@ -44,6 +45,8 @@ def run(
     block_size: options.BlockSize = None,
     repeats: options.Repeats = 1,
     audit: options.Audit = None,
+    over: options.Over = None,
+    one_at_a_time: options.OneAtATime = False,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
@@ -65,18 +68,23 @@ def run(
     from dflash_bench.analysis.sweeps import sweeps
     from dflash_bench.models import presets
     from dflash_bench.results import frame
-    from dflash_bench.run import session
+    from dflash_bench.run import session, sweeping
 
     if no_thinking:
         raise UserError("--no-thinking is now written --thinking off")
+    if context.info_name == "sweep" and not over:
+        raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
-        max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
-        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
-        attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
-        unsafe_code=unsafe_code,
+        max_new_tokens=max_new_tokens, temperatures=sweeping.numbers(temperature, "--temperature"),
+        top_k=sweeping.numbers(top_k, "--top-k", whole=True) if top_k else (),
+        top_p=sweeping.numbers(top_p, "--top-p") if top_p else (),
+        min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
+        repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
+        block_size=block_size, over=tuple(over or ()), one_at_a_time=one_at_a_time, repeats=repeats, threads=threads,
+        device=device, device_map=device_map, dtype=dtype, attention=attention, thinking=thinking,
+        trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":
@@ -109,11 +117,11 @@ def run(
         sys.exit(1)
 
 
-def _numbers(flag: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise UserError(f"{flag} takes a number, or several with commas between them, not {text}") from None
+app.command(
+    "sweep", cls=GroupedHelp,
+    help="Run over several values of options or settings (--over), and say which is the best on this machine.\n\n"
+    "All else is as in 'run'.",
+)(run)  # fmt: skip
 
 
 def _stopped(folder: Path) -> str:

@@ -8,8 +8,9 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -20,7 +21,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.records import CODE_SCORERS, SCHEMA_VERSION, Audit, Settings, is_greedy
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_of, settings_to_json
-from dflash_bench.run import runner
+from dflash_bench.run import runner, sweeping
 from dflash_bench.run.progress import Progress
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
 
@@ -51,11 +52,15 @@ class Request:
     seed: int | None = None
     max_new_tokens: int | None = None
     temperatures: tuple[float, ...] = (0.0,)
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    block_size: int | None = None
+    top_k: tuple[int, ...] = ()
+    top_p: tuple[float, ...] = ()
+    min_p: tuple[float, ...] = ()
+    repetition_penalty: tuple[float, ...] = ()
+    block_size: str | None = None
+    """One, or several with commas between them."""
+    over: tuple[str, ...] = ()
+    """NAME=VALUE,VALUE, of an option or a setting."""
+    one_at_a_time: bool = False
     repeats: int = 1
     threads: int | None = None
     device: str | None = None
@@ -76,7 +81,7 @@ class Request:
 
 def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], object]) -> None:
     """Run or continue, into `folder`; `tell` gets notes for the user. Raises UserError before anything is written."""
-    chosen = _methods(request)
+    request, chosen = _swept(request, _methods(request))
     _refuse_what_has_no_effect(request)
     _refuse_unknown_values(request)
     model = _model(request, chosen)
@@ -117,12 +122,28 @@ def _methods(request: Request) -> list[methods.Method]:
         return chosen
     if not any(method.leaves_open("block") for method in chosen):
         raise UserError("--block-size has no effect without --method dflash, or another that drafts blocks of any size")
-    return methods.chosen([_with_block(method, request.block_size).label for method in chosen])
+    sizes = sweeping.Axis("block", sweeping.split(request.block_size, "--block-size"))
+    return sweeping.laid_out(chosen, [sizes], one_at_a_time=False)
 
 
-def _with_block(method: methods.Method, size: int) -> methods.Method:
-    """A method that says its own size keeps it."""
-    return method.with_option("block", size) if method.leaves_open("block") else method
+def _swept(request: Request, chosen: Sequence[methods.Method]) -> tuple[Request, Sequence[methods.Method]]:
+    """The request with the settings that `--over` names, and the methods with the options."""
+    axes = sweeping.parse(request.over)
+    of_methods, of_settings = sweeping.divided(axes, chosen)
+    if request.one_at_a_time and not axes:
+        raise UserError("--one-at-a-time has no effect without --over")
+    if request.one_at_a_time and of_settings:
+        raise UserError(
+            "--one-at-a-time varies options of methods, and all methods run under all settings; "
+            f"leave it out, or --over {of_settings[0].name}"
+        )
+    for axis in of_settings:
+        field = "temperatures" if axis.name == "temperature" else axis.name
+        if getattr(request, field) not in ((), None, (0.0,)):
+            flag = f"--{axis.name.replace('_', '-')}"
+            raise UserError(f"{flag} and --over {axis.name} both say what it is; give one of them")
+        request = replace(request, **{field: sweeping.setting_values(axis)})
+    return request, sweeping.laid_out(chosen, of_methods, request.one_at_a_time)
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:
@@ -140,7 +161,7 @@ def _refuse_what_has_no_effect(request: Request) -> None:
             "--seed has no effect at temperature 0; it seeds sampling (prompts are drawn by the suite's own seed)"
         )
     for flag in ("top_k", "top_p", "min_p"):
-        if getattr(request, flag) is not None and not _samples(request):
+        if getattr(request, flag) and not _samples(request):
             raise UserError(f"--{flag.replace('_', '-')} has no effect at temperature 0, where the best token is taken")
 
 
@@ -244,18 +265,16 @@ def _identity_of_models(request: Request, model: Preset, models: Models) -> dict
 
 
 def _settings(request: Request, modes: Sequence[bool | None]) -> list[Settings]:
-    """One for each mode of thinking and temperature; what only changes sampling is left out at temperature 0."""
-    penalty = request.repetition_penalty or 1.0
-    of_sampling = {name: getattr(request, name) for name in ("top_k", "top_p", "min_p")}
-    given = {name: value for name, value in of_sampling.items() if value is not None}
-    return [
-        Settings(
-            temperature=temperature, repetition_penalty=penalty, thinking=mode,
-            **({} if is_greedy(temperature) else given),
-        )
-        for mode in modes
-        for temperature in request.temperatures
-    ]  # fmt: skip
+    """One for each combination of what is given; what only changes sampling is left out at temperature 0."""
+    usual, several = Settings(), []
+    values = [
+        getattr(request, name) or (getattr(usual, name),) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+    ]
+    for mode, temperature, top_k, top_p, min_p, penalty in product(modes, request.temperatures, *values):
+        if is_greedy(temperature):
+            top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode))
+    return list(dict.fromkeys(several))
 
 
 def _thinking(request: Request, model: Preset, tokenizer: Any) -> tuple[bool | None, ...]:
@@ -361,14 +380,16 @@ def _refuse_unknown_values(request: Request) -> None:
 
 
 def _refuse_unknown_sampling(request: Request) -> None:
-    for flag, value in (("--top-p", request.top_p), ("--min-p", request.min_p)):
-        if value is not None and not 0 < value < 1:
+    if any(value < 1 for value in request.top_k):
+        raise UserError(f"--top-k is a number of tokens from 1 up, not {_listed(request.top_k)}")
+    for flag, value in [*(("--top-p", p) for p in request.top_p), *(("--min-p", p) for p in request.min_p)]:
+        if not 0 < value < 1:
             raise UserError(f"{flag} is a share between 0 and 1, not {value:g}; leave it out to draw from all tokens")
-    penalty = request.repetition_penalty
-    if penalty is not None and (not math.isfinite(penalty) or penalty <= 0 or penalty == 1):
-        raise UserError(
-            f"--repetition-penalty is a number above 0 other than 1, which changes nothing; not {penalty:g}"
-        )
+    for penalty in request.repetition_penalty:
+        if not math.isfinite(penalty) or penalty <= 0 or (penalty == 1 and len(request.repetition_penalty) == 1):
+            raise UserError(
+                f"--repetition-penalty is a number above 0 other than 1, which changes nothing; not {penalty:g}"
+            )
 
 
 def _listed(numbers: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import product
+from typing import Any
 
 from dflash_bench import methods
 from dflash_bench.errors import UserError, unknown
@@ -86,6 +87,27 @@ def _unknown(axis: Axis, chosen: Sequence[Method]) -> UserError:
         return UserError(f"--over {axis.owner}:{axis.name} has no effect without --method {axis.owner}")
     options = dict.fromkeys(option.name for method in chosen for option in method.kind.options)
     return unknown("option or setting to sweep over", axis.name, [*options, *SETTINGS])
+
+
+def setting_values(axis: Axis) -> Any:
+    """As a request holds them: numbers, or of thinking the word for the modes."""
+    if axis.name == "thinking":
+        if not {*axis.values} <= {"on", "off"}:
+            raise UserError(f"--over thinking takes on and off, not '{','.join(axis.values)}'")
+        return axis.values[0] if len(axis.values) == 1 else "both"
+    return numbers(",".join(axis.values), f"--over {axis.name}", whole=axis.name == "top_k")
+
+
+def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
+    """Of a list with commas. Raises UserError for what is no number, and for one that is there twice."""
+    try:
+        values: tuple[Any, ...] = tuple(map(int if whole else float, text.split(",")))
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise UserError(f"{where} takes {kind}, or several with commas between them, not {text}") from None
+    if len({*values}) < len(values):
+        raise UserError(f"{where} names one twice: {text}")
+    return values
 
 
 def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool) -> list[Method]:
