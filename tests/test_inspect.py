@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_bench.errors import UserError
+from dflash_bench.methods import METHODS
 from dflash_bench.models import files
 from dflash_bench.models.inspection import as_json, inspect, text
 from dflash_bench.models.presets import NANO
@@ -46,6 +47,7 @@ def test_nanos_dflash_draft_is_described() -> None:
     count = sum(tensor.numel() for tensor in stored.values())
     assert lines == [
         "format         zlab (dflash)",
+        f"used by        {', '.join(kind.name for kind in METHODS.values() if kind.weights == 'dflash')}",
         "block size     16, drafts 15 tokens a round",
         "tapped layers  outputs of 1 4 7 10 13 (inputs of 2 5 8 11 14)",
         "mask id        1000",

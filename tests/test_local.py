@@ -213,6 +213,7 @@ def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: b
         ),
         "eagle3": Eagle3Draft(Eagle3Config(**body, draft_vocab_size=97)),
     }
+    drafts["eagle3@b"] = drafts["eagle3"]
     models = Models(tiny("qwen3"), Letters(), drafts, {})
     methods = [parse(method) if isinstance(method, str) else method for method in texts]
     return open_backend(models, preset or Preset("", {}), methods, 12)
@@ -220,9 +221,9 @@ def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: b
 
 def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says() -> None:
     tuned = Preset("", {}, num_drafts={"eagle3": 4})
-    drafters = opened("ar", "dflash", "dflash:3", "eagle3", "eagle3:2", preset=tuned).drafters
+    drafters = opened("ar", "dflash", "dflash:3", "eagle3", "eagle3:2", "eagle3@b", preset=tuned).drafters
     assert {label: drafter.num_drafts for label, drafter in drafters.items()} == {
-        "ar": 0, "dflash": 7, "dflash:3": 3, "eagle3": 4, "eagle3:2": 2,
+        "ar": 0, "dflash": 7, "dflash:3": 3, "eagle3": 4, "eagle3:2": 2, "eagle3@b": 7,
     }  # fmt: skip
     assert opened("eagle3").drafters["eagle3"].num_drafts == METHODS["eagle3"].option("n").default
 
@@ -245,7 +246,7 @@ def test_the_trees_of_the_paper_verify_16_and_60_tokens() -> None:
 
 
 def test_more_nodes_than_a_tree_can_have_are_refused() -> None:
-    with pytest.raises(UserError, match="with 4 children a node, 5 levels hold at most 68 nodes; give fewer nodes, or"):
+    with pytest.raises(UserError, match="with top_k 4 and depth 5 the tree has at most 68 nodes; give fewer nodes, or"):
         opened("eagle3-tree:nodes=69,top_k=4,depth=5")
 
 

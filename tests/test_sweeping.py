@@ -129,8 +129,10 @@ REFUSED = {
     "sweep --over top_k=5,0 --temperature 1": "--top-k is a number of tokens from 1 up",
     "sweep --over top_k=5,1.5 --temperature 1": "--over top_k takes a whole number",
     "run --block-size 4,8 --over block=4,8": "--over block has no effect",
+    "sweep --over temperature=0,１": "--over temperature takes a number",
+    "sweep --over top_k=9999999999 --temperature 1": "--over top_k takes a whole number",
     "run --block-size 4,": "--block-size has an empty value",
-    "run --block-size 4,65": "block of dflash must be 2 to 64 tokens, not '65'",
+    "run --block-size 4,65": "--block-size: block of dflash must be 2 to 64 tokens, not '65'",
 }
 
 

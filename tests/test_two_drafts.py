@@ -81,8 +81,9 @@ REFUSED = {
     "--draft dflash=x --draft dflash=y": "label them: --draft dflash@a=PATH --draft dflash@b=PATH",
     "--draft dflash@a=x --draft dflash@a=y": "--draft dflash@a= is given twice; give each draft a label of its own",
     "--draft eagle3-tree@a=x": "eagle3-tree uses the draft of eagle3; write eagle3@a=",
+    "--draft =x": "unknown draft ''; known: ",
     "--draft ar=x": "unknown draft 'ar'; known: ",
-    "--draft dflash@=x": "after '@' comes a label of 1 to 32 letters",
+    "--draft dflash@=x": "--draft dflash@=x: after '@' comes a label of 1 to 32 letters",
     "--method eagle3-tree:60": "this number used to count the anchor; write eagle3-tree:nodes=59",
     "--method dflash:n=7 --block-size 8": "--block-size has no effect without --method dflash",
 }

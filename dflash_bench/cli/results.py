@@ -29,9 +29,7 @@ def compare(
     ],
     by: Annotated[
         str,
-        Option(
-            metavar="WHAT", help="suite, category, turn, prompt-length, output-position or part (thinking, answer)."
-        ),
+        Option(metavar="WHAT", help="suite, category, turn, prompt-length, output-position or part."),
     ] = "suite",
     against: Annotated[
         str | None, Option(metavar="paper[:TARGET]", help="Set published figures beside the run, formula by formula.")
@@ -140,7 +138,7 @@ def report(
         str | None,
         Option(
             metavar="WHAT",
-            help="Cut the table by category, turn, prompt-length, output-position or part (thinking, answer).",
+            help="Cut the table by category, turn, prompt-length, output-position or part.",
         ),
     ] = None,
     allow: options.AllowParts = None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.errors import UserError
+from dflash_bench.methods import users_of
 from dflash_bench.models import formats, pairing, targets
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format
@@ -24,6 +25,9 @@ class Inspection:
 
     format: str
     method: str
+    """What it is made for, as in `--draft METHOD=`."""
+    used_by: tuple[str, ...]
+    """The methods that can run with it."""
     block_size: int | None
     num_drafts: int | None
     """Tokens a round; None where the file does not decide it."""
@@ -62,6 +66,7 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
     return Inspection(
         format=form.name,
         method=form.kind,
+        used_by=tuple(users_of(form.kind)),
         block_size=dflash.block_size if dflash else None,
         num_drafts=dflash.num_drafts(dflash.block_size) if dflash else None,
         tapped_outputs=config.target_layer_ids if known else None,
@@ -137,6 +142,7 @@ def text(seen: Inspection) -> str:
     """The same for people."""
     rows: dict[str, Any] = {
         "format": f"{seen.format} ({seen.method})",
+        "used by": ", ".join(seen.used_by),
         "block size": seen.block_size and f"{seen.block_size}, drafts {seen.num_drafts} tokens a round",
         "tapped layers": _taps(seen),
         "mask id": seen.mask_token_id,

@@ -116,13 +116,12 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
 
 
 def _methods(request: Request) -> list[methods.Method]:
-    given = [text.partition("=")[0] for text in request.drafts]
-    chosen = methods.chosen(list(request.methods) or given or ["dflash"])
+    chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
     if request.block_size is None:
         return chosen
     if not any(method.leaves_open("block") for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash, or another that drafts blocks of any size")
-    sizes = sweeping.Axis("block", sweeping.split(request.block_size, "--block-size"))
+        raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
+    sizes = sweeping.Axis("block", sweeping.split(request.block_size, "--block-size"), flag="--block-size")
     return sweeping.laid_out(chosen, [sizes], one_at_a_time=False)
 
 

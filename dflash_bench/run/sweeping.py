@@ -13,10 +13,12 @@ from dflash_bench import methods
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.records import Settings
+from dflash_bench.text import shortened
 
 SETTINGS = tuple(item.name for item in fields(Settings))
 OF_SETTINGS = "setting"
 """What is written before the colon for a setting that has its name in common with an option of a method."""
+NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
 EXAMPLE = "--over block=4,8,16, --over eagle3-tree:top_k=4,8 or --over temperature=0,1"
 
 
@@ -100,11 +102,11 @@ def setting_values(axis: Axis) -> Any:
 
 def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
     """Of a list with commas. Raises UserError for what is no number, and for one that is there twice."""
-    try:
-        values: tuple[Any, ...] = tuple(map(int if whole else float, text.split(",")))
-    except ValueError:
+    parts = text.split(",")
+    if not all(re.fullmatch(WHOLE if whole else NUMBER, part) for part in parts):
         kind = "a whole number" if whole else "a number"
-        raise UserError(f"{where} takes {kind}, or several with commas between them, not {text}") from None
+        raise UserError(f"{where} takes {kind}, or several with commas between them, not {shortened(text, 40)}")
+    values: tuple[Any, ...] = tuple(map(int if whole else float, parts))
     if len({*values}) < len(values):
         raise UserError(f"{where} names one twice: {text}")
     return values
@@ -128,23 +130,20 @@ def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool
 
 def _grid(method: Method, axes: Sequence[Axis]) -> list[Method]:
     own = [axis for axis in axes if axis.is_of(method) and method.leaves_open(axis.name)]
-    names = [axis.name for axis in own]
     return [
-        reduce(lambda made, pair: _with(made, *pair), zip(names, values, strict=True), method)
+        reduce(lambda made, pair: _with(made, *pair), zip(own, values, strict=True), method)
         for values in product(*(axis.values for axis in own))
     ]
 
 
 def _one_at_a_time(method: Method, axes: Sequence[Axis]) -> list[Method]:
-    varied = [
-        (axis.name, _with(method, axis.name, value)) for axis in axes if axis.is_of(method) for value in axis.values
-    ]
+    varied = [(axis.name, _with(method, axis, value)) for axis in axes if axis.is_of(method) for value in axis.values]
     # What the method has anyway is not measured twice.
     return [method, *(each for name, each in varied if each.option(name) != method.option(name))]
 
 
-def _with(method: Method, name: str, text: str) -> Method:
-    option = method.kind.option(name)
+def _with(method: Method, axis: Axis, text: str) -> Method:
+    option = method.kind.option(axis.name)
     if (value := option.read(text)) is None:
-        raise UserError(f"{name} of {method.name} must be {option.range}, not '{text}'")
-    return method.with_option(name, value)
+        raise UserError(f"{axis.flag}: {axis.name} of {method.name} must be {option.range}, not '{text}'")
+    return method.with_option(axis.name, value)

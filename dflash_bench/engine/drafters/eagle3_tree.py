@@ -25,7 +25,7 @@ def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:
     drafter = Eagle3TreeDrafter(models.draft_of(method), target.embedding, nodes, top_k, depth - 1)
     if "nodes" in method.options and drafter.num_drafts < nodes:
         raise UserError(
-            f"method '{method.label}': with {drafter.top_k} children a node, {depth} levels hold at most "
+            f"method '{method.label}': with top_k {drafter.top_k} and depth {depth} the tree has at most "
             f"{drafter.num_drafts} nodes; give fewer nodes, or a greater top_k or depth"
         )
     return drafter
