@@ -323,7 +323,7 @@ NO_EFFECT = {
     "--suite gsm8k --attention flash_attention_2": "--attention flash_attention_2 takes no mask, and this engine needs",
     "--suite gsm8k --device-map auto --device cpu": "--device has no effect with --device-map",
     "--suite gsm8k --trust-remote-code": "--trust-remote-code has no effect: ",
-    "--suite gsm8k --temperature inf": "--temperature takes numbers from 0 up, not inf",
+    "--suite gsm8k --temperature inf": "--temperature takes a number, or several with commas between them, not inf",
 }
 
 

@@ -28,6 +28,7 @@ def run(
     score: options.Score = None,
     data: options.Data = None,
     limit: options.Limit = None,
+    within: options.For = None,
     thinking: options.Thinking = None,
     no_thinking: options.NoThinking = False,
     method: options.Methods = None,
@@ -76,7 +77,7 @@ def run(
         raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        data=data, prompts=prompts, score=score, limit=limit, seed=seed,
+        data=data, prompts=prompts, score=score, limit=limit, budget=within, seed=seed,
         max_new_tokens=max_new_tokens, temperatures=sweeping.numbers(temperature, "--temperature"),
         top_k=sweeping.numbers(top_k, "--top-k", whole=True) if top_k else (),
         top_p=sweeping.numbers(top_p, "--top-p") if top_p else (),

@@ -34,6 +34,15 @@ Score = Annotated[
 ]
 Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
 Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
+For = Annotated[
+    str | None,
+    _asked(
+        "--for",
+        metavar="TIME",
+        help="Measure so long, as 90s, 5m or 1h: prompts where intervals are widest, at most --limit of a suite. "
+        "Models are loaded before. With --resume it is the time of all parts of the run together.",
+    ),
+]
 Thinking = Annotated[
     str | None,
     _asked(

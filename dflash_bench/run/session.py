@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -21,7 +21,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.records import CODE_SCORERS, SCHEMA_VERSION, Audit, Settings, is_greedy
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_of, settings_to_json
-from dflash_bench.run import runner, sweeping
+from dflash_bench.run import budget, runner, sweeping
 from dflash_bench.run.progress import Progress
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
 
@@ -58,6 +58,8 @@ class Request:
     repetition_penalty: tuple[float, ...] = ()
     block_size: str | None = None
     """One, or several with commas between them."""
+    budget: str | None = None
+    """How long to measure, such as 5m; all prompts if absent."""
     over: tuple[str, ...] = ()
     """NAME=VALUE,VALUE, of an option or a setting."""
     one_at_a_time: bool = False
@@ -91,6 +93,8 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     scoring.require({each.suite.scorer for each in loaded})
     for each in loaded:
         scoring.check_references(each.suite.scorer, each.prompts)
+    if request.budget is not None:
+        loaded = [suites.as_drawn(each) for each in loaded]
     cage = _cage(request, loaded)
     identity, backend = _open(request, model, chosen, loaded)
     plan = runner.Plan(
@@ -108,11 +112,38 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     for each in loaded:
         for note in each.notes:
             tell(f"note: {note}")
+    if resume and request.budget is not None:
+        _refuse_other_order(store.read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         run.keep_prompts(runner.asked_of(plan))
-        with Progress(plan.num_generations, len(run.stored)) as progress:
-            runner.execute(plan, backend, run, progress)
-        run.mark_finished({})
+        if request.budget is None:
+            with Progress(plan.num_generations, len(run.stored)) as progress:
+                runner.execute(plan, backend, run, progress)
+            run.mark_finished({})
+        else:
+            _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
+
+
+def _refuse_other_order(stored: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
+    """What was measured without --for is in the order of the rows, of which the first ones are no fair draw."""
+    then, now = stored.get("plan", {}).get("prompts", {}), plan["prompts"]
+    if any(
+        then[suite] != now[suite] and sorted(then[suite]) == sorted(now[suite]) for suite in then.keys() & now.keys()
+    ):
+        raise UserError(f"{folder} was started without --for; leave it out to finish it, or choose another --out")
+
+
+def _execute_within(
+    budget_s: float, plan: runner.Plan, backend: runner.Backend, run: store.Run, tell: Callable[[str], object]
+) -> None:
+    """What there is time for; the run then holds just that."""
+    end_s = run.seconds() + budget_s - run.spent_s
+    with Progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
+        runner.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
+    counts = budget.measured(plan, run)
+    for suite in [suite for suite, number in counts.items() if not number]:
+        tell(f"note: there was no time for {suite}; raise --for")
+    run.mark_finished({"measured": counts})
 
 
 def _methods(request: Request) -> list[methods.Method]:
@@ -361,6 +392,8 @@ def _refuse_unknown_values(request: Request) -> None:
         raise unknown("audit", request.audit, list(get_args(Audit)))
     if request.audit is not None and not any(map(is_greedy, request.temperatures)):
         raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
+    if request.budget is not None:
+        budget.seconds(request.budget)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
     if request.threads is not None and request.threads > (os.cpu_count() or 1):
