@@ -131,8 +131,8 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
         ("gsm8k", method) for method in ("ar", "dflash", "eagle3:2")
     ]
     promised = (
-        "suite source method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode speedup_e2e "
-        "exact audit passed draft_ms verify_ms other_ms break_even_al"
+        "suite source settings method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode "
+        "speedup_e2e exact audit passed draft_ms verify_ms other_ms break_even_al"
     )
     assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}
     plain, dflash, _ = shown["cells"]
@@ -324,6 +324,17 @@ NO_EFFECT = {
     "--suite gsm8k --device-map auto --device cpu": "--device has no effect with --device-map",
     "--suite gsm8k --trust-remote-code": "--trust-remote-code has no effect: ",
     "--suite gsm8k --temperature inf": "--temperature takes a number, or several with commas between them, not inf",
+    "--suite gsm8k --temperature=-1": "--temperature takes numbers from 0 up, not -1",
+    "--suite gsm8k --temperature 0,hot": "--temperature takes a number, or several with commas between them, not 0,hot",
+    "--suite gsm8k --temperature 0,1,0": "--temperature names one twice: 0,1,0",
+    "--suite gsm8k --top-k 5": "--top-k has no effect at temperature 0",
+    "--suite gsm8k --top-p 0.9": "--top-p has no effect at temperature 0",
+    "--suite gsm8k --min-p 0.1": "--min-p has no effect at temperature 0",
+    "--suite gsm8k --temperature 1 --top-p 1.5": "--top-p is a share between 0 and 1, not 1.5",
+    "--suite gsm8k --temperature 1 --min-p nan": "--min-p takes a number, or several with commas between them, not nan",
+    "--suite gsm8k --repetition-penalty 1": "--repetition-penalty is a number above 0 other than 1",
+    "--suite gsm8k --thinking maybe": "unknown mode of thinking 'maybe'",
+    "--suite gsm8k --no-thinking": "--no-thinking is now written --thinking off",
 }
 
 

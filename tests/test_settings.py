@@ -236,7 +236,7 @@ def test_every_form_of_report_names_the_settings_of_a_run_of_several(tmp_path: P
     assert "dflash (temperature 1)" in main("card", "run")[1]
     material = Material(read(run))
     assert [material.label(group) for group in material.groups] == [
-        "gsm8k (embedded; temperature 0)", "gsm8k (embedded; temperature 1)",
+        "gsm8k (embedded)\ntemperature 0", "gsm8k (embedded)\ntemperature 1",
     ]  # fmt: skip
     for name in plots.PLOTS:
         assert "temperature 1" in plots.svg(material, name), name

@@ -63,8 +63,8 @@ def test_settings_are_told_from_options() -> None:
         ("dflash", ["block="], "--over block has an empty value"),
         ("dflash", ["block=4,8,4"], "--over block has the value 4 twice"),
         ("dflash", ["block=4,8", "block=16"], "--over names block twice"),
-        ("dflash", ["block=4,huge"], "block of dflash must be 2 to 64 tokens, not 'huge'"),
-        ("dflash", ["block=1,8"], "block of dflash must be 2 to 64 tokens, not '1'"),
+        ("dflash", ["block=4,huge"], "block of dflash must be 2 to 64 tokens, or auto, not 'huge'"),
+        ("dflash", ["block=1,8"], "block of dflash must be 2 to 64 tokens, or auto, not '1'"),
         ("dflash", ["width=4,8"], "unknown option or setting to sweep over 'width'"),
         ("dflash", ["eagle3:n=4,8"], "--over eagle3:n has no effect without --method eagle3"),
         ("dflash:block=8", ["block=4,8"], "--over block has no effect: each method that has it already says its own"),
@@ -132,7 +132,7 @@ REFUSED = {
     "sweep --over temperature=0,１": "--over temperature takes a number",
     "sweep --over top_k=9999999999 --temperature 1": "--over top_k takes a whole number",
     "run --block-size 4,": "--block-size has an empty value",
-    "run --block-size 4,65": "--block-size: block of dflash must be 2 to 64 tokens, not '65'",
+    "run --block-size 4,65": "--block-size: block of dflash must be 2 to 64 tokens, or auto, not '65'",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from rows import generation, plain, record
 from runs import stored
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import FIGURES
+from dflash_bench.analysis.changes import ratio_of
+from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.sweeps import Curve, Sweep
 from dflash_bench.records import Record, Settings
 from dflash_bench.report import FORMATS, Document, plots, read
@@ -132,8 +133,24 @@ def test_the_best_of_many_that_are_alike_is_not_told_apart_from_any(tmp_path: Pa
     rows = swept({f"dflash:block={size}": 1.5 for size in range(2, 12)}, num_prompts=20, noise=0.1)
     _, curve = only(document(tmp_path, rows).sweeps)
     assert len(curve.rivals) == 9
-    parts = [(np.concatenate([point.cells[0].sums for point in curve.points[:2]], axis=1), FIGURES["al.pooled"].places)]
-    assert stats.p_of_geometric_mean(parts) is not None
+
+
+def test_p_is_by_holm_over_all_pairs(tmp_path: Path) -> None:
+    _, curve = only(document(tmp_path, swept(SPEEDS)).sweeps)
+    sums = [point.cells[0].sums for point in curve.points]
+    pairs = list(combinations(range(3), 2))
+    raw = [stats.p_of_ratio(np.concatenate([sums[j], sums[i]], axis=1), ratio_of("speedup.decode")) for i, j in pairs]
+    expected = dict(zip(pairs, stats.holm([p or 0.0 for p in raw]), strict=True))
+    best = curve.best or 0
+    assert {other: change.p for other, change in curve.over.items()} == {
+        other: pytest.approx(expected[min(other, best), max(other, best)]) for other in curve.over
+    }
+
+
+def test_both_interval_and_p_must_tell_them_apart() -> None:
+    changes = [Change(Interval(1.1, 0.99, 1.2), 0.01), Change(Interval(1.1, 1.01, 1.2), 0.06)]
+    changes += [Change(Interval(1.1, 1.01, 1.2), 0.04), Change(Interval(1.1, None, None), None)]
+    assert Curve("dflash", ("gsm8k",), (), 4, dict(enumerate(changes))).rivals == [0, 1, 3]
 
 
 def test_over_several_suites_their_mean_decides_and_each_suite_counts_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ a row is stored at index t, so what lies beyond a row's length is stale, masked,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,18 +17,22 @@ from dflash_bench.models.common import Rotary
 class KVCache:
     """Keys and values [B, heads, capacity, D] per layer; buffers appear at a layer's first write and then stay.
 
-    They lie where the layer's keys are: the layers of one model may be spread over devices.
+    They lie where the layer's keys are: the layers of one model may be spread over devices. Made `like` another cache
+    that every layer has written to, those of one shape and device are parts of one tensor, and move together.
     """
 
-    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, capacity: int, device: torch.device, like: KVCache | None = None) -> None:
         self.num_rows, self.capacity, self.device = num_rows, capacity, device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacks: list[Tensor] = []
         self._rows = torch.arange(num_rows, device=device)[:, None]
         self._steps = torch.arange(capacity, device=device)
         self._start: int | None = 0
         self._visible = 0
         self.positions = self._steps[None, :0]
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        if like is not None:
+            self._allocate(like._layers)
 
     def place(self, starts: Sequence[int], width: int) -> None:
         """The next writes are `width` tokens a row, from each row's start on."""
@@ -69,7 +73,7 @@ class KVCache:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, heads, width, D] at the place; returns everything visible, as views."""
         if layer not in self._layers:
-            self._layers[layer] = (self._buffer(keys), self._buffer(values))
+            self._allocate({layer: (keys, values)})
         stored = self._layers[layer]
         for buffer, new in zip(stored, (keys, values), strict=True):
             if self._start is not None:
@@ -88,18 +92,34 @@ class KVCache:
         return self._elsewhere[device]
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
-        """Move the tokens of a tree path [B, M], counted from each row's start, to be contiguous from the start."""
-        start = to_device(starts, self.device)[:, None]
-        source, target = start + path, start + self._steps[: path.shape[1]]
-        for buffers in self._layers.values():
-            for buffer in buffers:
-                rows, to, where = (x.to(buffer.device, non_blocking=True) for x in (self._rows, target, source))
-                # The right side is gathered before anything is written, so overlap does no harm.
-                buffer[rows, :, to] = buffer[rows, :, where]
+        """Move the tokens of a tree path [B, M], counted from each row's start, to be contiguous from the start.
 
-    def _buffer(self, like: Tensor) -> Tensor:
-        # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
-        return like.new_zeros(self.num_rows, like.shape[1], self.capacity, like.shape[3])
+        A path 0, 1, 2, ... has nothing to move; if all are such, this need not be called (`Verdict.last`).
+        """
+        width = path.shape[1]
+        start = to_device(starts, self.device)[:, None]
+        source, target = start + path, start + self._steps[:width]
+        for stack in self._stacks:
+            rows, to, where = (x.to(stack.device, non_blocking=True) for x in (self._rows, target, source))
+            # The right side is gathered before anything is written, so overlap does no harm.
+            if self.num_rows == 1:
+                stack[:, :, :, starts[0] : starts[0] + width] = stack.index_select(3, where[0])
+            else:
+                stack[:, rows, :, to] = stack[:, rows, :, where]
+
+    def _allocate(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Buffers for layers with such keys and values; what is of one shape and device lies in one tensor."""
+        alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
+        for layer, pair in like.items():
+            for i, x in enumerate(pair):
+                alike.setdefault((x.shape[1], x.shape[3], x.dtype, x.device), []).append((layer, i))
+        parts: dict[tuple[int, int], Tensor] = {}
+        for (heads, size, dtype, device), places in alike.items():
+            # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
+            shape = (len(places), self.num_rows, heads, self.capacity, size)
+            self._stacks.append(torch.zeros(shape, dtype=dtype, device=device))
+            parts.update(zip(places, self._stacks[-1], strict=True))
+        self._layers.update({layer: (parts[layer, 0], parts[layer, 1]) for layer in like})
 
 
 def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -114,15 +134,23 @@ def to_device(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None, window: int | None = None) -> Tensor:
+def causal_mask(
+    cache: KVCache,
+    dtype: torch.dtype,
+    parents: Tensor | None = None,
+    window: int | None = None,
+    whole_block: bool = False,
+) -> Tensor:
     """Additive [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
+    With `whole_block` each also sees those placed behind it.
     With `parents` [B, width - 1] these are an anchor and a tree: each sees only its own ancestors among them.
     With a `window` a token sees no further back than that many tokens, itself among them; depth counts in a tree.
     """
     columns = torch.arange(cache.visible, device=cache.device)
     read_at, stored_at = cache.positions, columns[None]
-    allowed = columns <= cache.positions[..., None]
+    seen_to = cache.positions[:, -1:].expand_as(cache.positions) if whole_block else cache.positions
+    allowed = columns <= seen_to[..., None]
     if parents is not None:
         start = cache.positions[:, :1]
         seen = ancestors(parents)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from torch import Tensor
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
+from dflash_bench.engine.transfer import Lists, to_host
+from dflash_bench.engine.verify import (
+    Draft,
+    Verdict,
+    take_unverified,
+    verify_chain,
+    verify_children,
+    verify_sampled,
+    verify_tree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +34,10 @@ class Committed:
 
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
     anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
-    answer and anchor; a drafter reads them, and must not change them. With the sampler it draws tokens, if it does
-    (`drafters/picking.py`).
+    answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
+    to: kept, they show the whole answer once the generation is over. With the sampler it draws tokens, if it does
+    (`drafters/picking.py`). `choices` are there if the draft wanted them: per row what the target chose after the
+    anchor and after each token of the draft, those it did not accept too.
     """
 
     hidden: Tensor | None
@@ -36,6 +47,7 @@ class Committed:
     counts: list[int]
     texts: Sequence[Sequence[int]] = ()
     sampler: Sampler | None = None
+    choices: Sequence[Sequence[int]] = ()
 
 
 class Drafter(Protocol):
@@ -49,6 +61,22 @@ class Drafter(Protocol):
     def observe(self, committed: Committed) -> None: ...
 
     def propose(self) -> Draft | None: ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A drafter that must know the requests before they are decoded; what it does then is not on the clock."""
+
+    def foresee(
+        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None
+    ) -> None: ...
+
+
+@runtime_checkable
+class StandAlone(Drafter, Protocol):
+    """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
+
+    reader: Target
 
 
 class NoDrafter:
@@ -143,6 +171,8 @@ def decode(
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
+    if isinstance(drafter, StandAlone):
+        target = drafter.reader
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
@@ -190,8 +220,9 @@ class _State:
         self.sampler.begin([row.prompt for row in self.rows], output.logits.shape[-1])
         self.anchor = self.sampler.choose(self.sampler.penalise(output.logits), self.sampler.places(1))[:, 0]
         self.sampler.commit(self.anchor[:, None], torch.zeros_like(self.anchor))
-        host, _ = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
-        first = [tokens for _, *tokens in host]
+        host = to_host({"tokens": self.anchor[:, None], "broken": _broken(output.logits)})
+        self._refuse_broken(host["broken"], [0] * len(self.rows))
+        first = host["tokens"]
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
         ]
@@ -211,33 +242,39 @@ class _State:
         draft = self.drafter.propose()
         drafted = self.clock.mark()
         block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
-        parents = draft.parents if draft else None
-        output = self.target.forward(block, self.starts, parents)
-        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, parents))
+        tree = draft.parents if draft else None
+        output = self.target.forward(block, self.starts, tree)
+        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, tree))
         tokens = following_tokens(block, verdict)
         self.sampler.commit(tokens, verdict.num_accepted)
-        host, proposed = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path), draft)
+        host = to_host(_parts(draft, verdict, tokens, output.logits))
+        kept = [count for (count,) in host["accepted"]]
+        self._refuse_broken(host["broken"], kept)
         alive = [row.finish is None for row in self.rows]
-        accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
+        accepted = [count * live for count, live in zip(kept, alive, strict=True)]
+        moved = any(live and last > count for (last,), count, live in zip(host["last"], kept, alive, strict=True))
         # What it costs a target to forget the rest belongs to verifying.
         self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
         verified = self.clock.mark()
         emitted = [
             row.emit(new[: count + 1], self.stop_ids) if live else None
-            for row, (count, *new), live in zip(self.rows, host, alive, strict=True)
+            for row, count, new, live in zip(self.rows, kept, host["tokens"], alive, strict=True)
         ]
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            self._keep(draft, verdict, output.hidden, tokens, accepted)
+            self._keep(verdict, output.hidden, tokens, accepted, moved, host.get("choices", ()))
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
         counts = [length * live for length, live in zip(lengths, alive, strict=True)]
-        ids, followed = _drafted(proposed, counts, draft)
-        return Round(emitted, counts, accepted, ids, followed, (begin, drafted, verified, observing, end))
+        ids = _first(host.get("drafted", [[]] * len(counts)), counts)
+        parents = _first(host["parents"], counts) if "parents" in host else None
+        return Round(emitted, counts, accepted, ids, parents, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """By penalised logits."""
+        if draft is not None and draft.following is not None:
+            return take_unverified(draft.tokens, draft.following)
         sampler = self.sampler
         if draft is None:
             choices = sampler.choose(logits, sampler.places(1))
@@ -258,11 +295,12 @@ class _State:
 
     def _keep(
         self,
-        draft: Draft | None,
         verdict: Verdict,
         hidden: Tensor | None,
         tokens: Tensor,
         accepted: list[int],
+        moved: bool,
+        choices: Sequence[list[int]],
     ) -> None:
         """Rows that have ended stand still, from the round that ended them on.
 
@@ -270,46 +308,48 @@ class _State:
         """
         counts = [0 if row.finish else count + 1 for row, count in zip(self.rows, accepted, strict=True)]
         longest = max(counts)
-        if draft is not None and draft.parents is not None:
-            assert verdict.path is not None, "trees are verified along paths"
+        if verdict.path is not None and moved:
             path = verdict.path[:, :longest]
-            # A row that keeps its anchor only, kept it where it stands.
-            if longest > 1:
-                self.target.cache.keep_path(self.starts, path)
+            self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
-        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
+        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts, choices)
 
-    def _commit(self, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+    def _commit(
+        self, hidden: Tensor | None, tokens: Tensor, counts: list[int], choices: Sequence[list[int]] = ()
+    ) -> None:
         texts = [row.text for row in self.rows]
         self.sampler.emitted([len(row.tokens) for row in self.rows])
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, self.sampler))
+        starts = list(self.starts)
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, starts, counts, texts, self.sampler, choices))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
-    def _to_host(
-        self, counts: Tensor, tokens: Tensor, broken: Tensor, draft: Draft | None = None
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Per row its count [B] and then its tokens [B, N]; and what was drafted: the one transfer of a round.
-
-        Flags [B, N] of broken logits ride along; those of the first count + 1 places end the generation.
-        """
-        first = 1 + tokens.shape[1]
-        proposed = [] if draft is None else [part for part in (draft.tokens, draft.parents) if part is not None]
-        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken, *proposed], dim=1).tolist()
-        for b, (row, values) in enumerate(zip(self.rows, host, strict=True)):
-            if row.finish is None and any(values[first : first + values[0] + 1]):
+    def _refuse_broken(self, broken: Lists, accepted: list[int]) -> None:
+        """Broken logits at one of a row's first accepted + 1 places end the generation."""
+        for b, (row, flags, count) in enumerate(zip(self.rows, broken, accepted, strict=True)):
+            if row.finish is None and any(flags[: count + 1]):
                 raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
-        return [values[:first] for values in host], [values[first + broken.shape[1] :] for values in host]
 
 
-def _drafted(
-    proposed: list[list[int]], counts: list[int], draft: Draft | None
-) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Of each row the drafted tokens and, of a tree, their parents, without what pads them."""
-    ids = [values[:count] for values, count in zip(proposed, counts, strict=True)]
-    if draft is None or draft.parents is None:
-        return ids, None
-    first = draft.width
-    return ids, [values[first : first + count] for values, count in zip(proposed, counts, strict=True)]
+def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
+    """What the host wants to know of a round, each [B, n]."""
+    parts = {
+        "accepted": verdict.num_accepted[:, None],
+        "last": verdict.last[:, None],
+        "tokens": tokens,
+        "broken": _broken(logits, verdict.path),
+    }
+    if draft is not None:
+        parts["drafted"] = draft.tokens
+        if draft.parents is not None:
+            parts["parents"] = draft.parents
+        if draft.wants_choices and verdict.choices is not None:
+            parts["choices"] = verdict.choices
+    return parts
+
+
+def _first(rows: Lists, counts: list[int]) -> Lists:
+    """Of each row so many values: without what pads them."""
+    return [values[:count] for values, count in zip(rows, counts, strict=True)]
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:

@@ -10,7 +10,7 @@ from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ENDINGS = (".json", ".safetensors", ".bin", ".txt", ".jinja", ".model", ".tiktoken")
+ENDINGS = (".json", ".safetensors", ".bin", ".pt", ".txt", ".jinja", ".model", ".tiktoken")
 """Of what is read of a folder, by us or by transformers."""
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 """Large, and read where they are used."""

@@ -21,12 +21,12 @@ LEGEND = (
 def tables(sweeps: Sequence[Sweep]) -> Iterator[str]:
     """For a terminal, a table for each option."""
     for sweep in sweeps:
-        yield from [f"sweep over {heading(sweep)}", *aligned(*_table(sweep)).splitlines(), ""]
+        yield from [f"sweep over {heading(sweep)}", *aligned(*table(sweep)).splitlines(), ""]
 
 
 def in_markdown(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """Its paragraphs."""
-    tables = [part for sweep in sweeps for part in (f"## Sweep over {heading(sweep)}", markdown(*_table(sweep)))]
+    tables = [part for sweep in sweeps for part in (f"## Sweep over {heading(sweep)}", markdown(*table(sweep)))]
     told = "\n".join(f"- {text}" for text in answers(sweeps, info))
     return [*tables, f"{LEGEND}.".replace("*", r"\*"), told] if sweeps else []
 
@@ -61,7 +61,7 @@ def where(curve: Curve) -> str:
     return curve.suites[0] if len(curve.suites) == 1 else f"geometric mean over {len(curve.suites)} suites"
 
 
-def _table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """A suite's name once, and below it the values."""
     several = len(sweep.answers) > 1
     rows = []

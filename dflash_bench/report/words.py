@@ -14,7 +14,7 @@ from dflash_bench.methods import draft_of
 from dflash_bench.records import Settings
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number, with_interval
-from dflash_bench.results.identity import NAMES, settings_of
+from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of
 
 
 def sentences(document: Document) -> list[str]:
@@ -159,11 +159,15 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
     """Each that any of them changes, with all its values: `temperature 0 and 1`; and always what thinking is."""
     usual = Settings()
-    values = {name: list(dict.fromkeys(getattr(settings, name) for settings in several)) for name in NAMES}
+    sampled = [settings for settings in several if not settings.greedy]
+    values = {
+        name: list(dict.fromkeys(getattr(settings, name) for settings in (sampled if name in OF_SAMPLING else several)))
+        for name in NAMES
+    }
     told = {
         name.replace("_", " "): " and ".join(f"{value:g}" for value in own)
         for name, own in values.items()
-        if name != "thinking" and (name == "temperature" or own != [getattr(usual, name)])
+        if name != "thinking" and (name == "temperature" or {*own} - {getattr(usual, name)})
     }
     modes = {True: "on", False: "off", None: "not a switch of this model"}
     return told | {"thinking": " and ".join(modes[mode] for mode in values["thinking"])}

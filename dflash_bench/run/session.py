@@ -232,7 +232,8 @@ def _open(
 
     from dflash_bench.engine.local import open_backend
     from dflash_bench.models import chat
-    from dflash_bench.models.loading import Placement, load
+    from dflash_bench.models.language import Placement
+    from dflash_bench.models.loading import load
 
     device, dtype = _device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.

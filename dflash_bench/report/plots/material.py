@@ -54,7 +54,9 @@ class Material:
         return self.document.sweeps
 
     def label(self, group: Group) -> str:
-        return next(cell.heading for cell in self.cells if (cell.suite, str(cell.settings)) == group)
+        """The suite, and on a line of its own what tells its settings from the others of the run."""
+        cell = next(cell for cell in self.cells if (cell.suite, str(cell.settings)) == group)
+        return "\n".join(filter(None, [cell.label, cell.setting]))
 
     def cell(self, group: Group, method: str) -> Cell | None:
         return next(

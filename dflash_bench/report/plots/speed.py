@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ def speedup(material: Material) -> Any:
     shown = [group for group in material.groups if any((*group, method) in found for method in methods)]
     if not shown:
         raise NothingToPlotError("no method has answers beside those of plain decoding")
-    figure, axes = _one(3.4)
+    labels = [material.label(group) for group in shown]
+    # Long names, at a slant, need room.
+    figure, axes = _one(5.0 if any("\n" in label for label in labels) else 3.4)
     for method in methods:
         own = [(place, found[*group, method]) for place, group in enumerate(shown) if (*group, method) in found]
         xs, intervals = [_place(material, place, method) for place, _ in own], [interval for _, interval in own]
@@ -49,14 +52,23 @@ def speedup(material: Material) -> Any:
                 axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    below = [material.label(group).replace(" (", "\n(", 1).replace("; ", "\n", 1) for group in shown]
-    axes.set_xticks(range(len(shown)), below, rotation=0 if len(shown) <= 5 else 20)
+    _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
     marks = _published_marks(axes, material, shown)
     return finish(figure, "Speed-up over plain decoding", [*bars, *marks], "bars: 95 % over prompts; dashed: plain")
+
+
+def _name_groups(axes: Any, labels: Sequence[str]) -> None:
+    """Suites below their bars in two lines; with settings names are long, and stand at a slant."""
+    if any("\n" in label for label in labels):
+        slanted = [label.replace("\n", ", ") for label in labels]
+        axes.set_xticks(range(len(labels)), slanted, rotation=45, ha="right", rotation_mode="anchor", fontsize=9.5)
+        return
+    below = [label.replace(" (", "\n(", 1) for label in labels]
+    axes.set_xticks(range(len(labels)), below, rotation=0 if len(labels) <= 5 else 20)
 
 
 def _of(cell: Cell) -> tuple[str, str, str]:

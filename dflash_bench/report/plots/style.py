@@ -77,7 +77,7 @@ def panels(
         axes.set_visible(False)
     axes_of = dict(zip(shown, made.flat, strict=False))
     for name, axes in axes_of.items():
-        axes.set_title(visible(title(name)))
+        axes.set_title(visible(title(name), keep="\n"))
         axes.tick_params(labelbottom=True)
     return figure, axes_of
 

@@ -39,7 +39,8 @@ def _title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
     """Where runs differ in their sources, it names each."""
     cells = [cell for run in runs for cell in run.cells if (cell.suite, str(cell.settings)) == group]
     setting = next((cell.setting for cell in cells if cell.setting), "")
-    return f"{labels.under(labels.named(group[0], *(cell.source for cell in cells)), setting)} · {figure_id}"
+    label = f"{labels.named(group[0], *(cell.source for cell in cells))} · {figure_id}"
+    return "\n".join(filter(None, [label, setting]))
 
 
 def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure_id: str, look: dict[str, Any]) -> None:
