@@ -14,7 +14,7 @@ from wrong_rules import MATCH, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 from dflash_bench.analysis.distribution import compared, verdicts
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.continuations import cell_of, drawn, entropies, expected
-from dflash_bench.engine.decoding import Committed, NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

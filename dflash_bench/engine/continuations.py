@@ -23,8 +23,10 @@ from transformers import (
 )
 
 from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import Drafter, Limits, decode
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.records import OTHER, Cell, Settings
 

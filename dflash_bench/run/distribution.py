@@ -165,7 +165,7 @@ def chosen_places(backend: LocalBackend, label: str, settings: Settings, seed: i
 def _candidates(backend: LocalBackend, settings: Settings, seed: int) -> list[Place]:
     """Each question with each beginning of an answer to it, as plain decoding draws it."""
     from dflash_bench.engine.continuations import drawn, entropies
-    from dflash_bench.engine.decoding import NoDrafter
+    from dflash_bench.engine.drafter import NoDrafter
     from dflash_bench.engine.sampling import Sampling
 
     places = []
