@@ -106,9 +106,8 @@ def _forget_identity(run: Path) -> None:
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
     from pyarrow import nulls
 
-    audit = ["audit", "audit_index", "audit_gap", "audit_tolerance", "divergence_gap", "divergence_tolerance"]
     for part in run.glob("part-*"):
-        table = parquet.read_table(part).drop_columns(audit)
+        table = parquet.read_table(part).drop_columns(list(parts.SINCE))
         for name in ("divergence_margin", "divergence_drift"):
             table = table.append_column(name, nulls(len(table), "double"))
         parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)
