@@ -14,6 +14,7 @@ from runs import answers, stored
 from dflash_bench import reading, report
 from dflash_bench.analysis.gate.checks import checked
 from dflash_bench.errors import UserError
+from dflash_bench.results import parts
 
 Main = Callable[..., tuple[int, str, str]]
 ODD: tuple[Any, ...] = (None, True, -1, 10**300, 1e300, float("nan"), "", "\x1b[31m", [], [[]], {}, {"": None})
