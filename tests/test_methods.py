@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def test_the_baseline_comes_first_and_each_method_once() -> None:
 @pytest.mark.parametrize("text", ["nonsense", "", "DFlash", " dflash", "nonsense:4", "nonsense@a", "@a", ":4"])
 def test_an_unknown_name_lists_the_known_ones(text: str) -> None:
     known = ", ".join(sorted(METHODS))
-    with pytest.raises(UserError, match=rf"^unknown method '.*'; known: {known}$"):
+    with pytest.raises(UserError, match=rf"^unknown method '.*'; known: {re.escape(known)}$"):
         parse(text)
 
 
@@ -173,7 +174,7 @@ REFUSED = {
     "eagle3-tree:depth=33": "depth must be 1 to 32 levels, not '33'",
     "eagle3-tree:60": "this number used to count the anchor; write eagle3-tree:nodes=59",
     "eagle3-tree:1": "'1' is not KEY=VALUE; write eagle3-tree:KEY=VALUE,... with nodes, top_k, depth",
-    "ddtree:nodes=256": "nodes must be 1 to 255 tokens, or auto, not '256'",
+    "ddtree:nodes=256": "nodes must be 1 to 255 nodes, or auto, not '256'",
     "ddtree:block=auto": "block must be 2 to 64 tokens, not 'auto'",
     "dflash:block=auto,n=3": "block and n say the same in two ways",
     "dflash:steps=0": "steps must be 1 to 16 passes, not '0'",

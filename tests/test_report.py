@@ -256,6 +256,28 @@ def test_a_dead_draft() -> None:
     assert {finding.kind for finding in found(rows)} == {"dead_draft", "slower"}
 
 
+def as_method(label: str, rows: Sequence[Record]) -> list[Record]:
+    return [replace(row, method=label) if row.method == "dflash" else row for row in rows]
+
+
+def test_a_method_without_a_trained_draft_is_not_told_to_check_its_draft() -> None:
+    dead = [row for number in range(24) for row in pair(f"p{number}", [0] * 30)]
+    poor = [row for number in range(24) for row in pair(f"p{number}", [0, 2, 0, 0, 1, 0])]
+    idle = [row for number in range(24) for row in pair(f"p{number}", [0] * 3, block=0)]
+    for rows, kind in ((dead, "dead_draft"), (poor, "unknown_text"), (idle, "nothing_drafted")):
+        assert "repeat little" in only(as_method("ngram:4", rows), kind).remedy
+    whole = [row for number in range(24) for row in pair(f"p{number}", [4, 4, 1])]
+    assert only(as_method("ngram:4", whole), "saturated").remedy == "draft more tokens a round (--method ngram:N)"
+
+
+def test_what_measures_the_engine_has_no_bad_draft() -> None:
+    for accepted in ([0] * 30, [0, 2, 0, 0, 1, 0], [4, 4, 1]):
+        rows = [row for number in range(24) for row in pair(f"p{number}", accepted)]
+        for label in ("random", "oracle:15", "synthetic:rates=0.9"):
+            kinds = {finding.kind for finding in found(as_method(label, rows))}
+            assert not kinds & {"dead_draft", "unknown_text", "saturated"}
+
+
 def test_nothing_drafted_is_told_once() -> None:
     rows = [row for number in range(24) for row in pair(f"p{number}", [0] * 3, block=0)]
     assert [finding.text for finding in found(rows)] == ["gsm8k dflash: no token was drafted in 72 rounds"]

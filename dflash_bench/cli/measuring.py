@@ -43,6 +43,7 @@ def run(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    draft_steps: options.DraftSteps = None,
     repeats: options.Repeats = 1,
     audit: options.Audit = None,
     device: options.Device = None,
@@ -74,7 +75,8 @@ def run(
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
         max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        block_size=block_size, draft_steps=draft_steps, repeats=repeats, threads=threads, device=device,
+        device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
     )  # fmt: skip

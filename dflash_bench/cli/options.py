@@ -101,6 +101,15 @@ BlockSize = Annotated[
         help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent.",
     ),
 ]
+DraftSteps = Annotated[
+    int | None,
+    _decoding(
+        metavar="S",
+        min=1,
+        max=16,
+        help="NAME:steps=S for every method that can draft a block in several passes and says no number.",
+    ),
+]
 Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
 
 Audit = Annotated[

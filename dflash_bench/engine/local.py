@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from dflash_bench.engine.clock import clock_for
-from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, Round, decode
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import DecodingError, Limits, Round
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
@@ -104,12 +106,14 @@ class LocalBackend:
 
         `seeds` are the prompts' own, in place of the one of `sampling`.
         """
-        self._reset_memory()
+        drafter, sampling = self.drafters[method], sampling or Sampling(seed=self.seed)
         rounds: list[Round] = []
         error: str | None = None
         try:
-            drafter, chosen = self.drafters[method], sampling or Sampling(seed=self.seed)
-            rounds.extend(decode(self.target, drafter, prompts, self.limits, chosen, self.clock, seeds))
+            if isinstance(drafter, Foresees):
+                drafter.foresee(prompts, self.limits, sampling, seeds)
+            self._reset_memory()
+            rounds.extend(decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds))
         except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:

@@ -76,6 +76,10 @@ class Target:
         return not self._recurrent
 
     @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def embedding(self) -> nn.Module:
         module: nn.Module = self.model.get_input_embeddings()
         return module

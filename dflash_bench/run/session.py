@@ -56,6 +56,7 @@ class Request:
     min_p: float | None = None
     repetition_penalty: float | None = None
     block_size: int | None = None
+    draft_steps: int | None = None
     repeats: int = 1
     threads: int | None = None
     device: str | None = None
@@ -112,16 +113,21 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
 
 def _methods(request: Request) -> list[methods.Method]:
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
-    if request.block_size is None:
-        return chosen
-    if not any(method.leaves_open("block") for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
-    return methods.chosen([_with_block(method, request.block_size).label for method in chosen])
+    if request.block_size is not None:
+        if not any(method.leaves_open("block") for method in chosen):
+            raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
+        chosen = _with_option(chosen, "block", request.block_size)
+    if request.draft_steps is not None:
+        if not any(method.leaves_open("steps") for method in chosen):
+            raise UserError("--draft-steps has no effect without --method dflash, or where it says its steps itself")
+        chosen = _with_option(chosen, "steps", request.draft_steps)
+    return chosen
 
 
-def _with_block(method: methods.Method, size: int) -> methods.Method:
-    """A method that says its own size keeps it."""
-    return method.with_option("block", size) if method.leaves_open("block") else method
+def _with_option(chosen: list[methods.Method], name: str, value: int) -> list[methods.Method]:
+    """A method that says its own value keeps it."""
+    given = [method.with_option(name, value) if method.leaves_open(name) else method for method in chosen]
+    return methods.chosen([method.label for method in given])
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:

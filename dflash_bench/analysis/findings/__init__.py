@@ -13,9 +13,9 @@ from typing import Any
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import over_time, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
-from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts, tokens_a_round
+from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.methods import is_lossy, is_tree
+from dflash_bench.methods import has_draft, is_lossy, is_probe, is_tree
 from dflash_bench.records import CODE_SCORERS, Divergence
 from dflash_bench.tasks import sandbox
 
@@ -129,6 +129,8 @@ def _nothing_drafted(case: Case) -> Seen | None:
         return None
     num_rounds = int(case.good["num_rounds"].sum())
     remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
+    if not has_draft(case.cell.method):
+        remedy = REPEATS
     return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
 
 
@@ -156,14 +158,15 @@ def last_part(name: str) -> str:
 
 
 def _saturated(case: Case) -> Seen | None:
-    # No round keeps all nodes of a tree: they are alternatives.
-    if is_tree(case.cell.method):
+    # No round keeps all nodes of a tree, which are alternatives; every round of a lossy method keeps everything.
+    if is_tree(case.cell.method) or is_probe(case.cell.method) or is_lossy(case.cell.method):
         return None
     num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
     text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) keep the whole draft"
-    remedy = f"{tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
+    limit = ", if the draft was trained for it" if has_draft(case.cell.method) else ""
+    remedy = tokens_a_round(case.cell, "more") + limit
     return case.seen("saturated", text, remedy)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.costs import Pace
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.target import Target
@@ -28,13 +28,14 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     steps = method.number("steps")
     if method.option("block") == "auto":
         return AutoDFlashDrafter(draft, target.embedding, target.head, steps=steps)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), steps=steps)
+
+
+def block_size(draft: DFlashDraft, method: Method) -> int:
+    """By its options `n` or `block`; else as the draft was trained."""
     if method.option("n") is not None:
-        block_size = draft.config.block_for(method.number("n"))
-    elif method.option("block") is not None:
-        block_size = method.number("block")
-    else:
-        block_size = draft.config.block_size
-    return DFlashDrafter(draft, target.embedding, target.head, block_size, steps=steps)
+        return draft.config.block_for(method.number("n"))
+    return draft.config.block_size if method.option("block") is None else method.number("block")
 
 
 class DFlashDrafter(CachedDrafter):
@@ -150,6 +151,6 @@ class AutoDFlashDrafter(DFlashDrafter):
         self.pace.start()
         logits = self.block_logits()
         tokens, probs = self.picker.pick(logits)
-        surest = logits.amax(dim=-1) - logits.logsumexp(dim=-1)
+        surest = logits.log_softmax(dim=-1).amax(dim=-1)
         width = self.pace.choose(surest.cumsum(dim=-1))
         return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])
