@@ -85,8 +85,8 @@ def run(
         min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
         repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
         block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
-        repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention, thinking=thinking,
-        trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
+        repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
+        thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":
