@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dflash_bench.engine.local import LocalBackend
 
 METHODS = ("dflash", "dflash:rule=rejection")
-NUM_DRAWS = 2048
+NUM_DRAWS = 1024
 """Answers to each prompt by each method. `results/distribution.md` says what so many find."""
 QUESTIONS = ("Add 3 and 4.", "Write a Python function.", "Tell me a story.", "Who is older?")
 """Short ones, because every draw reads them again."""
