@@ -417,7 +417,7 @@ def refuse_to_load(*_: object) -> None:
 def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
     here: Path, monkeypatch: Patch, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     ask = ("--suite", "gsm8k", "--out")
     used = write_lines(here / "used/notes.txt", "mine").parent
     assert refused(*ask, used) == f"{used} is not empty, and holds no run; choose another --out"
@@ -434,13 +434,13 @@ def test_a_run_that_is_there_is_not_written_over(
     gsm8k(here / "data", 2)
     assert fake_run(monkeypatch, *ASKED)[0] == 0
     capsys.readouterr()
-    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     told = refused("--out", "out", *ASKED)
     assert told == "out already holds a run; add --resume to continue it, or choose another --out"
 
 
 def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch, refused: Callable[..., str]) -> None:
-    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     told = refused("--suite", "math500")
     assert told == "math_verify is not installed; run: pip install math-verify"

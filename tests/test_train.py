@@ -162,8 +162,8 @@ def test_training_blocks_are_what_the_drafter_proposes():
         drafter.begin(1, 24)
         count = anchor - start
         token = data.ids[0, anchor : anchor + 1]
-        drafter.observe(Committed(features[:, start:anchor], token[None], token, [0], [count]))
         with torch.inference_mode():
+            drafter.observe(Committed(features[:, start:anchor], token[None], token, [0], [count]))
             assert drafter.propose().tokens.tolist() == [logits[0, i, 1:].argmax(dim=-1).tolist()]
 
 

@@ -71,12 +71,13 @@ def run(
     from dflash_bench.models import presets
     from dflash_bench.results import frame
     from dflash_bench.run import session, sweeping
+    from dflash_bench.run.request import Request
 
     if no_thinking:
         raise UserError("--no-thinking is now written --thinking off")
     if context.info_name == "sweep" and not over:
         raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
-    request = session.Request(
+    request = Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, budget=within, seed=seed,
         max_new_tokens=max_new_tokens, temperatures=sweeping.numbers(temperature, "--temperature"),
