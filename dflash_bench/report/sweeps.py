@@ -95,11 +95,13 @@ def _answer(sweep: Sweep, curve: Curve) -> str:
         parts.append(f"{value_text(best.value)} and {rivals[0]} cannot be told apart")
     elif rivals:
         parts.append(f"it cannot be told apart from {_and(rivals)}")
-    slower = [(curve.points[at].value, change.ratio) for at, change in curve.over.items() if at not in curve.rivals]
+    slower = [
+        f"{value_text(curve.points[at].value)} ({number(change.ratio.value)}x)"
+        for at, change in curve.over.items()
+        if at not in curve.rivals
+    ]
     if slower:
-        parts.append(
-            f"it is faster than {_and([f'{value_text(value)} ({number(ratio.value)}x)' for value, ratio in slower])}"
-        )
+        parts.append(f"it is faster than {_and(slower)}")
     if not _is_faster(best.speedup):
         parts.append("it is not shown to be faster than plain decoding")
     return "; ".join(parts) + "."
