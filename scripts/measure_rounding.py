@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dflash_bench.engine.decoding import Committed, Limits, NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.engine.local import LocalBackend, stop_ids
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.environment import describe, one_line

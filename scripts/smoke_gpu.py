@@ -26,10 +26,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_bench import methods
-from dflash_bench.engine.decoding import Drafter, Limits, NoDrafter
+from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import dflash, eagle3, loading

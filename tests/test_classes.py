@@ -14,7 +14,7 @@ from torch import Tensor
 from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
 from dflash_bench.engine import recurrent
-from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.recurrent import Kept, advance
 from dflash_bench.engine.target import Target

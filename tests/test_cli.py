@@ -311,6 +311,7 @@ def refused(here: Path, monkeypatch: Patch, capsys: Captured) -> Callable[..., s
 
 NO_EFFECT = {
     "--suite gsm8k --method eagle3 --block-size 8": "--block-size has no effect without --method dflash",
+    "--suite gsm8k --method eagle3 --draft-steps 2": "--draft-steps has no effect without --method dflash",
     "--suite gsm8k --method dflash:7 --block-size 8": "--block-size has no effect without --method dflash",
     "--suite gsm8k --seed 1": "--seed has no effect at temperature 0",
     "--suite gsm8k --resume": "--resume needs --out FOLDER",

@@ -20,7 +20,7 @@ from test_drafters import DFLASH, PROMPTS, enlarged
 from toy import plain, run, tiny
 
 from dflash_bench.engine.costs import WIDTHS, Costs, Pace, best_width, expected_tokens
-from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter
 from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter
 from dflash_bench.engine.sampling import Sampling

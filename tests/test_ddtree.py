@@ -18,7 +18,7 @@ from test_drafters import DFLASH, PROMPTS, dflash_drafter, enlarged
 from torch import Tensor
 from toy import Scripted, plain, run, tiny
 
-from dflash_bench.engine.decoding import Committed, NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

@@ -10,7 +10,7 @@ import torch
 from classes import HYBRID, made
 from toy import generated, plain, run, tiny
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.draft_model import ModelDrafter, build
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

@@ -13,9 +13,10 @@ from faults import FAULTS, RAGGED, STATES, WINDOWS, Fault
 from test_local import Letters
 from toy import Scripted, sometimes_wrong
 
-from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.local import LocalBackend
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.records import Generation, Record
 

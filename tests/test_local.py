@@ -11,9 +11,10 @@ import pytest
 import torch
 from toy import Scripted, plain, sometimes_wrong, tiny
 
-from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import METHODS, Method, parse
@@ -250,9 +251,22 @@ def test_more_nodes_than_a_tree_can_have_are_refused() -> None:
         opened("eagle3-tree:nodes=69,top_k=4,depth=5")
 
 
+def test_a_ddtree_has_as_many_nodes_as_asked_for_or_chooses_among_many() -> None:
+    drafters: dict[str, Any] = dict(
+        opened("ddtree", "ddtree:12", "ddtree:nodes=auto", "ddtree:nodes=5,top_k=2,block=4", "ddtree:top_k=1").drafters
+    )
+    assert [(d.num_drafts, d.top_k, d.block_size) for d in drafters.values()] == [
+        (32, 32, 8), (12, 12, 8), (63, 63, 8), (5, 2, 4), (7, 1, 8),
+    ]  # fmt: skip
+    assert [hasattr(drafter, "pace") for drafter in drafters.values()] == [False, False, True, False, False]
+    with pytest.raises(UserError, match="with top_k 1 and block 8 the tree has at most 7 nodes; give fewer nodes, or"):
+        opened("ddtree:nodes=8,top_k=1")
+
+
 def test_every_method_of_a_backend_gives_the_plain_tokens() -> None:
     trees = ("eagle3-tree:nodes=11", "eagle3-tree:nodes=68,top_k=4,depth=5", "eagle3-tree:top_k=1,depth=3")
-    local = opened("ar", "dflash", "dflash:15", "eagle3:5", *trees)
+    adaptive = ("dflash:block=auto", "ddtree:nodes=auto", "ddtree", "dflash:steps=3")
+    local = opened("ar", "dflash", "dflash:15", "eagle3:5", *trees, *adaptive)
     assert [local.drafters[tree].num_drafts for tree in trees] == [11, 68, 3]
     expected = [g.token_ids for g in local.generate_ids("ar", PROMPTS)]
     for label in local.drafters:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lookups import CPU, PROMPTS, STOP, VOCAB, accepted, chains_of, drafted_after, sampled, table, tell
 from toy import plain, run
 
-from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.hosted import Trie, chains, trees
 from dflash_bench.engine.drafters.lookahead import LookaheadDrafter, Pool, Window, max_nodes
 from dflash_bench.engine.drafters.ngram import NGramDrafter
@@ -24,6 +24,7 @@ from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.suffix_tree import Node, Place, SuffixTree
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.models import datastore
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from toy import plain, run, tiny
 
 from dflash_bench.engine.architecture import final_norm
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.medusa import MedusaDrafter, build
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target

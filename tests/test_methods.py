@@ -174,7 +174,7 @@ REFUSED = {
     "eagle3-tree:depth=33": "depth must be 1 to 32 levels, not '33'",
     "eagle3-tree:60": "this number used to count the anchor; write eagle3-tree:nodes=59",
     "eagle3-tree:1": "'1' is not KEY=VALUE; write eagle3-tree:KEY=VALUE,... with nodes, top_k, depth",
-    "ddtree:nodes=256": "nodes must be 1 to 255 tokens, or auto, not '256'",
+    "ddtree:nodes=256": "nodes must be 1 to 255 nodes, or auto, not '256'",
     "ddtree:block=auto": "block must be 2 to 64 tokens, not 'auto'",
     "dflash:block=auto,n=3": "block and n say the same in two ways",
     "dflash:steps=0": "steps must be 1 to 16 passes, not '0'",

@@ -16,9 +16,9 @@ import transformers
 from toy import Watching, run
 from transformers.generation import candidate_generator
 
-from dflash_bench.engine.decoding import Limits
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.local import LocalBackend, stop_ids
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading

@@ -44,6 +44,7 @@ def run(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    draft_steps: options.DraftSteps = None,
     repeats: options.Repeats = 1,
     audit: options.Audit = None,
     over: options.Over = None,
@@ -83,9 +84,9 @@ def run(
         top_p=sweeping.numbers(top_p, "--top-p") if top_p else (),
         min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
         repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
-        block_size=block_size, over=tuple(over or ()), one_at_a_time=one_at_a_time, repeats=repeats, threads=threads,
-        device=device, device_map=device_map, dtype=dtype, attention=attention, thinking=thinking,
-        trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
+        block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
+        repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
+        thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":

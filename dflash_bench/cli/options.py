@@ -109,6 +109,13 @@ BlockSize = Annotated[
         "Several, as 4,8,16, are measured side by side.",
     ),
 ]
+DraftSteps = Annotated[
+    str | None,
+    _decoding(
+        metavar="S[,S...]",
+        help="NAME:steps=S for every method that can draft a block in several passes and says no number.",
+    ),
+]
 Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
 
 Audit = Annotated[

@@ -22,6 +22,8 @@ MEMORY = 128
 """Rounds that the costs are taken from."""
 FIRST_LOOK = 4
 """Times that the full and half the width take turns before any is chosen."""
+FIT_EVERY = 8
+"""Rounds between two fits: a fit takes as long as a hundredth of a short round."""
 LOOK_EVERY = 48
 """One round in so many has another width than the best."""
 STEP = 0.03
@@ -57,6 +59,7 @@ class Costs:
         self.widths = np.array(widths, dtype=np.float64)
         self.rounds: deque[tuple[float, float]] = deque(maxlen=MEMORY)
         self.num_rounds = 0
+        self.fitted: Floats | None = None
 
     def add(self, index: int, seconds: float) -> None:
         self.num_rounds += 1
@@ -64,6 +67,11 @@ class Costs:
 
     def seconds(self) -> Floats:
         """Per width; some rounds must have been measured."""
+        if self.fitted is None or self.num_rounds % FIT_EVERY == 0:
+            self.fitted = self._fit()
+        return self.fitted
+
+    def _fit(self) -> Floats:
         width, seconds = np.array(self.rounds).T
         # What took twice as long as others of its width was held up by something else.
         usual = seconds < 2 * _line(width, seconds, width)

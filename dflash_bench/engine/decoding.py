@@ -7,14 +7,14 @@ round moves one small tensor to the host; everything else stays where the model 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dflash_bench.engine.clock import Clock
+from dflash_bench.engine.drafter import Committed, Drafter, StandAlone
 from dflash_bench.engine.sampling import Sampler, Sampling
+from dflash_bench.engine.sequences import DecodingError, Limits, Round, Row
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.transfer import Lists, to_host
 from dflash_bench.engine.verify import (
@@ -26,133 +26,6 @@ from dflash_bench.engine.verify import (
     verify_sampled,
     verify_tree,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What the target has read since last time, for B rows; row b has counts[b] valid places.
-
-    hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
-    anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
-    answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
-    to: kept, they show the whole answer once the generation is over. With the sampler it draws tokens, if it does
-    (`drafters/picking.py`). `choices` are there if the draft wanted them: per row what the target chose after the
-    anchor and after each token of the draft, those it did not accept too.
-    """
-
-    hidden: Tensor | None
-    tokens: Tensor
-    anchor: Tensor
-    starts: list[int]
-    counts: list[int]
-    texts: Sequence[Sequence[int]] = ()
-    sampler: Sampler | None = None
-    choices: Sequence[Sequence[int]] = ()
-
-
-class Drafter(Protocol):
-    taps: tuple[int, ...]
-    """Target layers (0-based) whose outputs it wants."""
-    num_drafts: int
-    """The most tokens it proposes in a round."""
-
-    def begin(self, num_rows: int, capacity: int) -> None: ...
-
-    def observe(self, committed: Committed) -> None: ...
-
-    def propose(self) -> Draft | None: ...
-
-
-@runtime_checkable
-class Foresees(Protocol):
-    """A drafter that must know the requests before they are decoded; what it does then is not on the clock."""
-
-    def foresee(
-        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None
-    ) -> None: ...
-
-
-@runtime_checkable
-class StandAlone(Drafter, Protocol):
-    """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
-
-    reader: Target
-
-
-class NoDrafter:
-    """Plain decoding."""
-
-    taps: tuple[int, ...] = ()
-    num_drafts = 0
-
-    def begin(self, num_rows: int, capacity: int) -> None:
-        pass
-
-    def observe(self, committed: Committed) -> None:
-        pass
-
-    def propose(self) -> Draft | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a row ends: after a stop token, or after this many tokens, or where the context is full."""
-
-    max_new_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence being decoded, as the host knows it."""
-
-    prompt: Sequence[int]
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    finish: str | None = None
-    text: list[int] = field(init=False)
-    """Prompt and tokens."""
-
-    def __post_init__(self) -> None:
-        self.text = list(self.prompt)
-
-    def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
-        """Append up to the first stop token or the limit; returns what was appended."""
-        kept = list(new[: self.limit - len(self.tokens)])
-        for i, token in enumerate(kept):
-            if token in stop_ids:
-                kept = kept[: i + 1]
-                self.finish = "stop"
-                break
-        self.tokens += kept
-        self.text += kept
-        if self.finish is None and len(self.tokens) >= self.limit:
-            self.finish = "length"
-        return kept
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one round gave each row; `None` (and counts of 0) for rows that had already ended.
-
-    The marks belong to the clock: begin, drafted (proposal made), verified (results on the host), observing (the
-    host's bookkeeping done), end. The first round of all is prefill: it drafts nothing, `drafted` marks the first
-    token, and what follows is the draft's own prefill.
-    """
-
-    emitted: list[list[int] | None]
-    drafted: list[int]
-    accepted: list[int]
-    drafted_ids: list[list[int]]
-    """Of each row as many as `drafted` says."""
-    drafted_parents: list[list[int]] | None
-    """Of a tree, beside each drafted token the place of the one it follows, -1 for the anchor; None for a chain."""
-    marks: tuple[object, object, object, object, object]
-
-
-class DecodingError(Exception):
-    """This generation cannot be had (no room, broken logits); it becomes a row that says so, never a number."""
 
 
 @torch.inference_mode()

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from dflash_bench.engine.clock import clock_for
-from dflash_bench.engine.decoding import DecodingError, Drafter, Foresees, Limits, Round, decode
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import DecodingError, Limits, Round
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method

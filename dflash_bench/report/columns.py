@@ -58,7 +58,7 @@ ROUNDS = (
         lambda cell: with_interval(cell.figures.get("speedup.decode.geometric")),
         "left",
     ),
-    Column("audit", lambda cell: _tally(cell.audit)),
+    Column("audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )

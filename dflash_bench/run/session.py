@@ -57,7 +57,8 @@ class Request:
     min_p: tuple[float, ...] = ()
     repetition_penalty: tuple[float, ...] = ()
     block_size: str | None = None
-    """One, or several with commas between them."""
+    """One, or several with commas between them; and so `draft_steps`."""
+    draft_steps: str | None = None
     budget: str | None = None
     """How long to measure, such as 5m; all prompts if absent."""
     over: tuple[str, ...] = ()
@@ -148,12 +149,16 @@ def _execute_within(
 
 def _methods(request: Request) -> list[methods.Method]:
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
-    if request.block_size is None:
-        return chosen
-    if not any(method.leaves_open("block") for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
-    sizes = sweeping.Axis("block", sweeping.split(request.block_size, "--block-size"), flag="--block-size")
-    return sweeping.laid_out(chosen, [sizes], one_at_a_time=False)
+    for name, text, drafter in (
+        ("block", request.block_size, "--method dflash, or another that leaves its block open"),
+        ("steps", request.draft_steps, "--method dflash, or where it says its steps itself"),
+    ):
+        flag = {"block": "--block-size", "steps": "--draft-steps"}[name]
+        if text is not None and not any(method.leaves_open(name) for method in chosen):
+            raise UserError(f"{flag} has no effect without {drafter}")
+        if text is not None:
+            chosen = sweeping.laid_out(chosen, [sweeping.Axis(name, sweeping.split(text, flag), flag=flag)], False)
+    return chosen
 
 
 def _swept(request: Request, chosen: Sequence[methods.Method]) -> tuple[Request, Sequence[methods.Method]]:

@@ -158,8 +158,8 @@ def last_part(name: str) -> str:
 
 
 def _saturated(case: Case) -> Seen | None:
-    # No round keeps all nodes of a tree: they are alternatives.
-    if is_tree(case.cell.method) or is_probe(case.cell.method):
+    # No round keeps all nodes of a tree, which are alternatives; every round of a lossy method keeps everything.
+    if is_tree(case.cell.method) or is_probe(case.cell.method) or is_lossy(case.cell.method):
         return None
     num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:

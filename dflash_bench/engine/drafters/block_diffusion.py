@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.sampling import Sampler, inverse_cdf
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.engine.costs import Pace
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -37,8 +37,8 @@ def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
     drafter = DDTreeDrafter(draft, target.embedding, target.head, nodes, top_k, block_size)
     if "nodes" in method.options and drafter.num_drafts < nodes:
         raise UserError(
-            f"method '{method.label}': a block of {drafter.block_size}, with {drafter.top_k} tokens to choose from at "
-            f"each place, holds at most {drafter.num_drafts} nodes; give fewer nodes, or a greater block or top_k"
+            f"method '{method.label}': with top_k {drafter.top_k} and block {drafter.block_size} the tree has at most "
+            f"{drafter.num_drafts} nodes; give fewer nodes, or a greater top_k or block"
         )
     return drafter
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.costs import Pace
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.target import Target
@@ -25,10 +25,10 @@ from dflash_bench.models.packed import PackedDFlash
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     draft: DFlashDraft = models.draft_of(method)
-    steps = method.number("steps")
+    steps, rule = method.number("steps"), str(method.option("rule"))
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(draft, target.embedding, target.head, steps=steps)
-    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), steps=steps)
+        return AutoDFlashDrafter(draft, target.embedding, target.head, rule, steps)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), rule, steps)
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:
@@ -151,6 +151,6 @@ class AutoDFlashDrafter(DFlashDrafter):
         self.pace.start()
         logits = self.block_logits()
         tokens, probs = self.picker.pick(logits)
-        surest = logits.amax(dim=-1) - logits.logsumexp(dim=-1)
+        surest = logits.log_softmax(dim=-1).amax(dim=-1)
         width = self.pace.choose(surest.cumsum(dim=-1))
         return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter, block_size
 from dflash_bench.engine.drafters.hosted import Text, chains
 from dflash_bench.engine.drafters.ngram import NGramDrafter

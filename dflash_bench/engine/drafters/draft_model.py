@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import to_device
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.verify import Draft
 
 Text = Sequence[int]

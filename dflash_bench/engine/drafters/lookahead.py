@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.hosted import HostDrafter, Text, Trie, generator, trees
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft

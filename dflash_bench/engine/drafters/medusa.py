@@ -12,7 +12,7 @@ from torch import nn
 
 from dflash_bench.engine.architecture import final_norm
 from dflash_bench.engine.cache import to_device
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.ddtree import Levels, best_nodes
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
