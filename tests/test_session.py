@@ -41,9 +41,9 @@ def test_draft_steps_are_those_of_the_dflash_that_says_none() -> None:
 
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
-    chosen = session._methods(request(methods=("dflash", "dflash:3", "dflash:block=4", "eagle3"), block_size=8))
+    chosen = session._methods(request(methods=("dflash", "dflash:3", "dflash:block=4", "eagle3"), block_size="8"))
     assert [method.label for method in chosen] == ["ar", "dflash:block=8", "dflash:3", "dflash:block=4", "eagle3"]
-    once = session._methods(request(methods=("dflash", "dflash:block=8"), block_size=8))
+    once = session._methods(request(methods=("dflash", "dflash:block=8"), block_size="8"))
     assert [method.label for method in once] == ["ar", "dflash:block=8"]
 
 
