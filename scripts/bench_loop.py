@@ -38,7 +38,7 @@ def main() -> int:
     chosen = methods.chosen(["dflash"])
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
     backend = open_backend(models, loading.preset("nano"), chosen, MAX_NEW_TOKENS, Sampling())
-    loaded = suites.load(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
+    loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     arms: dict[str, Callable[[list[Message]], float]] = {
         "ours": lambda m: per_token(kept(steps, backend.generate("ar", m))),

@@ -208,7 +208,7 @@ def prompts(limit: int) -> list[list[Message]]:
     """First turns, drawn evenly from every suite's embedded rows."""
     known = suites.expand(["paper"])
     per_suite = -(-limit // len(known))
-    loaded = [suites.load(suite, "embedded", per_suite).prompts for suite in known]
+    loaded = [suites.load_prompts(suite, "embedded", per_suite).prompts for suite in known]
     mixed = [each[i] for i in range(per_suite) for each in loaded if i < len(each)]
     return [[*prompt.opening, Message("user", prompt.turns[0])] for prompt in mixed[:limit]]
 

@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, dtype: str) -> Seen:
     backend = LocalBackend(target, models.tokenizer, {"ar": NoDrafter(), **drafters}, limits, Sampling())
     seen = Seen()
     (suite,) = suites.expand([options.suite])
-    for prompt in suites.load(suite, options.data, options.limit).prompts:
+    for prompt in suites.load_prompts(suite, options.data, options.limit).prompts:
         print(f"{dtype}, {seen.num_answers} answers ", end="\r", file=sys.stderr)
         text = backend.encode([Message("user", prompt.turns[0])])
         plain = backend.generate_ids("ar", [text])[0].token_ids

@@ -141,7 +141,7 @@ def nano(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[Exact
     preset, chosen = loading.preset("nano"), methods.chosen(list(METHODS[1:]))
     models = loading.load("nano", list(METHODS[1:]), str(device), dtype)
     backend = open_backend(models, preset, chosen, size.max_new_tokens, Sampling())
-    loaded = suites.load(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
+    loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     prompts = [backend.encode(message) for message in messages]
     plain = [backend.generate_ids("ar", [prompt])[0] for prompt in prompts]

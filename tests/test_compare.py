@@ -330,9 +330,9 @@ def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path:
 
 
 def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
-    eagle = {each.formula for each in published.load() if each.method.startswith("eagle3")}
+    eagle = {each.formula for each in published.load_figures() if each.method.startswith("eagle3")}
     assert eagle == {"al.unstated", "speedup.unstated", "al.served", "speedup.served"}
-    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in published.load() if each.method == "dflash"}
+    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in published.load_figures() if each.method == "dflash"}
 
 
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
@@ -401,7 +401,7 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
 
 
 def test_every_published_figure_has_a_formula_and_a_source() -> None:
-    figures = published.load()
+    figures = published.load_figures()
     assert len(figures) > 500
     assert {each.formula for each in figures} == {*published.FORMULAS, "al.zlab", "speedup.zlab"}
     assert all(each.source and each.value > 0 for each in figures)

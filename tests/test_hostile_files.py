@@ -99,7 +99,7 @@ def many_tensors(model: Path) -> None:
 
 DEEP, DEEPER = (f'{{"model_type": "qwen3", "x": {"[" * depth + "]" * depth}}}' for depth in (900, 100_000))
 BOTH, ALL = ("run", "inspect"), ("run", "inspect", "convert")
-PIPE, DEEP_SAID = "it is a pipe and not a file", "nested more than 100 deep"
+PIPE, DEEP_SAID = "it is a pipe, not a file", "nested more than 100 levels deep"
 DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a pipe as the draft's weights": (pipe("dflash/model.safetensors"), PIPE, ALL),
     "a pipe as its config": (pipe("dflash/config.json"), PIPE, ALL),
@@ -109,8 +109,8 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a pipe as its settings": (pipe("target/generation_config.json"), PIPE, ALL),
     "a pipe as its tokenizer": (pipe("target/tokenizer.json"), PIPE, ALL),
     "a pipe as its template": (pipe("target/chat_template.jinja"), PIPE, ALL),
-    "a folder as weights": (folder("dflash/model.safetensors"), "it is a folder and not a file", ALL),
-    "a folder as the target's weights": (folder("target/model.safetensors"), "it is a folder and not a file", ALL),
+    "a folder as weights": (folder("dflash/model.safetensors"), "it is a folder, not a file", ALL),
+    "a folder as the target's weights": (folder("target/model.safetensors"), "it is a folder, not a file", ALL),
     "a deep draft": (text("dflash/config.json", DEEP), DEEP_SAID, ALL),
     "a deeper draft": (text("dflash/config.json", DEEPER), DEEP_SAID, ALL),
     "a deep target": (text("target/config.json", DEEP), DEEP_SAID, ALL),

@@ -87,7 +87,7 @@ def test_an_unknown_model_lists_the_known() -> None:
 
 
 def test_a_folder_that_is_no_model_says_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no model: it needs target/config\.json"):
+    with pytest.raises(UserError, match=r"is not a model: it needs target/config\.json"):
         load(tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_a_draft_with_another_tokenizer_is_refused(model: Path) -> None:
     content = json.loads((model / "target/tokenizer.json").read_text())
     content["model"]["vocab"] |= {"a": 3, "b": 2}
     (model / "dflash/tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="another tokenizer: 2 of 4 ids differ; 2 is 'b' to the draft and 'a' to the"):
+    with pytest.raises(UserError, match="another tokenizer: 2 of 4 ids differ; 2 is 'b' in the draft and 'a' in the"):
         load(model, "dflash")
 
 
@@ -290,7 +290,7 @@ def test_a_damaged_draft_is_refused(model: Path) -> None:
 def test_a_draft_for_another_target_is_refused(model: Path) -> None:
     config = json.loads((model / "dflash" / "config.json").read_text())
     (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 98}))
-    with pytest.raises(UserError, match="vocabulary of 98, the target's is 97"):
+    with pytest.raises(UserError, match="vocabulary of 98, but the target's is 97"):
         load(model, "dflash")
 
 

@@ -81,10 +81,10 @@ def load(
     return Models(target, tokenizer, networks, revisions, verifiers)
 
 
-def _fetch_draft(name: str, reference: str) -> hub.Checkpoint:
+def _fetch_draft(name: str, reference: str) -> hub.LocalCheckpoint:
     """Checked by its headers as far as goes without its target, which is larger and slower to come by."""
     draft = hub.fetch(reference, pickles=True)
-    form, checkpoint = formats.read(draft.folder, None, headers_only=True)
+    form, checkpoint = formats.read_checkpoint(draft.folder, None, headers_only=True)
     weights, at, tag = name.partition("@")
     if form.kind != weights:
         raise UserError(
