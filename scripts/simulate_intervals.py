@@ -213,9 +213,9 @@ def text() -> str:
 Simulated with seed {SEED}; `scripts/simulate_intervals results/intervals.md` repeats it in about ten minutes on one
 core. Plain decoding takes 30 ms a token, prefill 20 ms. A draft makes decoding {SPEEDUP:g} times faster; this varies by
 20 % from prompt to prompt (all variations are standard deviations of logarithms). Lengths are skewed (lognormal, 0.6)
-unless a line says even (normal, 20 % of their mean) or heavy-tailed (lognormal, 1.2). Each answer's seconds vary
-by {ANSWER_NOISE:.0%} from run to run. "Longer answers sped up more": by 20 % for each standard deviation of the length's
-logarithm. "Heavy-tailed speed-ups": Student's t with 3 degrees of freedom.
+unless a line says even (normal, 20 % of their mean) or heavy-tailed (lognormal, 1.2). Each answer's seconds vary by
+{ANSWER_NOISE:.0%} from run to run. "Longer answers sped up more": by 20 % for each standard deviation of the
+length's logarithm. "Heavy-tailed speed-ups": Student's t with 3 degrees of freedom.
 
 ## Intervals
 
@@ -226,9 +226,9 @@ of a share: {error(0.95, NUM_COVERED)} points):
 
 What remains: if a few long answers take most of the seconds and are sped up differently from the others, a run of few
 prompts usually misses them, and no interval computed from its prompts can show that. With fewer than {MIN_PROMPTS}
-prompts in a run, a report or a comparison says so. Other intervals that we tried on such prompts contain the truth less often:
-percentiles of redrawn ratios, with or without BCa's corrections, widened by Student's t or not; Student's t itself; and
-studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
+prompts in a run, a report or a comparison says so. Other intervals that we tried on such prompts contain the truth less
+often: percentiles of redrawn ratios, with or without BCa's corrections, widened by Student's t or not; Student's t
+itself; and studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
 
 ## The gate
 
