@@ -65,6 +65,8 @@ class Kind:
     """Options that say one thing in several ways, so that only one of them may be given."""
     old_count: str | None = None
     """The option that NAME:N set in earlier versions, which counted the anchor too; refused, with the new spelling."""
+    is_probe: bool = False
+    """Does it measure the engine apart from any draft's quality? Then nothing is wrong with what it has accepted."""
 
     def option(self, name: str) -> Option:
         """Raises UserError for an unknown one."""

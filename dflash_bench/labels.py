@@ -28,6 +28,13 @@ def named(suite: str, *sources: str) -> str:
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
 
 
+def under(name: str, setting: str) -> str:
+    """A suite or a method, already for people, under settings: `gsm8k (embedded; temperature 1)`."""
+    if not setting:
+        return name
+    return f"{name[:-1]}; {setting})" if name.endswith(")") else f"{name} ({setting})"
+
+
 def listed(suites: Iterable[tuple[str, str]]) -> str:
     """Pairs of suite and source as text, each source once, after its suites: `gsm8k, math500 (embedded)`."""
     groups = [(kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: _kind(pair[1]))]

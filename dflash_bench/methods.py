@@ -20,6 +20,14 @@ MAX_DRAFTS = MAX_BLOCK - 1
 _BLOCK = Option(
     "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
 )
+_PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
+
+_SEED = Option("seed", "of the random numbers", 0, 0, 999_999)
+
+
+def _drafted(name: str, default: int) -> Option:
+    return Option("n", f"tokens drafted a round at most, the same as {name}:N", default, 1, MAX_DRAFTS, "tokens")
+
 
 METHODS: dict[str, Kind] = {
     kind.name: kind
@@ -28,8 +36,24 @@ METHODS: dict[str, Kind] = {
         Kind(
             "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
             "chain", True,
-            (_BLOCK, Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens")),
+            (
+                replace(_BLOCK, summary=f"{_BLOCK.summary}; {_PACED}", words=("auto",)),
+                Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
+                       "passes"),
+            ),
             count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
+            (
+                Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
+                       "nodes", ("auto",)),
+                Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
+                       1, 255, "tokens"),
+                _BLOCK,
+            ),
+            count="nodes",
         ),
         Kind(
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
@@ -45,6 +69,103 @@ METHODS: dict[str, Kind] = {
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
             old_count="nodes",
+        ),
+        Kind(
+            "ngram", "prompt lookup: what followed the text's last tokens where they stood before", None, "chain", True,
+            (
+                _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),
+                Option("min", "shortest n-gram looked up", 1, 1, 32, "tokens"),
+            ),
+            count="n",
+        ),
+        Kind(
+            "dflash+ngram", "a DFlash block; where a long piece repeats, what followed it, without a draft pass",
+            "dflash", "chain", True,
+            (
+                _BLOCK, Option("n", "tokens of a block, the same as dflash+ngram:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("match", "repeated tokens that make the block unnecessary", 8, 1, 64, "tokens"),
+                Option("copy", "tokens drafted then", 16, 1, MAX_DRAFTS, "tokens"),
+            ),
+            count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "suffix", "suffix decoding: what followed most often, here or in earlier answers (arXiv 2411.04975)", None,
+            "chain", True,
+            (
+                _drafted("suffix", 16), Option("depth", "longest piece counted, match and draft", 64, 2, 256, "tokens"),
+                Option("threshold", "least estimated probability of a drafted token", 0.1, 0, 1, kind=float),
+                Option("factor", "tokens drafted at most for each that matched", 1.0, 0.1, 16, kind=float),
+                Option("earlier", "draw on the run's answers to other prompts", "yes", words=("yes", "no"), kind=str),
+            ),
+            count="n",
+        ),
+        Kind(
+            "rest", "a tree of what followed most often in a datastore of texts (arXiv 2311.08252)", None, "tree", True,
+            (
+                Option("datastore", "the file, which build-datastore makes; required", kind=str),
+                Option("nodes", "nodes of the tree, the anchor not counted", 15, 1, 255, "tokens"),
+                Option("depth", "levels of the tree below the anchor", 10, 1, 32, "levels"),
+                Option("max", "longest suffix looked up", 16, 1, 32, "tokens"),
+                Option("min", "shortest suffix looked up", 1, 1, 32, "tokens"),
+            ),
+        ),
+        Kind(
+            "lookahead", "the target guesses several places ahead by itself (arXiv 2402.02057)", None, "tree", True,
+            (
+                Option("window", "columns of guesses, W of the paper", 5, 1, 32, "columns"),
+                Option("ngram", "tokens of an n-gram, N", 4, 2, 8, "tokens"),
+                Option("guesses", "n-grams verified a round, G", 5, 1, 32, "n-grams"),
+            ),
+        ),
+        Kind(
+            "oracle", "the plain answer itself: measures the engine, not a draft", None, "chain", True,
+            (_drafted("oracle", 15),), count="n", is_probe=True,
+        ),
+        Kind(
+            "random", "random tokens: measures the engine, not a draft", None, "chain", True,
+            (_drafted("random", 15), _SEED), count="n", is_probe=True,
+        ),
+        Kind(
+            "synthetic", "tokens right at given rates: measures the engine, not a draft", None, "chain", True,
+            (
+                Option("rates", "for each token, how often it is right if those before are", "0.9/0.8/0.7/0.6/0.5",
+                       kind=str),
+                _SEED,
+            ),
+            is_probe=True,
+        ),
+        Kind(
+            "draft-model", "a small language model of the same tokenizer drafts token by token (arXiv 2211.17192)",
+            "draft-model", "chain", True,
+            (
+                Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
+                Option(
+                    "rule", "how drafted tokens are chosen and judged above temperature 0", "match",
+                    words=("match", "rejection"), kind=str,
+                ),
+            ),
+            count="n",
+        ),
+        Kind(
+            "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
+            "medusa", "tree", True,
+            (
+                Option("heads", "heads that are asked, nearest first; all of them if absent", None, 1, 64, "heads"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 63, 1, 255, "tokens"),
+                Option("top_k", "tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
+            ),
+        ),
+        Kind(
+            "block-diffusion",
+            "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
+            "block-diffusion", "chain", False,
+            (
+                Option(
+                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
+                    "tokens",
+                ),
+                Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
+            ),
         ),
     )
 }  # fmt: skip
@@ -80,6 +201,12 @@ class Method:
         value = self.option(name)
         assert isinstance(value, int), f"{name} of {self.label} is {value!r}"
         return value
+
+    def real(self, name: str) -> float:
+        """The same for one that is any number."""
+        value = self.option(name)
+        assert isinstance(value, int | float), f"{name} of {self.label} is {value!r}"
+        return float(value)
 
     def leaves_open(self, name: str) -> bool:
         """Does it have this option, and has the user given neither it nor another that says the same?"""
@@ -153,3 +280,21 @@ def is_tree(label: str) -> bool:
     """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.shape == "tree"
+
+
+def is_lossy(label: str) -> bool:
+    """May its answers be other than the target's own? Then they are scored, and not judged."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and not kind.lossless
+
+
+def is_probe(label: str) -> bool:
+    """Does it measure the engine, whatever a draft may be worth? Of any label that was ever stored."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and kind.is_probe
+
+
+def has_draft(label: str) -> bool:
+    """Does it draft with a trained network? Methods that are not known any more may have."""
+    kind = METHODS.get(name_of(label))
+    return kind is None or kind.weights is not None

@@ -6,11 +6,11 @@ Seconds end in `_s`, bytes in `_bytes`, counts start with `num_`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch"]
@@ -46,6 +46,25 @@ class Settings:
     def greedy(self) -> bool:
         return is_greedy(self.temperature)
 
+    def __str__(self) -> str:
+        """`temperature 1, top_p 0.95, thinking on`: the temperature, and what is not left as it is."""
+        usual, names = Settings(), [item.name for item in fields(self)]
+        return self.words([n for n in names if n == "temperature" or getattr(self, n) != getattr(usual, n)])
+
+    def words(self, names: Sequence[str]) -> str:
+        """What these fields are."""
+        return ", ".join(f"{name.replace('_', ' ')} {_word(getattr(self, name))}" for name in names)
+
+
+GREEDY = Settings()
+"""Of a model without a switch for thinking."""
+
+
+def _word(value: float | bool | None) -> str:
+    if value is None:
+        return "not a switch"
+    return ("on" if value else "off") if isinstance(value, bool) else f"{value:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -78,6 +97,8 @@ class Generation:
     the round). The first token comes from prefill and belongs to no round. `None` means the backend
     hides rounds.
     `decode_s` starts when the first token exists and includes `draft_prefill_s`.
+    `drafted_ids` are the tokens of all rounds one after another, `sum(drafted)` of them; of trees `drafted_parents`
+    says beside each which node of its round it follows, -1 for the anchor.
     """
 
     token_ids: tuple[int, ...]
@@ -88,11 +109,15 @@ class Generation:
     decode_s: float
     draft_prefill_s: float | None = None
     drafted: tuple[int, ...] | None = None
+    drafted_ids: tuple[int, ...] | None = None
+    drafted_parents: tuple[int, ...] | None = None
     accepted: tuple[int, ...] | None = None
     emitted: tuple[int, ...] | None = None
     draft_s: tuple[float, ...] | None = None
     verify_s: tuple[float, ...] | None = None
     round_s: tuple[float, ...] | None = None
+    num_thinking_tokens: int | None = None
+    """Up to and with the end of thinking; None where the chat template knows no thinking."""
     peak_memory_bytes: int | None = None
     error: str | None = None
 
@@ -139,6 +164,10 @@ class Record:
     order: int
     """Position of this generation in the run, so that drift over time can be seen."""
     generation: Generation
+    settings: Settings = GREEDY
+    start_s: float | None = None
+    """On the run's clock: wall time since the run was started, which goes on when the run is resumed."""
+    end_s: float | None = None
     answer: str | None = None
     passed: bool | None = None
     exactness: Exactness | None = None
@@ -148,7 +177,3 @@ class Record:
     """Against the published model: is every token its own choice? None where the judge was not asked."""
     departure: Divergence | None = None
     """Of an audit that is not "exact", the place where the judge's best token is furthest ahead."""
-
-    @property
-    def cell(self) -> tuple[str, str]:
-        return self.suite, self.method

@@ -19,7 +19,6 @@ import torch
 
 from dflash_bench import methods
 from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.engine.sampling import Sampling
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
 from dflash_bench.records import Generation, Message
@@ -37,7 +36,7 @@ def main() -> int:
     torch.set_num_threads(1)
     chosen = methods.chosen(["dflash"])
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
-    backend = open_backend(models, loading.preset("nano"), chosen, MAX_NEW_TOKENS, Sampling())
+    backend = open_backend(models, loading.preset("nano"), chosen, MAX_NEW_TOKENS)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     arms: dict[str, Callable[[list[Message]], float]] = {

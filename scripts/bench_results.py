@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from dflash_bench.environment import describe
+from dflash_bench.records import Settings
 from dflash_bench.results import parts, store
 
 LIMIT_S, LIMIT_MB = 10.0, 1500
@@ -26,16 +28,22 @@ from dflash_bench.results import frame
 from dflash_bench.analysis import metrics
 from dflash_bench import report
 from dflash_bench.analysis.findings import findings
-rows = frame.read(Path(sys.argv[1])).rows
-cells = metrics.summarise(rows)
+results = frame.read(Path(sys.argv[1]))
+rows = results.rows
+cells = metrics.summarise(rows, results.info["identity"])
 print(report.text(cells, findings(rows, cells)))
 """
+SAME_IN_ALL = {
+    "run_id": "0" * 32, "model": "made up", "target": "made up", "dtype": "float32", "device": "cpu", "engine": "local",
+    "method_options": "{}", "seed": 0, "concurrency": 1, "source": "embedded", **asdict(Settings()),
+}  # fmt: skip
 COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import main; main()"
 
 
 def make(folder: Path, num_answers: int) -> None:
     """Write a run as `dflash-bench run` would leave it, with merged parts."""
-    identity = {"schema_version": 1, "suites": {}, "temperature": 0.0, "dtype": "float32", "model": "made up"}
+    identity = {"schema_version": 3, "suites": {}, "dtype": "float32", "model": "made up"}
+    identity["settings"] = [asdict(Settings())]
     num_prompts = num_answers // (len(METHODS) * SUITES * REPEATS)
     asked = [[f"p{number}", 1, f"h{number}"] for number in range(num_prompts)]
     plan = {"methods": [*METHODS], "repeats": REPEATS, "prompts": {f"suite{number}": asked for number in range(SUITES)}}
@@ -51,7 +59,7 @@ def make(folder: Path, num_answers: int) -> None:
 
 
 def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
-    schema = parts.to_table([]).schema
+    schema = parts.to_table([], {}).schema
     at = np.arange(start, start + size)
     method = at % len(METHODS)
     suite, repeat = at // 3 % SUITES, at // (3 * SUITES) % REPEATS
@@ -91,9 +99,16 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
         "draft_prefill_s": pa.array(np.full(size, 0.001)),
         "passed": pa.array(rng.random(size) < 0.7),
         "exactness": pa.array(["exact"] * size),
+        "method_name": pa.array(np.array(list(METHODS))[method]),
+        "start_s": pa.array(at * 0.5),
+        "end_s": pa.array(at * 0.5 + 0.4),
     }
-    constant = {"suite_version": 1, "turn": 0, "num_prompt_tokens": 100}
-    columns |= {name: pa.array(np.full(size, value), pa.int32()) for name, value in constant.items()}
+    # What was drafted and not kept is another token than the next one.
+    drafted_offsets = pa.array(np.concatenate([[0], np.cumsum(np.add.reduceat(drafted, offsets.to_numpy()[:-1]))]))
+    drafted_ids = pa.array(rng.integers(0, 4096, int(drafted.sum())), pa.int32())
+    columns["drafted_ids"] = pa.ListArray.from_arrays(drafted_offsets.cast(pa.int32()), drafted_ids)
+    constant = {"suite_version": 1, "turn": 0, "num_prompt_tokens": 100, **SAME_IN_ALL}
+    columns |= {name: pa.array([value] * size) for name, value in constant.items()}
     return pa.table(
         [columns.get(field.name, pa.nulls(size, field.type)).cast(field.type) for field in schema], schema=schema
     )

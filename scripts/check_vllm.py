@@ -33,7 +33,6 @@ from vllm_server import Server, ServerError
 from dflash_bench import methods
 from dflash_bench.analysis import stats
 from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.engine.sampling import Sampling
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
 from dflash_bench.records import Generation, Message
@@ -140,7 +139,7 @@ def main() -> int:
     names = [method.name for method in chosen if method.name != "ar"]
     models = loading.load(MODEL, names, "cpu", torch.float32)
     preset = loading.preset(MODEL)
-    backend = open_backend(models, preset, chosen, MAX_NEW_TOKENS, Sampling())
+    backend = open_backend(models, preset, chosen, MAX_NEW_TOKENS)
     messages = prompts(options.limit)
     plain = answers(backend, "ar", messages)
     compared = []

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dflash_bench.engine.decoding import Committed, Limits, NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.engine.local import LocalBackend, stop_ids
-from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.environment import describe, one_line
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, dtype: str) -> Measured:
     target = Target(models.target)
     drafters = {str(width): Known(width, target.device) for width in WIDTHS}
     limits = Limits(options.max_new_tokens, stop_ids(models.target, models.tokenizer))
-    backend = LocalBackend(target, models.tokenizer, {"ar": NoDrafter(), **drafters}, limits, Sampling())
+    backend = LocalBackend(target, models.tokenizer, {"ar": NoDrafter(), **drafters}, limits)
     measured = Measured()
     (suite,) = suites.expand([options.suite])
     for prompt in suites.load_prompts(suite, options.data, options.limit).prompts:

@@ -26,11 +26,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_bench import methods
-from dflash_bench.engine.decoding import Drafter, Limits, NoDrafter
+from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import dflash, eagle3, loading
@@ -140,7 +140,7 @@ def nano(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[Exact
     """Every method alone, and every method on all prompts together, against plain decoding of each prompt alone."""
     preset, chosen = loading.preset("nano"), methods.chosen(list(METHODS[1:]))
     models = loading.load("nano", list(METHODS[1:]), str(device), dtype)
-    backend = open_backend(models, preset, chosen, size.max_new_tokens, Sampling())
+    backend = open_backend(models, preset, chosen, size.max_new_tokens)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     prompts = [backend.encode(message) for message in messages]
@@ -184,7 +184,7 @@ def timed(device: torch.device, size: Size) -> Iterator[Timing]:
 
 
 def timing(target: Target, method: str, drafter: Drafter, prompts: list[list[int]], size: Size) -> Timing:
-    backend = LocalBackend(target, NO_TEXT, {method: drafter}, Limits(size.max_new_tokens), Sampling())
+    backend = LocalBackend(target, NO_TEXT, {method: drafter}, Limits(size.max_new_tokens))
     backend.generate_ids(method, prompts)
     generation = backend.generate_ids(method, prompts)[0]
     if generation.error:

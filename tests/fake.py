@@ -10,7 +10,7 @@ import pytest
 from rows import generation
 
 from dflash_bench import cli
-from dflash_bench.records import Divergence, Generation, Message
+from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
 from dflash_bench.run import session
 from dflash_bench.tasks.suites import Loaded
 
@@ -30,7 +30,9 @@ class FakeBackend:
     """By tokens: what the audit finds; nothing for all others."""
     audited: list[tuple[int, ...]] = field(default_factory=list)
 
-    def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation:
+    def generate(
+        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+    ) -> Generation:
         self.calls.append((method, tuple(messages)))
         if len(self.calls) in self.fails_at:
             raise self.fails_at[len(self.calls)]
@@ -44,11 +46,13 @@ class FakeBackend:
         answer = generation(accepted, block, text=self.text_of(question))
         return self.faults.get(method, lambda same: same)(answer)
 
-    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+    def divergence(
+        self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
+    ) -> Divergence:
         assert tuple(plain) != tuple(other)
         return self.where
 
-    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
         self.audited.append(tuple(answer))
         return self.departures.get(tuple(answer))
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dflash_bench.engine import decoding
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.decoding import Row
 from dflash_bench.engine.recurrent import Recurrence
 from dflash_bench.engine.sampling import Sampler
+from dflash_bench.engine.sequences import Row
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft, Verdict
 

@@ -18,7 +18,6 @@ from faults import Fault
 
 from dflash_bench import cli
 from dflash_bench.engine.local import open_backend
-from dflash_bench.engine.sampling import Sampling
 from dflash_bench.methods import parse
 from dflash_bench.models import loading
 from dflash_bench.models.presets import preset
@@ -113,7 +112,7 @@ def _in_float32(dtype: str) -> Any:
 
 @cache
 def _prompts(dtype: str) -> dict[tuple[str, str], list[int]]:
-    backend = open_backend(models(dtype), preset("nano"), [parse("ar")], 1, Sampling())
+    backend = open_backend(models(dtype), preset("nano"), [parse("ar")], 1)
     return {
         (suite.name, prompt.prompt_id): backend.encode([Message("user", prompt.turns[0])])
         for suite in suites.expand(SUITES)

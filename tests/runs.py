@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench.records import Divergence, Generation, Record
-from dflash_bench.results import store
+from dflash_bench.records import GREEDY, Divergence, Generation, Record
+from dflash_bench.results import frame, parts, rounds, slices, store
+from dflash_bench.results.identity import settings_of
 
 SUITES: dict[str, Any] = {
     "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}
@@ -77,7 +78,10 @@ def planned(records: Sequence[Record]) -> dict[str, Any]:
 def stored(
     folder: Path, records: Sequence[Record], *, environment: Any = None, plan: Any = None, **identity: Any
 ) -> Path:
-    """Finished, in parts of ten answers; the plan is that of the records, unless there is another."""
+    """Finished, in parts of ten answers; the plan is that of the records, unless there is another.
+
+    Records whose settings nobody chose are under those of the run.
+    """
     scored = {row.suite for row in records if row.passed is not None}
     suites = {name: suite if name in scored else suite | {"scorer": "none"} for name, suite in SUITES.items()}
     info = {
@@ -86,11 +90,25 @@ def stored(
         "environment": ENVIRONMENT | (environment or {}),
         "command": "dflash-bench",
     }
+    (usual, *_) = settings_of(info["identity"])
+    records = [replace(row, settings=usual) if row.settings == GREEDY else row for row in records]
     with store.create(folder, info) as run:
         for start in range(0, len(records), 10):
             run.append(records[start : start + 10])
         run.mark_finished({})
     return folder
+
+
+def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
+    """What a reader makes of the rows that these would be."""
+    several = tuple(dict.fromkeys(row.settings for row in records))
+    table = frame._table(parts.to_table(records, {}).to_batches(), several, by)
+    return slices.sliced(frame._frame([table], several), by)
+
+
+def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
+    """Of gsm8k, under settings that nobody chose."""
+    return rounds._counted(parts.to_table(records, {}).to_batches(), (GREEDY,))["gsm8k", str(GREEDY), method]
 
 
 def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Record]:

@@ -115,6 +115,29 @@ def test_a_path_whose_ends_overlap_is_gathered_before_it_is_written() -> None:
     assert write(cache, [4], 1, 90)[0].tolist() == [10, 12, 11, 12, 90]
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_path_moves_in_all_layers_whatever_their_shapes(num_rows: int) -> None:
+    """Layers of two shapes, one of them with values of another width than its keys; made like a cache or not."""
+    first = KVCache(num_rows, 4, CPU)
+    wide = {0: (1, 1), 1: (2, 3), 2: (1, 1)}
+
+    def filled(cache: KVCache) -> KVCache:
+        cache.place([0] * num_rows, 4)
+        for layer, widths in wide.items():
+            cache.write(layer, *(numbered(num_rows, 4, 10 * layer).expand(-1, -1, -1, width) for width in widths))
+        return cache
+
+    alike = filled(KVCache(num_rows, 8, CPU, like=filled(first)))
+    assert len(alike._stacks) == 3 and len(first._stacks) == 4
+    for cache in (first, alike):
+        cache.keep_path([1] * num_rows, torch.tensor([[0, 2]]).expand(num_rows, -1))
+        for layer, widths in wide.items():
+            for buffer, width in zip(cache._layers[layer], widths, strict=True):
+                assert buffer.shape == (num_rows, 1, cache.capacity, width)
+                expected = [[100 * row + 10 * layer + i for i in (0, 1, 3, 3)] for row in range(num_rows)]
+                assert buffer[:, 0, :4, width - 1].tolist() == expected
+
+
 def shown(mask: Tensor) -> list[list[list[int]]]:
     """The columns each row's tokens may see."""
     return [[(token == 0).nonzero()[:, 0].tolist() for token in row] for row in mask[:, 0]]

@@ -55,9 +55,12 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
     blocks = out.split("\n\n")
     assert [block.partition(":")[0] for block in blocks[:-1]] == list(presets.table())
     assert blocks[0].splitlines()[1:] == [
-        "  * target  in this package",
-        "  * dflash  in this package",
-        "  * eagle3  in this package, 7 tokens a round",
+        "  * target          in this package",
+        "  * dflash          in this package",
+        "  * eagle3          in this package, 7 tokens a round",
+        "  * draft-model     in this package",
+        "  * medusa          in this package",
+        "  * block-diffusion in this package",
     ]
     assert blocks[2].splitlines() == [
         "qwen3-8b: needs about 16 GB, has 24 GB",
@@ -96,7 +99,7 @@ def test_the_json_of_the_list_has_the_promised_keys(
     )
     assert {tuple(one) for one in listed} == {tuple(promised.split())}
     assert (listed[0]["cached"], listed[1]["cached"]) == (
-        {"target": True, "dflash": True, "eagle3": True},
+        dict.fromkeys(("target", "dflash", "eagle3", "draft-model", "medusa", "block-diffusion"), True),
         {"target": False, "dflash": False, "eagle3": False},
     )
 

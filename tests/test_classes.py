@@ -14,10 +14,9 @@ from torch import Tensor
 from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
 from dflash_bench.engine import recurrent
-from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.recurrent import Kept, advance
-from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
@@ -90,7 +89,7 @@ def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
     with pytest.raises(
         UserError, match=r"--method eagle3-tree:nodes=3: recurrent layers, as a \w+ target has, read no trees"
     ):
-        open_backend(models, Preset("", {}), [parse("eagle3-tree:nodes=3")], NEW, Sampling())
+        open_backend(models, Preset("", {}), [parse("eagle3-tree:nodes=3")], NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)

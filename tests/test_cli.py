@@ -131,8 +131,8 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
         ("gsm8k", method) for method in ("ar", "dflash", "eagle3:2")
     ]
     promised = (
-        "suite source method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode speedup_e2e "
-        "exact audit passed draft_ms verify_ms other_ms break_even_al"
+        "suite source settings method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode "
+        "speedup_e2e exact audit passed draft_ms verify_ms other_ms break_even_al"
     )
     assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}
     plain, dflash, _ = shown["cells"]
@@ -268,11 +268,13 @@ def test_any_target_with_any_draft_in_the_mode_that_was_asked_for(
         return {finding["kind"] for finding in shown["findings"]}, store.load(Path(shown["run"]))[0]["identity"]
 
     found, identity = kinds("--model", "mine", "--out", "off")
-    assert (identity["thinking"], "other_mode" in found) == (False, False)
-    found, identity = kinds("--model", "mine", "--thinking", "--attention", "eager", "--out", "on")
-    assert (identity["thinking"], identity["attention"], "other_mode" in found) == (True, "eager", True)
+    assert (identity["settings"][0]["thinking"], "other_mode" in found) == (False, False)
+    found, identity = kinds("--model", "mine", "--thinking", "on", "--attention", "eager", "--out", "on")
+    assert (identity["settings"][0]["thinking"], identity["attention"], "other_mode" in found) == (True, "eager", True)
     # Of a draft in the preset's place nothing is known.
-    found, identity = kinds("--model", "mine", "--thinking", "--draft", f"dflash={model / 'dflash'}", "--out", "own")
+    found, identity = kinds(
+        "--model", "mine", "--thinking", "on", "--draft", f"dflash={model / 'dflash'}", "--out", "own"
+    )
     assert (identity["drafts"]["dflash"]["trained_thinking"], "other_mode" in found) == (None, False)
     _, identity = kinds("--target", model / "target", "--draft", f"eagle3={model / 'eagle3'}", "--out", "free")
     assert (identity["model"], set(identity["methods"])) == (str(model / "target"), {"ar", "eagle3"})
@@ -284,7 +286,7 @@ def test_sampled_answers_are_not_judged(here: Path, model: Path, monkeypatch: Pa
     assert main(monkeypatch, "run", "--model", model, "--out", "out", "--temperature", 0.8, "--seed", 3, *words) == 0
     assert [cell["exact"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [None, None]
     identity = store.load(here / "out")[0]["identity"]
-    assert (identity["temperature"], identity["seed"]) == (0.8, 3)
+    assert (identity["settings"][0]["temperature"], identity["seed"]) == (0.8, 3)
 
 
 # Bad input
@@ -309,6 +311,7 @@ def refused(here: Path, monkeypatch: Patch, capsys: Captured) -> Callable[..., s
 
 NO_EFFECT = {
     "--suite gsm8k --method eagle3 --block-size 8": "--block-size has no effect without --method dflash",
+    "--suite gsm8k --method eagle3 --draft-steps 2": "--draft-steps has no effect without --method dflash",
     "--suite gsm8k --method dflash:7 --block-size 8": "--block-size has no effect without --method dflash",
     "--suite gsm8k --seed 1": "--seed has no effect at temperature 0",
     "--suite gsm8k --resume": "--resume needs --out FOLDER",
@@ -321,7 +324,18 @@ NO_EFFECT = {
     "--suite gsm8k --attention flash_attention_2": "--attention flash_attention_2 takes no mask, and this engine needs",
     "--suite gsm8k --device-map auto --device cpu": "--device has no effect with --device-map",
     "--suite gsm8k --trust-remote-code": "--trust-remote-code has no effect: ",
-    "--suite gsm8k --temperature inf": "--temperature must be a number from 0 up, not inf",
+    "--suite gsm8k --temperature inf": "--temperature takes numbers from 0 up, not inf",
+    "--suite gsm8k --temperature=-1": "--temperature takes numbers from 0 up, not -1",
+    "--suite gsm8k --temperature 0,hot": "--temperature takes a number, or several with commas between them, not 0,hot",
+    "--suite gsm8k --temperature 0,1,0": "--temperature names one twice: 0,1,0",
+    "--suite gsm8k --top-k 5": "--top-k has no effect at temperature 0",
+    "--suite gsm8k --top-p 0.9": "--top-p has no effect at temperature 0",
+    "--suite gsm8k --min-p 0.1": "--min-p has no effect at temperature 0",
+    "--suite gsm8k --temperature 1 --top-p 1.5": "--top-p is a share between 0 and 1, not 1.5",
+    "--suite gsm8k --temperature 1 --min-p nan": "--min-p is a share between 0 and 1, not nan",
+    "--suite gsm8k --repetition-penalty 1": "--repetition-penalty is a number above 0 other than 1",
+    "--suite gsm8k --thinking maybe": "unknown mode of thinking 'maybe'",
+    "--suite gsm8k --no-thinking": "--no-thinking is now written --thinking off",
 }
 
 

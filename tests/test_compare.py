@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from golden import assert_golden
 from rows import drafted, pair, plain
-from runs import SUITES, answers, asked, changed, slower, stored
+from runs import SUITES, answers, asked, changed, frame_of, slower, stored
 
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.records import SCHEMA_VERSION
-from dflash_bench.results import frame, parts, store
+from dflash_bench.results import parts, store
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -106,7 +106,7 @@ def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -
 
 def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
     # Rounds begin after 1, 6, ... 31 and 36 tokens; the eighth is the first beyond 32.
-    rows = frame.from_records(pair("a", [4] * 8), by="output-position")
+    rows = frame_of(pair("a", [4] * 8), by="output-position")
     own = rows[rows["method"] == "dflash"]
     assert own["slice"].tolist() == ["1-32", "33-64"]
     assert own["num_rounds"].tolist() == [7, 1]
@@ -260,7 +260,7 @@ def test_the_official_harness_means_over_responses_and_forgets_the_first_draft()
         plain("a", 10), drafted("a", [4, 4], changes={"decode_s": 0.055, "draft_prefill_s": 0.015}),
         plain("b", 6), drafted("b", [0, 0, 1, 1], changes={"decode_s": 0.085, "draft_prefill_s": 0.005}),
     ]  # fmt: skip
-    ar, dflash = zlab.official(frame.from_records(rows))
+    ar, dflash = zlab.official(frame_of(rows))
     assert dflash.al == pytest.approx((5 + 1.5) / 2)
     # Left out: draft prefill, and the first draft of 5 ms. Tokens: 11 and 7, the first one included.
     own = ((0.055 - 0.02) / 11 + (0.085 - 0.01) / 7) / 2
@@ -271,7 +271,7 @@ def test_the_official_harness_means_over_responses_and_forgets_the_first_draft()
 
 def test_rounds_past_the_stop_token_count_for_the_official_harness() -> None:
     cut = [plain("a", 6), drafted("a", [4, 4], changes={"emitted": (5, 1), "token_ids": tuple(range(7))})]
-    assert zlab.official(frame.from_records(cut))[1].al == 5
+    assert zlab.official(frame_of(cut))[1].al == 5
 
 
 def test_compat_shows_both(tmp_path: Path, main: Main) -> None:
@@ -288,7 +288,7 @@ def test_compat_says_where_the_official_harness_would_have_printed_something_els
     over = {"emitted": lambda row: (*row.generation.emitted[:-1], row.generation.emitted[-1] - 1)}
     rows = changed(rows, "eagle3-tree", 5, finish_reason="length")
     rows = changed(rows, "eagle3-tree", 2, **over)  # of these the last round overshot, and was cut
-    assert [note.partition(":")[0] for note in zlab.notes(frame.from_records(rows))] == [
+    assert [note.partition(":")[0] for note in zlab.notes(frame_of(rows))] == [
         "the official harness has no eagle3-tree", "3 of 48 answers reach the token limit exactly",
     ]  # fmt: skip
 
@@ -299,7 +299,7 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
     assert {each["published"]["target_model"] for each in figures} == {"Qwen3-8B"}
     assert {each["published"]["dataset"] for each in figures} == {"gsm8k"}
     own = {each["published"]["formula"]: each["own"] for each in figures}
-    (official,) = [each for each in zlab.official(frame.from_records(answers())) if each.method == "dflash"]
+    (official,) = [each for each in zlab.official(frame_of(answers())) if each.method == "dflash"]
     assert own["al.zlab"] == pytest.approx(official.al)
     assert {name for name, value in own.items() if value is None} <= set(published.FORMULAS)
 

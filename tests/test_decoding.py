@@ -30,9 +30,12 @@ from toy import (
     tiny,
 )
 
+from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import Committed, DecodingError, Drafter, Limits, NoDrafter, decode
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import DecodingError, Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 
@@ -112,6 +115,27 @@ def test_a_tree_keeps_as_much_as_the_chain_inside_it() -> None:
             for drafter in (Scripted(texts(PROMPTS[:1]), 4), Tree(texts(PROMPTS[:1]), 4, shape, VOCAB))
         )
         assert [step.accepted for step in tree.rounds] == [step.accepted for step in chain.rounds]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_only_a_path_with_gaps_is_moved_in_the_cache(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Tensor] = []
+    original = KVCache.keep_path
+
+    def keep_path(cache: KVCache, starts: Sequence[int], path: Tensor) -> None:
+        moved.append(path)
+        original(cache, starts, path)
+
+    monkeypatch.setattr(KVCache, "keep_path", keep_path)
+    prompts = PROMPTS[:num_rows]
+    for shape in ("chain", "branching"):
+        moved.clear()
+        out = run(table(), Tree(texts(prompts), 4, shape, VOCAB), prompts)
+        assert sum(max(step.accepted) > 0 for step in out.rounds) > 3
+        assert bool(moved) == (shape == "branching")
+        # In the last round nothing is kept any more.
+        assert len(moved) < len(out.rounds)
+        assert all((path[:, 1:] > path[:, :-1] + 1).any() for path in moved)
 
 
 def test_right_drafts_are_kept_and_wrong_ones_are_not() -> None:
@@ -553,11 +577,19 @@ def with_eagle3_tree() -> Parts:
     return target, eagle3_tree_drafter(target)
 
 
+def with_ddtree() -> Parts:
+    from test_ddtree import ddtree_drafter
+
+    target = Target(tiny("llama"))
+    return target, ddtree_drafter(target)
+
+
 PARTS: dict[str, Callable[[], Parts]] = {
     "plain": lambda: (Target(tiny("llama")), NoDrafter()),
     "dflash": with_dflash,
     "eagle3": with_eagle3,
     "eagle3-tree": with_eagle3_tree,
+    "ddtree": with_ddtree,
 }
 
 
@@ -607,3 +639,26 @@ def test_what_an_earlier_generation_left_behind_changes_nothing(method: str, num
     fresh = decoded(*PARTS[method](), short)
     assert used.tokens == fresh.tokens
     assert [step.accepted for step in used.rounds] == [step.accepted for step in fresh.rounds]
+
+
+def test_what_was_drafted_rides_in_the_rounds_own_transfer_padding_left_out() -> None:
+    target = Target(tiny("qwen3"))
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, plain(target, PROMPTS), strict=True)]
+    drafter = Scripted(texts, 4, lambda token: token if token % 3 else 7)
+    out = run(target, drafter, PROMPTS)
+    for row, text in enumerate(texts):
+        end = len(PROMPTS[row])
+        for step in out.own(row):
+            expected = [*text[end + 1 : end + 5], *[0] * 4][:4]
+            assert step.drafted_ids[row] == [token if token % 3 else 7 for token in expected]
+            assert len(step.drafted_ids[row]) == step.drafted[row] and step.drafted_parents is None
+            end += step.accepted[row] + 1
+
+
+def test_of_a_tree_the_parents_of_what_was_drafted_are_kept_too() -> None:
+    out = run(TableTarget(5, 32), SampledTree(2, 5), [[1, 2]] * 2, 6, sampling=Sampling(1.0, 4))
+    for step in out.rounds:
+        assert step.drafted_parents is not None
+        for ids, parents, count in zip(step.drafted_ids, step.drafted_parents, step.drafted, strict=True):
+            assert len(ids) == len(parents) == count
+            assert all(-1 <= parent < place for place, parent in enumerate(parents))

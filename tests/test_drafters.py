@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
 
-from dflash_bench.engine.decoding import Committed, NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
@@ -112,12 +113,17 @@ def record(inner: Any, module: nn.Module, target: Target, prompts: Sequence[Sequ
 
 
 @torch.inference_mode()
-def dflash_from_scratch(drafter: DFlashDrafter, features: Tensor, anchor: int) -> Tensor:
-    """Logits [block - 1, V] of one row, with all its context read at once and nothing cached."""
+def dflash_from_scratch(
+    drafter: DFlashDrafter, features: Tensor, anchor: int, written: Sequence[int] | None = None
+) -> Tensor:
+    """Logits [block - 1, V] of one row, with all its context read at once and nothing cached.
+
+    `written` stands behind the anchor; masks if absent.
+    """
     block, length = drafter.block_size, len(features)
     rotary = Rotary(8, drafter.config.rope_theta, length + block, torch.device("cpu"), torch.float32)
     context = drafter.draft.context(features[None], rotary.at(torch.arange(length)[None]))
-    ids = torch.tensor([[anchor, *[drafter.config.mask_token_id] * (block - 1)]])
+    ids = torch.tensor([[anchor, *(written or [drafter.config.mask_token_id] * (block - 1))]])
 
     def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         past_keys, past_values = context[layer]
@@ -423,3 +429,47 @@ def nano_from_scratch(drafter: DFlashDrafter, features: Tensor, anchor: int) -> 
         fresh.propose()
     hook.remove()
     return logits[-1][0]
+
+
+# Several steps.
+
+
+@torch.inference_mode()
+def denoised(drafter: DFlashDrafter, features: Tensor, anchor: int, steps: int) -> list[int]:
+    """The tokens of one row, with all its context read at once in every step and nothing cached."""
+    mask, size = drafter.config.mask_token_id, drafter.block_size
+    fixed: dict[int, int] = {}
+    for step in range(1, steps + 1):
+        ids = [fixed.get(place, mask) for place in range(size - 1)]
+        log_q = dflash_from_scratch(drafter, features, anchor, ids).log_softmax(dim=-1)
+        best, tokens = log_q.max(dim=-1)
+        free = sorted((i for i in range(size - 1) if i not in fixed), key=lambda i: -best[i])
+        for place in free[: (size - 1) * step // steps - len(fixed)]:
+            fixed[place] = int(tokens[place])
+    return [fixed[place] for place in range(size - 1)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
+def test_each_step_fixes_the_surest_tokens_and_predicts_the_others_anew(steps: int, rows: list[int]) -> None:
+    target = Target(tiny("llama"))
+    drafter = DFlashDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, steps=steps)
+    recorded = record(drafter, target.head, target, [PROMPTS[row] for row in rows])
+    for tokens, _, read, following in recorded.proposed:
+        for row, features in enumerate(read):
+            assert tokens[row].tolist() == denoised(drafter, features, following[row][-1], steps)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_several_steps_give_the_plain_tokens_and_other_drafts_than_one(steps: int, shifted: bool) -> None:
+    target, draft = Target(tiny("qwen3")), enlarged(DFlashDraft(replace(DFLASH, shifted_labels=shifted)))
+    drafts = []
+    for count in (1, steps):
+        drafter = DFlashDrafter(draft, target.embedding, target.head, steps=count)
+        assert run(target, drafter, PROMPTS, 20).tokens == plain(target, PROMPTS, 20)
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(2, 9, 96, generator=generator)
+        drafts.append(propose(drafter, hidden, torch.randint(0, 96, (2, 9), generator=generator), [6, 9]))
+        assert len(drafts[-1][0]) == drafter.num_drafts
+    assert drafts[0] != drafts[1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models import loading
 from dflash_bench.models.dflash import initialise

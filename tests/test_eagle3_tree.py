@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from toy import Scripted, Watching, plain, run, sometimes_wrong, tiny
 
-from dflash_bench.engine.decoding import Committed, NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling

@@ -13,10 +13,10 @@ from faults import FAULTS, RAGGED, STATES, WINDOWS, Fault
 from test_local import Letters
 from toy import Scripted, sometimes_wrong
 
-from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.local import LocalBackend
-from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.records import Generation, Record
 
@@ -73,7 +73,7 @@ def judged(target: Target, prompts: Sequence[Sequence[int]]) -> tuple[list[Gener
     judge = Judge(target.model, frozenset(), 24)
     texts = [[*prompt, *_greedy(target, prompt)] for prompt in prompts]
     drafters = {"ar": NoDrafter(), "drafts": Scripted(texts, 5, sometimes_wrong(0.7, 97))}
-    backend = LocalBackend(target, Letters(), drafters, Limits(24), Sampling())
+    backend = LocalBackend(target, Letters(), drafters, Limits(24))
     answers = backend.generate_ids("drafts", prompts)
     assert not any(answer.error for answer in answers)
     departures = [judge.audit(prompt, answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]

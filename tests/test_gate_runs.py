@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import xmlschema
 from golden import assert_golden
-from runs import answers, changed, failing, slower, stored
+from runs import answers, changed, failing, frame_of, slower, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.gate import checks
 from dflash_bench.analysis.gate.baselines import Limit
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Record
-from dflash_bench.results import frame
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -202,7 +201,7 @@ def test_a_method_is_slower_than_plain_decoding_only_where_that_is_sure(
 
 @pytest.mark.parametrize(("high", "failed"), [(1.05, False), (0.95, True)])
 def test_an_interval_that_contains_1_is_no_alarm_however_sure_the_test(high: float, failed: bool) -> None:
-    cells = metrics.summarise(frame.from_records(slower(answers(), 3)))
+    cells = metrics.summarise(frame_of(slower(answers(), 3)), {"temperature": 0.0})
     (drafted,) = [cell for cell in cells if cell.method == "dflash"]
     shown = replace(drafted, figures={"speedup.decode": Interval(0.9, 0.8, high)})
     (made,) = checks._slower([shown], (), {"speedup.decode": Limit(run_noise=0.0)})

@@ -11,9 +11,10 @@ import pytest
 import torch
 from toy import Scripted, plain, sometimes_wrong, tiny
 
-from dflash_bench.engine.decoding import Limits, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import METHODS, Method, parse
@@ -21,7 +22,7 @@ from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import Message
+from dflash_bench.records import Message, Settings
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 
@@ -46,7 +47,7 @@ def backend(
     answers = plain(target, PROMPTS, 30)
     known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     drafters = {"ar": NoDrafter(), "good": Scripted(known, num_drafts, sometimes_wrong(0.7, 97))}
-    return LocalBackend(target, Letters(), drafters, Limits(max_new_tokens, stops), Sampling())
+    return LocalBackend(target, Letters(), drafters, Limits(max_new_tokens, stops))
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -142,23 +143,26 @@ def test_a_weight_of_nan_is_an_error_row_for_every_prompt() -> None:
         assert given.error == "NaN or infinite logits after 0 tokens (row 0)"
 
 
+SAMPLED = Settings(1.0)
+
+
 def test_sampling_with_a_seed_is_the_same_for_every_drafter() -> None:
     target = Target(tiny("qwen3"))
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90] * 3, 4)}
-    local = LocalBackend(target, Letters(), drafters, Limits(12), Sampling(1.0, 3))
-    first, second = (local.generate_ids(method, PROMPTS) for method in ("ar", "wrong"))
+    local = LocalBackend(target, Letters(), drafters, Limits(12), 3)
+    first, second = (local.generate_ids(method, PROMPTS, Sampling(1.0, 3)) for method in ("ar", "wrong"))
     assert [g.token_ids for g in first] == [g.token_ids for g in second]
     assert [list(g.token_ids) for g in first] != plain(target, PROMPTS, 12)
 
 
 def test_every_prompt_and_repeat_draws_numbers_of_its_own_and_every_method_the_same() -> None:
     drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90], 4)}
-    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(12), Sampling(1.0, 3))
+    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(12), 3)
     chat = [Message("user", text_of(PROMPTS[1]))]
-    first = local.generate("ar", chat)
-    assert local.generate("ar", chat).token_ids == first.token_ids
-    assert local.generate("wrong", chat).token_ids == first.token_ids
-    assert local.generate("ar", chat, repeat=1).token_ids != first.token_ids
+    first = local.generate("ar", chat, SAMPLED)
+    assert local.generate("ar", chat, SAMPLED).token_ids == first.token_ids
+    assert local.generate("wrong", chat, SAMPLED).token_ids == first.token_ids
+    assert local.generate("ar", chat, SAMPLED, repeat=1).token_ids != first.token_ids
 
 
 # Chats.
@@ -182,9 +186,8 @@ def test_a_template_is_rendered_with_its_mode_and_room_for_the_answer(thinking: 
             return "rendered"
 
     local = backend()
-    assert local.thinking is False
-    local.tokenizer, local.thinking = Templated(), thinking
-    assert local.encode([Message("user", "hi")]) == Letters().encode("rendered")
+    local.tokenizer = Templated()
+    assert local.encode([Message("user", "hi")], Settings(thinking=thinking)) == Letters().encode("rendered")
     assert seen["chat"] == [{"role": "user", "content": "hi"}]
     assert seen["enable_thinking"] is thinking and seen["add_generation_prompt"] is True and seen["tokenize"] is False
 
@@ -214,7 +217,7 @@ def opened(*texts: str | Method, preset: Preset | None = None, shifted_labels: b
     drafts["eagle3@b"] = drafts["eagle3"]
     models = Models(tiny("qwen3"), Letters(), drafts, {})
     methods = [parse(method) if isinstance(method, str) else method for method in texts]
-    return open_backend(models, preset or Preset("", {}), methods, 12, Sampling())
+    return open_backend(models, preset or Preset("", {}), methods, 12)
 
 
 def test_a_method_drafts_as_many_tokens_as_the_user_the_preset_or_the_draft_says() -> None:
@@ -248,9 +251,22 @@ def test_more_nodes_than_a_tree_can_have_are_refused() -> None:
         opened("eagle3-tree:nodes=69,top_k=4,depth=5")
 
 
+def test_a_ddtree_has_as_many_nodes_as_asked_for_or_chooses_among_many() -> None:
+    drafters: dict[str, Any] = dict(
+        opened("ddtree", "ddtree:12", "ddtree:nodes=auto", "ddtree:nodes=5,top_k=2,block=4", "ddtree:top_k=1").drafters
+    )
+    assert [(d.num_drafts, d.top_k, d.block_size) for d in drafters.values()] == [
+        (32, 32, 8), (12, 12, 8), (63, 63, 8), (5, 2, 4), (7, 1, 8),
+    ]  # fmt: skip
+    assert [hasattr(drafter, "pace") for drafter in drafters.values()] == [False, False, True, False, False]
+    with pytest.raises(UserError, match="with top_k 1 and block 8 the tree has at most 7 nodes; give fewer nodes, or"):
+        opened("ddtree:nodes=8,top_k=1")
+
+
 def test_every_method_of_a_backend_gives_the_plain_tokens() -> None:
     trees = ("eagle3-tree:nodes=11", "eagle3-tree:nodes=68,top_k=4,depth=5", "eagle3-tree:top_k=1,depth=3")
-    local = opened("ar", "dflash", "dflash:15", "eagle3:5", *trees)
+    adaptive = ("dflash:block=auto", "ddtree:nodes=auto", "ddtree", "dflash:steps=3")
+    local = opened("ar", "dflash", "dflash:15", "eagle3:5", *trees, *adaptive)
     assert [local.drafters[tree].num_drafts for tree in trees] == [11, 68, 3]
     expected = [g.token_ids for g in local.generate_ids("ar", PROMPTS)]
     for label in local.drafters:

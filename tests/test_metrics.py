@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT
+from runs import ENVIRONMENT, frame_of, histogram_of
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
@@ -26,7 +26,7 @@ PLAIN = [row for row in UNEVEN if row.method == "ar"]
 
 
 def summarise(records: list[Record]) -> list[Cell]:
-    return metrics.summarise(frame.from_records(records))
+    return metrics.summarise(frame_of(records), {"temperature": 0.0})
 
 
 def figure(figure_id: str, records: list[Record]) -> float | None:
@@ -36,7 +36,7 @@ def figure(figure_id: str, records: list[Record]) -> float | None:
 
 def accept_at(records: list[Record]) -> list[AcceptAt]:
     method = records[0].method
-    return rounds.accept_at(rounds.of_records(records)["gsm8k", method], method)
+    return rounds.accept_at(histogram_of(records, method), method)
 
 
 def cell_of(records: list[Record], method: str = "dflash") -> Cell:
@@ -187,7 +187,7 @@ def test_cells_come_as_they_appear_with_the_baseline_first() -> None:
 def test_methods_that_take_turns_stand_in_one_order_in_every_slice() -> None:
     turns = [("dflash", "eagle3", "ar"), ("eagle3", "ar", "dflash")]
     rows = [record(method, str(turn), generation([1], 1), turn=turn) for turn in (0, 1) for method in turns[turn]]
-    cells = metrics.summarise(frame.from_records(rows, by="turn"))
+    cells = metrics.summarise(frame_of(rows, by="turn"), {"temperature": 0.0})
     assert [(c.slice, c.method) for c in cells] == [
         (slice_, method) for slice_ in ("turn 1", "turn 2") for method in ("ar", "dflash", "eagle3")
     ]
@@ -246,13 +246,13 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
     hidden = record("server", "a", generation(None))
     parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
-    identity = {"model": "nano", "temperature": 1.0, "dtype": "float32"}
+    identity = {"model": "nano", "temperature": 0.0, "dtype": "float32"}
     with store.create(tmp_path / "run", {"identity": identity, "environment": ENVIRONMENT, "command": ""}) as run:
         for part in parts:
             run.append(part)
         run.mark_finished({})
     read = frame.read(tmp_path / "run", by=by, allow=["unfinished"]).rows
-    pandas.testing.assert_frame_equal(read, frame.from_records(list(run.stored.values()), by=by))
+    pandas.testing.assert_frame_equal(read, frame_of(list(run.stored.values()), by=by))
     if by == "suite":
         assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, record
-from runs import SUITES, answers, asked, slower, stored
+from runs import IDENTITY, SUITES, answers, asked, slower, stored
 
 from dflash_bench.analysis import metrics
-from dflash_bench.records import Record
+from dflash_bench.records import Record, Settings
 from dflash_bench.report import plots, read
 from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.trend import trend
 from dflash_bench.results import frame
 
+NO_THINKING = str(Settings(thinking=False))
 Main = Callable[..., tuple[int, str, str]]
 
 
@@ -30,7 +31,7 @@ def material(folder: Path, **identity: object) -> Material:
 def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> None:
     made = material(tmp_path / "run")
     (axes,) = speed.speedup(made).axes
-    found = [made.cell(suite, "dflash").figures["speedup.decode"] for suite in ("gsm8k", "math500")]  # type: ignore[union-attr]
+    found = [made.cell((suite, NO_THINKING), "dflash").figures["speedup.decode"] for suite in ("gsm8k", "math500")]  # type: ignore[union-attr]
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([interval.value for interval in found])
     ends = [segment[:, 1].tolist() for segment in axes.collections[0].get_segments()]
     assert ends == [pytest.approx([interval.low, interval.high]) for interval in found]
@@ -145,10 +146,10 @@ def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Pat
 def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
     rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
     folder = stored(tmp_path / "run", rows)
-    cells = metrics.summarise(frame.read(folder, by="output-position").rows)
+    cells = metrics.summarise(frame.read(folder, by="output-position").rows, IDENTITY)
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
-    assert Material(read(folder)).along["gsm8k", "dflash"] == expected
+    assert Material(read(folder)).along["gsm8k", NO_THINKING, "dflash"] == expected
 
 
 def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:

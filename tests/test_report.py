@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 from golden import assert_golden
 from rows import drafted, failed, generation, pair, plain, record
+from runs import frame_of
 
 from dflash_bench import report
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.findings import findings as find
+from dflash_bench.analysis.findings.case import Place
 from dflash_bench.analysis.metrics import FORMULAS, Cell
-from dflash_bench.records import Divergence, Record
-from dflash_bench.results import frame
+from dflash_bench.records import Divergence, Record, Settings
+from dflash_bench.results.identity import settings_to_json
 
 ENVIRONMENT: dict[str, Any] = {
     "platform": "Linux",
@@ -49,11 +51,12 @@ def steady(num_prompts: int = 24, **place: Any) -> list[Record]:
 
 
 def summarise(records: Sequence[Record]) -> list[Cell]:
-    return metrics.summarise(frame.from_records(records))
+    identity = {"settings": settings_to_json(list(dict.fromkeys(row.settings for row in records)))}
+    return metrics.summarise(frame_of(records), identity)
 
 
 def findings(records: Sequence[Record], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:
-    return find(frame.from_records(records), cells, identity)
+    return find(frame_of(records), cells, identity)
 
 
 def found(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[Finding]:
@@ -74,20 +77,21 @@ def changed(records: Sequence[Record], method: str, number: int, **changes: Any)
 # Findings
 
 
-def made_with(thinking: bool | None, **draft: Any) -> dict[str, Any]:
-    return {"thinking": thinking, "target": "Qwen/Qwen3-8B", "drafts": {"dflash": draft}}
+def made_with(**draft: Any) -> dict[str, Any]:
+    return {"target": "Qwen/Qwen3-8B", "drafts": {"dflash": draft}}
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_draft_trained_in_the_other_mode_is_named_with_the_flag_that_helps(thinking: bool) -> None:
-    (finding,) = found(steady(), made_with(thinking, trained_thinking=not thinking))
+    rows = steady(settings=Settings(thinking=thinking))
+    (finding,) = found(rows, made_with(trained_thinking=not thinking))
     assert finding.kind == "other_mode" and "gsm8k dflash: this run is with" in finding.text
-    assert finding.remedy.startswith("add --no-thinking" if thinking else "add --thinking")
+    assert finding.remedy.startswith(f"add --thinking {'off' if thinking else 'on'}")
 
 
 @pytest.mark.parametrize(("thinking", "trained"), [(True, True), (False, False), (None, True), (True, None)])
 def test_the_same_mode_or_one_that_is_not_known_is_no_finding(thinking: bool | None, trained: bool | None) -> None:
-    assert found(steady(), made_with(thinking, trained_thinking=trained)) == []
+    assert found(steady(settings=Settings(thinking=thinking)), made_with(trained_thinking=trained)) == []
 
 
 @pytest.mark.parametrize(("label", "draft"), [("dflash@b:block=8", "dflash@b"), ("eagle3-tree:60", "eagle3")])
@@ -99,11 +103,11 @@ def test_what_is_known_of_a_draft_is_said_of_the_methods_that_use_it(label: str,
 
 
 def test_a_draft_that_names_another_target_is_doubted() -> None:
-    (finding,) = found(steady(), made_with(None, verifier="Qwen/Qwen3-8B-Thinking"))
+    (finding,) = found(steady(), made_with(verifier="Qwen/Qwen3-8B-Thinking"))
     assert finding.kind == "other_target"
     assert finding.text.endswith("its draft names Qwen/Qwen3-8B-Thinking as its target, this one is Qwen/Qwen3-8B")
-    assert found(steady(), made_with(None, verifier="/models/qwen3-8b/")) == []
-    assert found(steady(), made_with(None, verifier=None)) == []
+    assert found(steady(), made_with(verifier="/models/qwen3-8b/")) == []
+    assert found(steady(), made_with(verifier=None)) == []
 
 
 def test_a_steady_run_has_no_findings() -> None:
@@ -116,7 +120,7 @@ def test_few_prompts() -> None:
             "few_prompts",
             "gsm8k: only 19 prompts, too few for an interval to be trusted",
             "raise --limit to 20 or more, or leave it out",
-            (("gsm8k", ""),),
+            (Place("gsm8k", "temperature 0", ""),),
         )
     ]
     assert found(steady(20)) == []
@@ -250,6 +254,28 @@ def test_a_dead_draft() -> None:
     rows = [row for number in range(24) for row in pair(f"p{number}", [0] * 30)]
     assert only(rows, "dead_draft").text.startswith("gsm8k dflash: al.pooled is 1.00")
     assert {finding.kind for finding in found(rows)} == {"dead_draft", "slower"}
+
+
+def as_method(label: str, rows: Sequence[Record]) -> list[Record]:
+    return [replace(row, method=label) if row.method == "dflash" else row for row in rows]
+
+
+def test_a_method_without_a_trained_draft_is_not_told_to_check_its_draft() -> None:
+    dead = [row for number in range(24) for row in pair(f"p{number}", [0] * 30)]
+    poor = [row for number in range(24) for row in pair(f"p{number}", [0, 2, 0, 0, 1, 0])]
+    idle = [row for number in range(24) for row in pair(f"p{number}", [0] * 3, block=0)]
+    for rows, kind in ((dead, "dead_draft"), (poor, "unknown_text"), (idle, "nothing_drafted")):
+        assert "repeat little" in only(as_method("ngram:4", rows), kind).remedy
+    whole = [row for number in range(24) for row in pair(f"p{number}", [4, 4, 1])]
+    assert only(as_method("ngram:4", whole), "saturated").remedy == "draft more tokens a round (--method ngram:N)"
+
+
+def test_what_measures_the_engine_has_no_bad_draft() -> None:
+    for accepted in ([0] * 30, [0, 2, 0, 0, 1, 0], [4, 4, 1]):
+        rows = [row for number in range(24) for row in pair(f"p{number}", accepted)]
+        for label in ("random", "oracle:15", "synthetic:rates=0.9"):
+            kinds = {finding.kind for finding in found(as_method(label, rows))}
+            assert not kinds & {"dead_draft", "unknown_text", "saturated"}
 
 
 def test_nothing_drafted_is_told_once() -> None:
@@ -445,7 +471,7 @@ def test_the_json_has_null_for_what_cannot_be_had() -> None:
     assert cells[1]["speedup_decode"] == [1, None, None]
     assert cells[1]["passed"] is None
     assert cells[0]["source"] is None
-    texts_and_counts = {"suite", "method", "num_prompts", "num_tokens"}
+    texts_and_counts = {"suite", "settings", "method", "num_prompts", "num_tokens"}
     assert {cells[2][name] for name in cells[2].keys() - texts_and_counts} == {None}
 
 

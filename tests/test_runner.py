@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake import FakeBackend, other_tokens
 
-from dflash_bench.records import Divergence, Generation, Message, Prompt, Record
+from dflash_bench.records import Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import store
 from dflash_bench.run import runner
 from dflash_bench.run.runner import Plan
@@ -31,18 +31,29 @@ def prompts(number: int, num_turns: int = 1, **fields: Any) -> list[Prompt]:
     return [Prompt("gsm8k", f"p{i}", tuple(f"{turn} {i}" for turn in turns), **fields) for i in range(number)]
 
 
-def nothing(_record: Record | None, _doing: str) -> None:
-    pass
+class Watch:
+    """Notes down what it is told; `look` is called as well, when work begins."""
+
+    def __init__(self, look: Callable[[], object] = lambda: None) -> None:
+        self.told: list[str] = []
+        self.look = look
+
+    def begins(self, suite: str, doing: str) -> None:
+        self.told.append(f"{suite} · {doing}")
+        self.look()
+
+    def measured(self, record: Record, doing: str) -> None:
+        self.told.append(doing)
 
 
 class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.info = folder, {"identity": {}}
 
-    def __call__(self, plan: Plan, backend: FakeBackend, report: runner.Report = nothing) -> list[Record]:
+    def __call__(self, plan: Plan, backend: FakeBackend, watcher: runner.Watcher | None = None) -> list[Record]:
         """Begins, or continues; what is then on disk."""
         with (store.resume if self.folder.exists() else store.create)(self.folder, self.info) as run:
-            runner.execute(plan, backend, run, report)
+            runner.execute(plan, backend, run, watcher or Watch())
             assert list(run.stored.values()) == store.load(self.folder)[1]
             return list(run.stored.values())
 
@@ -101,13 +112,9 @@ def test_every_method_sees_the_plain_answers_to_the_earlier_turns(runs: Runs) ->
 
 
 def test_work_is_told_before_it_is_done_and_each_record_after(runs: Runs) -> None:
-    told: list[str] = []
-
-    def tell(record: Record | None, doing: str) -> None:
-        told.append(record.method if record else doing)
-
-    runs(Plan((loaded(*prompts(1)),), METHODS[:2]), FakeBackend(), tell)
-    assert told == [
+    watch = Watch()
+    runs(Plan((loaded(*prompts(1)),), METHODS[:2]), FakeBackend(), watch)
+    assert watch.told == [
         "gsm8k · warming up",
         *("gsm8k · ar", "ar", "gsm8k · judging"),
         *("gsm8k · dflash", "dflash", "gsm8k · judging"),
@@ -171,7 +178,7 @@ def test_every_distinct_answer_is_read_once_by_the_judge(runs: Runs) -> None:
 
 
 def test_a_departure_from_the_published_model_is_recorded_even_where_all_methods_agree(runs: Runs) -> None:
-    plain = FakeBackend().generate("ar", [Message("user", "question 1")], 0).token_ids
+    plain = FakeBackend().generate("ar", [Message("user", "question 1")]).token_ids
     departure = Divergence(3, 2.0, 0.001)
     backend = FakeBackend(departures={plain: departure})
     records = runs(Plan((loaded(*prompts(3)),), METHODS), backend)
@@ -219,7 +226,7 @@ def test_a_repeat_that_said_something_else_is_not_compared_in_later_turns(runs: 
 
 
 def test_sampled_answers_and_failed_ones_are_not_judged(runs: Runs, tmp_path: Path) -> None:
-    sampled = runs(Plan((loaded(*prompts(2)),), METHODS, deterministic=False), FakeBackend())
+    sampled = runs(Plan((loaded(*prompts(2)),), METHODS, settings=(Settings(1.0),)), FakeBackend())
     assert {row.exactness for row in sampled} == {None}
     broken = FakeBackend(faults={"eagle3": lambda answer: replace(answer, error="NaN", token_ids=())})
     scored = loaded(*prompts(2, reference="1"), scorer="gsm8k_number")
@@ -250,7 +257,9 @@ class Stop(BaseException):
 
 
 def comparable(records: list[Record]) -> list[Record]:
-    return sorted(records, key=lambda row: row.order)
+    """In the order of the run, and without its clock."""
+    untimed = [replace(row, start_s=None, end_s=None) for row in records]
+    return sorted(untimed, key=lambda row: row.order)
 
 
 @pytest.mark.parametrize("call", range(1, 34, 2))
@@ -283,9 +292,6 @@ def test_a_warm_up_after_a_resume_is_no_control_of_another_prompt(runs: Runs) ->
 def test_an_answer_is_on_disk_before_the_next_one_begins(runs: Runs) -> None:
     num_stored: list[int] = []
 
-    def look(record: Record | None, _doing: str) -> None:
-        if record is None:
-            num_stored.append(len(store.load(runs.folder)[1]))
-
-    runs(Plan((loaded(*prompts(2)),), METHODS), FakeBackend(), look)
+    watch = Watch(lambda: num_stored.append(len(store.load(runs.folder)[1])))
+    runs(Plan((loaded(*prompts(2)),), METHODS), FakeBackend(), watch)
     assert num_stored == [0, *(0, 0), *(1, 1), *(2, 2), 3, 3, 3, 3]

@@ -12,7 +12,9 @@ from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import findings
 from dflash_bench.errors import UserError
 from dflash_bench.models import presets
+from dflash_bench.records import Settings
 from dflash_bench.results import frame, store
+from dflash_bench.results.identity import settings_to_json
 from dflash_bench.run import session
 from dflash_bench.run.session import Request
 from dflash_bench.tasks import sandbox
@@ -29,6 +31,13 @@ def request(**changes: object) -> Request:
 
 def test_dflash_is_measured_where_no_method_is_named() -> None:
     assert [method.label for method in session._methods(request())] == ["ar", "dflash"]
+
+
+def test_draft_steps_are_those_of_the_dflash_that_says_none() -> None:
+    chosen = session._methods(request(methods=("dflash", "dflash:3", "dflash:steps=4", "eagle3"), draft_steps=2))
+    assert [method.label for method in chosen] == [
+        "ar", "dflash:steps=2", "dflash:n=3,steps=2", "dflash:steps=4", "eagle3"
+    ]  # fmt: skip
 
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
@@ -53,23 +62,26 @@ class Template:
 @pytest.mark.parametrize(
     ("model", "asked", "template", "thinking"),
     [
-        ("qwen3-8b", None, "{% if enable_thinking %}", False),
-        ("qwen3-8b", True, "{% if enable_thinking %}", True),
-        ("qwen3.5-9b", None, "{% if enable_thinking %}", True),
-        ("qwen3.5-9b", False, "{% if enable_thinking %}", False),
-        ("qwen3.5-9b", None, "{{ messages }}", None),
-        ("qwen3-8b", None, None, None),
+        ("qwen3-8b", None, "{% if enable_thinking %}", (False,)),
+        ("qwen3-8b", "on", "{% if enable_thinking %}", (True,)),
+        ("qwen3.5-9b", None, "{% if enable_thinking %}", (True,)),
+        ("qwen3.5-9b", "off", "{% if enable_thinking %}", (False,)),
+        ("qwen3.5-9b", "both", "{% if enable_thinking %}", (False, True)),
+        ("qwen3.5-9b", None, "{{ messages }}", (None,)),
+        ("qwen3-8b", None, None, (None,)),
     ],
 )
 def test_thinking_is_as_asked_or_as_the_drafts_were_trained_or_no_question(
-    model: str, asked: bool | None, template: str | None, thinking: bool | None
+    model: str, asked: str | None, template: str | None, thinking: tuple[bool | None, ...]
 ) -> None:
-    assert session._thinking(request(thinking=asked), presets.preset(model), Template(template)) is thinking
+    assert session._thinking(request(thinking=asked), presets.preset(model), Template(template)) == thinking
 
 
-@pytest.mark.parametrize(("asked", "flag"), [(True, "--thinking"), (False, "--no-thinking")])
-def test_thinking_has_no_effect_on_a_template_without_it(asked: bool, flag: str) -> None:
-    with pytest.raises(UserError, match=f"{flag} has no effect: the chat template of Qwen/Qwen3-8B has no enable_th"):
+@pytest.mark.parametrize("asked", ["on", "off", "both"])
+def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
+    with pytest.raises(
+        UserError, match=f"--thinking {asked} has no effect: the chat template of Qwen/Qwen3-8B has no enable_th"
+    ):
         session._thinking(request(thinking=asked), presets.preset("qwen3-8b"), Template("{{ messages }}"))
 
 
@@ -141,7 +153,8 @@ def test_a_run_remembers_what_it_was_made_with(
         "dflash": {"name": "dflash", "draft": "dflash", "options": {}, "num_drafts": 3},
     }
     assert {name: len(sha) for name, sha in identity["revisions"].items()} == {"target": 64, "dflash": 64}
-    assert (identity["model"], identity["target"], identity["thinking"]) == (str(model), model.name, False)
+    assert (identity["model"], identity["target"]) == (str(model), model.name)
+    assert identity["settings"] == settings_to_json([Settings(thinking=False)])
     assert identity["drafts"] == {"dflash": {"name": "dflash", "trained_thinking": None, "verifier": None}}
     assert (identity["attention"], identity["device_map"]) == ("sdpa", None)
     assert identity["suites"]["mbpp"]["source"] == "embedded"
@@ -163,7 +176,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
     assert [record.passed for record in records] == [None, None]
     read = frame.read(tmp_path / "not run")
-    noted = findings(read.rows, metrics.summarise(read.rows), info["identity"])
+    noted = findings(read.rows, metrics.summarise(read.rows, info["identity"]), info["identity"])
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
     with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
         session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)

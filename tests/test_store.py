@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from rows import drafted, generation, pair, plain, record
 
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Divergence, Exactness, Generation, Record
+from dflash_bench.records import SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
 from dflash_bench.results import parts, store
+from dflash_bench.results.identity import OF_RUN
 
 INFO: dict[str, Any] = {
-    "identity": {"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1"},
+    "identity": {"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1", "temperature": 0.0},
     "environment": {"cpu": "Xeon"},
 }
 FULL = record(
@@ -39,15 +40,21 @@ FULL = record(
         prefill_s=0.1,
         decode_s=0.2,
         draft_prefill_s=0.3,
-        drafted=(15, 3),
+        drafted=(3, 1),
+        drafted_ids=(7, 70_000, 1, 0),
+        drafted_parents=(-1, -1, 0, -1),
         accepted=(2, 0),
         emitted=(3, 1),
         draft_s=(0.5, 0.25),
         verify_s=(1.5, 0.125),
         round_s=(2.0, 0.5),
+        num_thinking_tokens=2,
         peak_memory_bytes=2**40,
         error="boom",
     ),
+    settings=Settings(0.7, 20, 0.95, 0.05, 1.1, True),
+    start_s=1.25,
+    end_s=86_400.5,
     category="c",
     turn=1,
     repeat=2,
@@ -97,6 +104,7 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
         run.append([hidden])
     info, records = store.load(tmp_path / "run")
     assert records == [FULL, empty, hidden]
+    assert len(info.pop("run_id")) == 32
     assert info == {"schema_version": SCHEMA_VERSION, "state": "running"} | json.loads(json.dumps(INFO))
 
 
@@ -161,9 +169,10 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
-    names = {field.name for kind in (Record, Generation) for field in fields(kind)}
+    names = {field.name for kind in (Record, Generation, Settings) for field in fields(kind)}
     places = {column for columns in parts.PLACES.values() for column in columns.values()}
-    assert set(parts.COLUMNS) == names - {"generation", *parts.PLACES} | places
+    of_run = {*OF_RUN, "method_name", "method_options", "draft", "source"}
+    assert set(parts.COLUMNS) == names - {"generation", "settings", *parts.PLACES} | places | of_run
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
@@ -175,7 +184,7 @@ def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) ->
     assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float not null>"}
     assert {types[name] for name in ("prefill_s", "decode_s", "draft_prefill_s")} == {"double"}
     assert types["token_ids"] == "list<element: int32 not null>"
-    assert schema.metadata[b"schema_version"] == b"2"
+    assert schema.metadata[b"schema_version"] == b"3"
 
 
 def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> None:
@@ -188,7 +197,11 @@ def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> N
     parquet.write_table(arrow.Table.from_pylist([{name: row[name] for name in old.names}], old), part)
     (record,) = store.load(tmp_path / "run")[1]
     divergence = replace(FULL.divergence or Divergence(0), gap=None, tolerance=None)
-    assert record == replace(FULL, divergence=divergence, audit=None, departure=None)
+    later = {"drafted_ids": None, "drafted_parents": None, "num_thinking_tokens": None}
+    assert record == replace(
+        FULL, generation=replace(FULL.generation, **later), divergence=divergence, audit=None, departure=None,
+        settings=Settings(), start_s=None, end_s=None,
+    )  # fmt: skip
     (batch,) = parts.batches(part, ["audit", "method", "divergence_gap"])
     assert batch.to_pylist() == [{"audit": None, "method": FULL.method, "divergence_gap": None}]
 
@@ -434,7 +447,8 @@ SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
 from rows import pair
-from dflash_bench.results import parts, store
+from dflash_bench.results import parts
+from dflash_bench.results import store
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -11,7 +11,8 @@ import torch
 import transformers
 from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
-from dflash_bench.engine.decoding import DecodingError, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.sequences import DecodingError
 from dflash_bench.engine.target import Target, together
 from dflash_bench.errors import UserError
 

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models import dflash as dflash_models

@@ -16,10 +16,9 @@ import transformers
 from toy import Watching, run
 from transformers.generation import candidate_generator
 
-from dflash_bench.engine.decoding import Limits
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.local import LocalBackend, stop_ids
-from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading
@@ -133,7 +132,7 @@ def test_nano_drafts_accepts_and_answers_as_in_transformers(monkeypatch: pytest.
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
     stops = stop_ids(models.target, models.tokenizer)
     target, draft = Target(models.target), models.drafts["dflash"]
-    backend = LocalBackend(target, models.tokenizer, {}, Limits(1), Sampling())
+    backend = LocalBackend(target, models.tokenizer, {}, Limits(1))
     known = suites.known_suites()
     prompts = [
         backend.encode([Message("user", prompt.turns[0])])

@@ -72,7 +72,7 @@ def test_a_trees_label_is_that_of_the_chains_draft(
 
 REFUSED = {
     "--method dflash@a": (
-        "comes with no draft for dflash@a (it has one for dflash, eagle3); give --draft dflash@a=PATH or "
+        "comes with no draft for dflash@a (it has one for block-diffusion, dflash, draft-model, eagle3, medusa); give "
     ),
     "--draft dflash@a=x --method dflash": "--draft dflash@a= has no effect without --method dflash@a",
     "--draft eagle3@a=x --method eagle3": (

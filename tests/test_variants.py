@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from toy import plain, run, tiny
 
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target

@@ -207,7 +207,7 @@ def old(folder: Path, records: list[Record], **identity: Any) -> Path:
     del info["plan"], info["identity"]["plan"]
     (run / "run.json").write_text(json.dumps(info | {"schema_version": 1}))
     parquet = import_module("pyarrow.parquet")
-    gone = ["audit", "audit_index", "audit_gap", "audit_tolerance", "divergence_gap", "divergence_tolerance"]
+    gone = [name for name, version in parts.SINCE.items() if version > 1]
     for part in parts.of(run):
         table = parquet.read_table(part).drop_columns(gone)
         for name in ("divergence_margin", "divergence_drift"):

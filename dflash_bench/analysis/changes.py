@@ -11,10 +11,11 @@ import numpy as np
 
 from dflash_bench import labels
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, TERMS, Cell, summarise
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, TERMS, Cell, summarise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.results.frame import ALLOWED, Results
+from dflash_bench.results.identity import settings_of, settings_to_json
 
 ALPHA = 0.05
 MIN_EFFECT = 0.02
@@ -26,9 +27,9 @@ GAINS = ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e", "speedup.de
 UNLIKE = {
     "suite": "suites.{}.version",
     "prompts": "prompt hashes",
-    "model": "model, revisions.target, thinking",
+    "model": "model, revisions.target, settings.thinking",
     "draft": "revisions of drafts, methods.{}.num_drafts",
-    "sampling": "temperature, seed",
+    "sampling": "settings.temperature, settings.top_k..., seed",
     "limits": "max_new_tokens, repeats",
     "dtype": "dtype, attention",
     "device": "device, threads, processor, GPUs",
@@ -41,8 +42,10 @@ class Versus:
     """`after` over `before` on the prompts that both have."""
 
     suite: str
+    setting: str
+    """What tells the settings from the others of the run after; empty in a run of one."""
     label: str
-    """The suite for people: with where the prompts of both sides came from."""
+    """The suite for people: with where the prompts of both sides came from, and under which settings."""
     sources: tuple[str, str]
     slice: str
     before: str
@@ -68,9 +71,9 @@ def verdict(figure_id: str, change: Change) -> str:
 
 
 def within(cells: Sequence[Cell]) -> list[Versus]:
-    """Every method over every one before it, suite by suite; the baseline comes first."""
+    """Every method over every one before it, suite by suite and settings by settings; the baseline comes first."""
     found = []
-    for _, members in groupby(cells, key=lambda cell: (cell.suite, cell.slice)):
+    for _, members in groupby(cells, key=lambda cell: (cell.suite, cell.settings, cell.slice)):
         pairs = combinations([cell for cell in members if cell.num_prompts], 2)
         found += [made for before, after in pairs if (made := _versus(before, after, before.method, after.method))]
     return _adjusted(found)
@@ -78,14 +81,27 @@ def within(cells: Sequence[Cell]) -> list[Versus]:
 
 def between(before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str]) -> list[Versus]:
     """The cells that both runs have. Raises UserError where these share no prompt."""
-    then = {cell.place: cell for cell in before}
-    shared = [(then[cell.place], cell) for cell in after if cell.place in then]
+    shared = in_common(before, after)
     if not shared:
-        raise UserError(f"{names[0]} and {names[1]} have no suite and method in common")
+        raise UserError(f"{names[0]} and {names[1]} have no suite and method in common, under the same settings")
     found = [made for old, new in shared if (made := _versus(old, new, *names, cell=new))]
     if not found:
         raise UserError(f"{names[0]} and {names[1]} have no prompt in common that was answered as often in both")
     return _adjusted(found)
+
+
+def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
+    """Cells of the same suite, slice, method and settings; of runs of one settings each these may differ.
+
+    That they do was then refused, or allowed.
+    """
+    by_settings = len({cell.settings for cell in before}) > 1 or len({cell.settings for cell in after}) > 1
+
+    def key(cell: Cell) -> tuple[str, ...]:
+        return cell.place if by_settings else (cell.suite, cell.slice, cell.method)
+
+    then = {key(cell): cell for cell in before}
+    return [(then[key(cell)], cell) for cell in after if key(cell) in then]
 
 
 def _adjusted(found: Sequence[Versus]) -> list[Versus]:
@@ -108,14 +124,16 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
         # Of plain decoding there is only time: its acceptance and speed-up are 1.
         ids = ("tps.decode", "tps.e2e")
     changes = over(ids, old_sums, new_sums)
-    right, scored = (TERMS.index(name) for name in ("passed", "scored"))
+    right, scored = COLUMN["passed"], COLUMN["scored"]
     both = (old_sums[:, scored] > 0) & (new_sums[:, scored] > 0)
     difference = (new_sums[:, right] - old_sums[:, right])[both]
     lost, gained = int((difference < 0).sum()), int((difference > 0).sum())
     method = f" {cell.method}" if cell else ""
     sources = old.source, new.source
-    label = labels.named(new.suite, *sources) + method
-    return Versus(new.suite + method, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained)
+    label = labels.under(labels.named(new.suite, *sources), new.setting) + method
+    return Versus(
+        new.suite + method, new.setting, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained
+    )
 
 
 def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
@@ -127,7 +145,7 @@ def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
     shared = [prompt for prompt in cells[-1].prompts if all(prompt in known for known in places)]
     rows = [np.array([known[prompt] for prompt in shared], dtype=np.int64) for known in places]
     sums = np.array([cell.sums[chosen] for cell, chosen in zip(cells, rows, strict=True)])
-    answers, paired = sums[..., TERMS.index("answers")], sums[..., TERMS.index("paired")]
+    answers, paired = sums[..., COLUMN["answers"]], sums[..., COLUMN["paired"]]
     alike = (answers == answers[0]).all(axis=0)
     if paired.any(axis=1).all():
         alike &= (paired == paired[0]).all(axis=0)
@@ -148,21 +166,24 @@ def ratio_of(figure_id: str) -> stats.Ratio:
 
 
 def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
-    """By method, the geometric mean over suites; only where there are several and each has the figure."""
+    """By method and settings, the geometric mean over suites; only where there are several and each has the figure."""
     found = {}
-    for method in dict.fromkeys(cell.method for cell in cells if cell.method != BASELINE):
-        own = [cell for cell in cells if cell.method == method and cell.num_prompts]
+    lines: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.method != BASELINE and cell.num_prompts:
+            lines.setdefault(labels.under(cell.method, cell.setting), []).append(cell)
+    for name, own in lines.items():
         mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in own])
         if mean is not None and len(own) > 1:
-            found[method] = mean
+            found[name] = mean
     return found
 
 
 def summarised(results: Results) -> list[Cell]:
     """Raises UserError where a suite has no answer by plain decoding: there is nothing to compare with."""
     cells = summarise(results.rows, results.info["identity"])
-    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
-    bare = list(dict.fromkeys(cell.label for cell in cells if cell.suite not in plain))
+    plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))
     if bare:
         raise UserError(f"{results.name} has no answers of plain decoding (ar) for {', '.join(bare)}; run it again")
     return cells
@@ -189,6 +210,7 @@ def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None
 def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
     """What makes two runs unlike: the kind of it, and the two values."""
     yield from _prompt_differences(before, after)
+    yield from _other_settings(before, after)
     sides = [_decisive(each.info) for each in (before, after)]
     for kind in UNLIKE:
         then, now = (side.get(kind, {}) for side in sides)
@@ -205,14 +227,28 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     suites = identity.get("suites", {})
     return {
         "suite": {f"version of {name}": suite["version"] for name, suite in suites.items()},
-        "model": _named(identity, "model", "thinking") | {"revision of target": revisions.get("target")},
+        "model": _named(identity, "model") | {"revision of target": revisions.get("target")},
         "draft": drafts | lengths,
-        "sampling": _named(identity, "temperature", "seed"),
+        "sampling": _named(identity, "seed"),
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": _named(identity, "dtype", "attention"),
         "device": _named(identity, "device", "threads")
         | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
     }
+
+
+def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+    """Where no settings are in common; of several, those that are compared."""
+    then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
+    if set(then) & set(now):
+        return
+    if len(then) > 1 or len(now) > 1:
+        yield "sampling", " and ".join(" / ".join(map(str, several)) for several in (then, now))
+        return
+    (old,), (new,) = settings_to_json(then), settings_to_json(now)
+    for name, value in old.items():
+        if value != new[name]:
+            yield "model" if name == "thinking" else "sampling", f"{name} {value} and {new[name]}"
 
 
 def _named(found: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ no sum. What a backend does not show leaves the figure out (None), never 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from dflash_bench import labels
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import is_tree
+from dflash_bench.records import GREEDY, Settings
+from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
 
 FORMULAS = {
@@ -42,13 +44,15 @@ Of a tree d_i counts all nodes, and a_i the length of the way that was kept.
 """
 
 TERMS = (
-    "answers", "tokens", "decode_tokens", "decode_s", "e2e_tokens", "e2e_s", "rounds", "verified", "accepted",
+    "answers", "decode_tokens", "decode_s", "e2e_tokens", "e2e_s", "rounds", "verified", "accepted",
     "drafted", "emitted", "rounds_of_shown", "shown", "al_sum", "draft_s", "draft_rounds", "verify_s", "verify_rounds",
-    "other_s", "model_s", "timed_rounds", "exact", "compared", "passed", "scored", "lost", "gained",
+    "other_s", "model_s", "timed_rounds", "exact", "compared", "passed", "scored",
     "paired", "plain_s", "plain_tokens", "own_s", "own_tokens", "plain_e2e_s", "plain_e2e_tokens", "own_e2e_s",
     "own_e2e_tokens", "log_ratio", "log_ratios",
 )  # fmt: skip
 """Per prompt: sums over its turns and repeats. `plain_` and `own_` are of `paired` answers, which both sides have."""
+COLUMN = {name: number for number, name in enumerate(TERMS)}
+"""Where each stands in `Cell.sums`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +70,12 @@ class Figure:
     @property
     def statistic(self) -> stats.Statistic:
         if self.top == ("log_ratio",):
-            return stats.exp_mean(TERMS.index("log_ratio"), TERMS.index("log_ratios"))
+            return stats.exp_mean(COLUMN["log_ratio"], COLUMN["log_ratios"])
         return stats.ratio(*self.places, self.scale, at_most=self.at_most)
 
     @property
     def places(self) -> tuple[list[int], list[int]]:
-        return [TERMS.index(name) for name in self.top], [TERMS.index(name) for name in self.bottom]
+        return [COLUMN[name] for name in self.top], [COLUMN[name] for name in self.bottom]
 
 
 FIGURES = {
@@ -102,14 +106,26 @@ Tally = tuple[int, int]
 """How many, of how many."""
 
 
+class Place(NamedTuple):
+    """Of a cell; `settings` in words."""
+
+    suite: str
+    slice: str
+    settings: str
+    method: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One suite and method, or a slice of it; a figure that cannot be had is absent from `figures`."""
+    """One suite, settings and method, or a slice of it; a figure that cannot be had is absent from `figures`."""
 
     suite: str
     source: str = ""
     """Of the suite's prompts, as the run recorded it; empty where that is not known."""
     method: str
+    settings: Settings = GREEDY
+    setting: str = ""
+    """What tells the settings from the others of the run, for people; empty in a run of one."""
     slice: str = ""
     num_prompts: int
     num_tokens: int
@@ -130,39 +146,58 @@ class Cell:
         return labels.named(self.suite, self.source)
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        return self.suite, self.slice, self.method
+    def heading(self) -> str:
+        """The suite and, where there are several, the slice of it and the settings, for people."""
+        return labels.under(self.label, "; ".join(filter(None, [self.slice, self.setting])))
+
+    @property
+    def place(self) -> Place:
+        return Place(self.suite, self.slice, str(self.settings), self.method)
 
     def value(self, figure_id: str) -> float | None:
         found = self.figures.get(figure_id)
         return found.value if found else None
 
 
-PLACE = ["suite", "slice", "method"]
-ANSWER = ["suite", "slice", "prompt_id", "turn", "repeat"]
+PLACE = list(Place._fields)
+ANSWER = ["suite", "slice", "settings", "prompt_id", "turn", "repeat"]
 
 
-def summarise(rows: Any, identity: Mapping[str, Any] | None = None) -> list[Cell]:
-    """One cell per suite, slice and method as they first appear in the run, the baseline first in each.
+def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
+    """One cell per suite, settings, slice and method as they first appear in the run, the baseline first in each.
 
-    `identity`, as in `run.json`, tells where the prompts came from.
+    `identity`, as in `run.json`, tells where the prompts came from, and which settings there are.
     """
+    several = {str(settings): (settings, name) for settings, name in short_names(settings_of(identity)).items()}
     counts = _counts(rows)
     sums = _prompt_sums(without_errors(rows))
-    by_cell = dict(iter(sums.groupby(level=[0, 1, 2], observed=True)))
+    by_cell = dict(iter(sums.groupby(level=[0, 1, 2, 3], observed=True)))
+    places = _places(rows)
     # Two at a time: drawing prompts is NumPy's work, outside the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
-        cells = list(pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place)), _places(rows)))
-    return [replace(cell, source=labels.source_of(identity or {}, cell.suite)) for cell in cells]
+        cells = list(pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place)), places))
+    return [_of_run(cell, place, identity, several) for cell, place in zip(cells, places, strict=True)]
 
 
-def _places(rows: Any) -> list[tuple[str, str, str]]:
-    found = list(rows[PLACE].drop_duplicates().itertuples(index=False, name=None))
-    suites = list(dict.fromkeys(suite for suite, _, _ in found))
-    slices = list(rows["slice"].cat.categories)
+def _of_run(cell: Cell, place: Place, identity: Mapping[str, Any], several: Mapping[str, tuple[Settings, str]]) -> Cell:
+    settings, setting = several[place.settings]
+    return replace(cell, source=labels.source_of(identity, cell.suite), settings=settings, setting=setting)
+
+
+def _places(rows: Any) -> list[Place]:
+    places = list(map(Place._make, rows[PLACE].drop_duplicates().itertuples(index=False, name=None)))
+    suites = list(dict.fromkeys(place.suite for place in places))
+    slices, settings = (list(rows[name].cat.categories) for name in ("slice", "settings"))
     # Those of the run: within a slice the methods take turns in being first.
-    methods = [BASELINE, *dict.fromkeys(method for _, _, method in found if method != BASELINE)]
-    return sorted(found, key=lambda p: (suites.index(p[0]), slices.index(p[1]), methods.index(p[2])))
+    methods = [BASELINE, *dict.fromkeys(place.method for place in places if place.method != BASELINE)]
+
+    def rank(place: Place) -> tuple[int, ...]:
+        return (
+            suites.index(place.suite), settings.index(place.settings), slices.index(place.slice),
+            methods.index(place.method),
+        )  # fmt: skip
+
+    return sorted(places, key=rank)
 
 
 def _counts(rows: Any) -> Any:
@@ -177,13 +212,12 @@ def _counts(rows: Any) -> Any:
     return good.groupby(PLACE, observed=True).sum()
 
 
-def _cell(place: tuple[str, str, str], counts: Any, prompts: Any) -> Cell:
-    suite, slice_, method = place
+def _cell(place: Place, counts: Any, prompts: Any) -> Cell:
     sums = np.zeros((0, len(TERMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
     return Cell(
-        suite=suite,
-        slice=slice_,
-        method=method,
+        suite=place.suite,
+        slice=place.slice,
+        method=place.method,
         num_prompts=len(sums),
         num_tokens=int(counts["num_tokens"]),
         num_errors=int(counts["num_errors"]),
@@ -191,7 +225,7 @@ def _cell(place: tuple[str, str, str], counts: Any, prompts: Any) -> Cell:
         exact=_tally(sums, "exact", "compared"),
         audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
         passed=_tally(sums, "passed", "scored"),
-        figures=_figures(sums, method),
+        figures=_figures(sums, place.method),
         prompts=() if prompts is None else tuple(prompts.index.get_level_values("prompt_id")),
         sums=sums,
     )
@@ -213,14 +247,15 @@ def _possible(name: str, interval: Interval) -> Interval:
 
 
 def _tally(sums: Any, right: str, judged: str) -> Tally | None:
-    both = sums[:, [TERMS.index(right), TERMS.index(judged)]].sum(axis=0)
+    both = sums[:, [COLUMN[right], COLUMN[judged]]].sum(axis=0)
     return (int(both[0]), int(both[1])) if both[1] else None
 
 
 def _prompt_sums(good: Any) -> Any:
-    """`TERMS` by suite, slice, method and prompt."""
-    pandas = type(good)
-    terms = pandas(_own_terms(good) | _paired_terms(good), index=good.index)
+    """`TERMS` by suite, slice, settings, method and prompt."""
+    import pandas as pd
+
+    terms = pd.DataFrame(_own_terms(good) | _paired_terms(good), index=good.index)
     keys = [good[name] for name in (*PLACE, "prompt_id")]
     sums = terms.groupby(keys, observed=True).sum()
     costs = sums[["plain_s", "plain_tokens", "own_s", "own_tokens"]].to_numpy(dtype=np.float64)
@@ -240,7 +275,6 @@ def _own_terms(good: Any) -> dict[str, Any]:
     passed = good["passed"].to_numpy(dtype=np.float64)
     terms = {
         "answers": np.ones(len(good)),
-        "tokens": column["num_tokens"],
         "decode_tokens": column["decode_tokens"],
         "decode_s": column["decode_s"],
         "e2e_tokens": np.where(known["prefill_s"], column["num_tokens"], 0),
@@ -275,7 +309,7 @@ _MEASURED = (
 
 
 def _paired_terms(good: Any) -> dict[str, Any]:
-    """Of each answer whose plain counterpart did not fail either, both sides' seconds, tokens and scores."""
+    """Of each answer whose plain counterpart did not fail either, both sides' seconds and tokens."""
     answer = good.groupby(ANSWER, observed=True, sort=False).ngroup().to_numpy()
     is_plain = (good["method"] == BASELINE).to_numpy()
     own = {
@@ -283,14 +317,13 @@ def _paired_terms(good: Any) -> dict[str, Any]:
         "tokens": good["decode_tokens"].to_numpy(dtype=np.float64),
         "e2e_s": (good["prefill_s"] + good["decode_s"]).to_numpy(dtype=np.float64),
         "e2e_tokens": good["num_tokens"].to_numpy(dtype=np.float64),
-        "passed": good["passed"].to_numpy(dtype=np.float64),
     }
     plain = {name: np.full(answer.max(initial=-1) + 1, np.nan) for name in own}
     for name, values in own.items():
         plain[name][answer[is_plain]] = values[is_plain]
     plain = {name: values[answer] for name, values in plain.items()}
     costs = ("s", "tokens"), ("e2e_s", "e2e_tokens")
-    terms = {"lost": plain["passed"] > own["passed"], "gained": plain["passed"] < own["passed"]}
+    terms: dict[str, Any] = {}
     for pair in costs:
         both = ~np.isnan(sum(side[name] for side in (plain, own) for name in pair))
         terms.setdefault("paired", both)
@@ -314,6 +347,7 @@ def seconds_per_token(good: Any) -> float | None:
     return float(good["decode_s"].sum()) / tokens if tokens else None
 
 
-def select(rows: Any, **where: Sequence[str] | str) -> Any:
-    """The rows whose columns have these values."""
+def select(rows: Any, place: Place) -> Any:
+    """The rows of a cell."""
+    where = place._asdict()
     return rows[np.logical_and.reduce([rows[name] == value for name, value in where.items()])]

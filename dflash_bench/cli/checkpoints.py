@@ -61,3 +61,27 @@ def convert(
     for remark in conversion.convert(source, destination, to, target):
         say(remark)
     say(f"saved in {destination}")
+
+
+@app.command(cls=Command, name="build-datastore")
+def build_datastore(
+    model: Annotated[str, Option(metavar="M", help="Whose tokenizer: nano, a preset, or a folder with a model.")],
+    out: Annotated[Path, Option(metavar="FILE", help="The datastore, a file that does not exist yet.")],
+    data: Annotated[
+        Path | None,
+        Option(metavar="PATH", help="Texts: .txt, or .jsonl or .parquet with text or messages; a file or a folder."),
+    ] = None,
+    runs: Annotated[
+        list[Path] | None, Option(metavar="RUN", help="A run whose answers are the texts; may be given several times.")
+    ] = None,
+) -> None:
+    """Make a datastore for the method rest, from texts or from the answers of runs.
+
+    Do not measure it on prompts whose answers it holds.
+    """
+    from dflash_bench.run import datastores
+
+    built = datastores.build(model, data, runs or [], out)
+    say(f"{built.num_texts:,} texts of {built.num_tokens:,} tokens, saved in {out}")
+    if runs:
+        say("it holds answers to the prompts of these runs: measure rest on others, or it looks up what it predicts")

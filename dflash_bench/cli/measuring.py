@@ -16,6 +16,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.text import shortened
 
 app = typer.Typer()
 
@@ -28,15 +29,21 @@ def run(
     data: options.Data = None,
     limit: options.Limit = None,
     thinking: options.Thinking = None,
+    no_thinking: options.NoThinking = False,
     method: options.Methods = None,
     model: options.Model = None,
     target: options.Target = None,
     draft: options.Drafts = None,
     trust_remote_code: options.TrustRemoteCode = False,
     max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = "0",
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    draft_steps: options.DraftSteps = None,
     repeats: options.Repeats = 1,
     audit: options.Audit = None,
     device: options.Device = None,
@@ -61,11 +68,15 @@ def run(
     from dflash_bench.results import frame
     from dflash_bench.run import session
 
+    if no_thinking:
+        raise UserError("--no-thinking is now written --thinking off")
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, seed=seed,
-        max_new_tokens=max_new_tokens, temperature=temperature,
-        block_size=block_size, repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        block_size=block_size, draft_steps=draft_steps, repeats=repeats, threads=threads, device=device,
+        device_map=device_map, dtype=dtype,
         attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
     )  # fmt: skip
@@ -98,6 +109,19 @@ def run(
     if num_failed and not allow:
         note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass")
         sys.exit(1)
+
+
+def _numbers(flag: str, text: str) -> tuple[float, ...]:
+    if not text.isascii() or "_" in text:  # which Python's own numbers may have
+        raise _no_numbers(flag, text)
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise _no_numbers(flag, text) from None
+
+
+def _no_numbers(flag: str, text: str) -> UserError:
+    return UserError(f"{flag} takes a number, or several with commas between them, not {shortened(text, 40)}")
 
 
 def _stopped(folder: Path) -> str:

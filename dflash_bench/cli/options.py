@@ -35,9 +35,14 @@ Score = Annotated[
 Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
 Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
 Thinking = Annotated[
-    bool | None,
-    _asked("--thinking/--no-thinking", help="The chat template's mode; the model's own default if absent, else off."),
+    str | None,
+    _asked(
+        metavar="MODE",
+        help="The chat template's mode: on, off, or both in one run. If absent, the model's own default, else off.",
+    ),
 ]
+NoThinking = Annotated[bool, Option("--no-thinking", hidden=True)]
+"""The old spelling, refused with the new one."""
 
 Methods = Annotated[
     list[str] | None,
@@ -69,7 +74,23 @@ TrustRemoteCode = Annotated[
 ]
 
 MaxNewTokens = Annotated[int | None, _decoding(metavar="N", min=1, help="Longest answer, in tokens.")]
-Temperature = Annotated[float, _decoding(metavar="T", min=0.0, help="0 is greedy, and checked token for token.")]
+Temperature = Annotated[
+    str,
+    _decoding(
+        metavar="T[,T...]",
+        help="0 is greedy, and checked token for token. Several, as 0,1, are measured side by side in one run.",
+    ),
+]
+TopK = Annotated[int | None, _decoding(metavar="K", min=1, help="Draw from the K likeliest tokens only.")]
+TopP = Annotated[
+    float | None, _decoding(metavar="P", help="Draw from the likeliest tokens that together hold the share P.")
+]
+MinP = Annotated[
+    float | None, _decoding(metavar="P", help="Draw from tokens at least P times as likely as the likeliest.")
+]
+RepetitionPenalty = Annotated[
+    float | None, _decoding(metavar="R", help="Above 1, tokens that were already there become less likely.")
+]
 Seed = Annotated[int | None, _decoding(metavar="S", min=0, help="Seed of sampling at temperature above 0.")]
 BlockSize = Annotated[
     int | None,
@@ -78,6 +99,15 @@ BlockSize = Annotated[
         min=2,
         max=64,
         help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent.",
+    ),
+]
+DraftSteps = Annotated[
+    int | None,
+    _decoding(
+        metavar="S",
+        min=1,
+        max=16,
+        help="NAME:steps=S for every method that can draft a block in several passes and says no number.",
     ),
 ]
 Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]

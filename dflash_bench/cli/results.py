@@ -28,7 +28,8 @@ def compare(
         list[Path], Argument(metavar="RUN...", help="Folders of runs; or result JSON of vllm bench serve.")
     ],
     by: Annotated[
-        str, Option(metavar="WHAT", help="suite, category, turn, prompt-length or output-position.")
+        str,
+        Option(metavar="WHAT", help="suite, category, turn, prompt-length, output-position or part."),
     ] = "suite",
     against: Annotated[
         str | None, Option(metavar="paper[:TARGET]", help="Set published figures beside the run, formula by formula.")
@@ -133,16 +134,28 @@ def report(
     tokenizer: Annotated[
         Path | None, Option(metavar="PATH", help="tokenizer.json of the target, to colour tokens in the page.")
     ] = None,
+    by: Annotated[
+        str | None,
+        Option(
+            metavar="WHAT",
+            help="Cut the table by category, turn, prompt-length, output-position or part.",
+        ),
+    ] = None,
     allow: options.AllowParts = None,
 ) -> None:
     """Show a finished run: as a table, Markdown, JSON, CSV or LaTeX, or as one HTML page."""
-    from dflash_bench.report import FORMATS, MOST_ANSWERS, read, write_page
+    from dflash_bench.report import FORMATS, MOST_ANSWERS, read, table_by, write_page
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
     if html is None and (answers is not None or tokenizer is not None):
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
+    if by is not None and (html is not None or kind not in (None, "table")):
+        raise UserError("--by cuts the table; leave out --html and --format, or use compare --by --json")
     document = read(run, allow or ())
+    if by is not None:
+        say(table_by(document, by), end="")
+        return
     if html is not None:
         write_page(document, html, answers or MOST_ANSWERS, tokenizer)
         note(f"wrote {html}")

@@ -30,6 +30,19 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     )
 
 
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+"""What architectures call the norm between the last layer and the output head."""
+
+
+def final_norm(model: Any) -> nn.Module:
+    """Raises UserError for an architecture that has none by a known name."""
+    decoder = model.get_decoder() or model
+    for name in FINAL_NORMS:
+        if isinstance(norm := getattr(decoder, name, None), nn.Module):
+            return norm
+    raise UserError(f"cannot find the last norm of {type(model).__name__}; Medusa heads cannot read this target")
+
+
 def context_length(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if length is None:

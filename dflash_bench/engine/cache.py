@@ -6,7 +6,7 @@ stored at index t, so anything beyond a row's length is stale: it is masked, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,18 +17,23 @@ from dflash_bench.models.common import Rotary
 class KVCache:
     """Keys and values [B, heads, capacity, D] per layer, allocated at a layer's first write.
 
-    A layer's buffers are on the device of its keys, as the layers of one model may be spread over devices.
+    A layer's buffers are on the device of its keys, as the layers of one model may be spread over devices. If made
+    `like` another cache that every layer has written to, buffers of the same shape and device share one tensor, so that
+    they can be moved together.
     """
 
-    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, capacity: int, device: torch.device, like: KVCache | None = None) -> None:
         self.num_rows, self.capacity, self.device = num_rows, capacity, device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacks: list[Tensor] = []
         self._rows = torch.arange(num_rows, device=device)[:, None]
         self._steps = torch.arange(capacity, device=device)
         self._start: int | None = 0
         self._visible = 0
         self.positions = self._steps[None, :0]
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        if like is not None:
+            self._allocate(like._layers)
 
     def place(self, starts: Sequence[int], width: int) -> None:
         """Say that the next writes are `width` tokens per row, from each row's start on."""
@@ -69,7 +74,7 @@ class KVCache:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, heads, width, D] where `place` said; returns everything visible, as views."""
         if layer not in self._layers:
-            self._layers[layer] = (self._buffer(keys), self._buffer(values))
+            self._allocate({layer: (keys, values)})
         stored = self._layers[layer]
         for buffer, new in zip(stored, (keys, values), strict=True):
             if self._start is not None:
@@ -88,18 +93,34 @@ class KVCache:
         return self._elsewhere[device]
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
-        """Move the tokens of a tree path [B, M], indices counted from each row's start, to the start of that row."""
-        start = to_device(starts, self.device)[:, None]
-        source, target = start + path, start + self._steps[: path.shape[1]]
-        for buffers in self._layers.values():
-            for buffer in buffers:
-                rows, to, where = (x.to(buffer.device, non_blocking=True) for x in (self._rows, target, source))
-                # The right side is gathered before anything is written, so the two may overlap.
-                buffer[rows, :, to] = buffer[rows, :, where]
+        """Move the tokens of a tree path [B, M], indices counted from each row's start, to the start of that row.
 
-    def _buffer(self, like: Tensor) -> Tensor:
-        # Zeros, not uninitialised memory: masked positions are still multiplied, and NaN would spread.
-        return like.new_zeros(self.num_rows, like.shape[1], self.capacity, like.shape[3])
+        If every path is 0, 1, 2, ... nothing has to move, and there is no need to call this (`Verdict.last`).
+        """
+        width = path.shape[1]
+        start = to_device(starts, self.device)[:, None]
+        source, target = start + path, start + self._steps[:width]
+        for stack in self._stacks:
+            rows, to, where = (x.to(stack.device, non_blocking=True) for x in (self._rows, target, source))
+            # The right side is gathered before anything is written, so the two may overlap.
+            if self.num_rows == 1:
+                stack[:, :, :, starts[0] : starts[0] + width] = stack.index_select(3, where[0])
+            else:
+                stack[:, rows, :, to] = stack[:, rows, :, where]
+
+    def _allocate(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Buffers for layers with such keys and values; those of the same shape and device share one tensor."""
+        alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
+        for layer, pair in like.items():
+            for i, x in enumerate(pair):
+                alike.setdefault((x.shape[1], x.shape[3], x.dtype, x.device), []).append((layer, i))
+        parts: dict[tuple[int, int], Tensor] = {}
+        for (heads, size, dtype, device), places in alike.items():
+            # Zeros, not uninitialised memory: masked positions are still multiplied, and NaN would spread.
+            shape = (len(places), self.num_rows, heads, self.capacity, size)
+            self._stacks.append(torch.zeros(shape, dtype=dtype, device=device))
+            parts.update(zip(places, self._stacks[-1], strict=True))
+        self._layers.update({layer: (parts[layer, 0], parts[layer, 1]) for layer in like})
 
 
 def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -114,15 +135,23 @@ def to_device(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def causal_mask(cache: KVCache, dtype: torch.dtype, parents: Tensor | None = None, window: int | None = None) -> Tensor:
+def causal_mask(
+    cache: KVCache,
+    dtype: torch.dtype,
+    parents: Tensor | None = None,
+    window: int | None = None,
+    whole_block: bool = False,
+) -> Tensor:
     """An additive mask [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
+    With `whole_block` each also sees the tokens placed after it.
     With `parents` [B, width - 1] the tokens are an anchor and a tree: of these, each sees only its ancestors.
     With a `window` a token sees only that many tokens back, itself included; in a tree, depth is the distance.
     """
     columns = torch.arange(cache.visible, device=cache.device)
     read_at, stored_at = cache.positions, columns[None]
-    allowed = columns <= cache.positions[..., None]
+    seen_to = cache.positions[:, -1:].expand_as(cache.positions) if whole_block else cache.positions
+    allowed = columns <= seen_to[..., None]
     if parents is not None:
         start = cache.positions[:, :1]
         is_ancestor = ancestors(parents)

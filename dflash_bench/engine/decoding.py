@@ -7,120 +7,25 @@ round moves one small tensor to the host; everything else stays where the model 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dflash_bench.engine.clock import Clock
+from dflash_bench.engine.drafter import Committed, Drafter, StandAlone
 from dflash_bench.engine.sampling import Sampler, Sampling
+from dflash_bench.engine.sequences import DecodingError, Limits, Round, Row
 from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_children, verify_sampled, verify_tree
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What the target has read since last time, for B rows; row b has counts[b] valid places.
-
-    hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
-    anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
-    answer and anchor; a drafter reads them, and must not change them. With the sampler it draws tokens, if it does
-    (`drafters/picking.py`).
-    """
-
-    hidden: Tensor | None
-    tokens: Tensor
-    anchor: Tensor
-    starts: list[int]
-    counts: list[int]
-    texts: Sequence[Sequence[int]] = ()
-    sampler: Sampler | None = None
-
-
-class Drafter(Protocol):
-    taps: tuple[int, ...]
-    """Target layers (0-based) whose outputs it wants."""
-    num_drafts: int
-    """The most tokens it proposes in a round."""
-
-    def begin(self, num_rows: int, capacity: int) -> None: ...
-
-    def observe(self, committed: Committed) -> None: ...
-
-    def propose(self) -> Draft | None: ...
-
-
-class NoDrafter:
-    """Plain decoding."""
-
-    taps: tuple[int, ...] = ()
-    num_drafts = 0
-
-    def begin(self, num_rows: int, capacity: int) -> None:
-        pass
-
-    def observe(self, committed: Committed) -> None:
-        pass
-
-    def propose(self) -> Draft | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a row ends: after a stop token, or after this many tokens, or where the context is full."""
-
-    max_new_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence being decoded, as the host knows it."""
-
-    prompt: Sequence[int]
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    finish: str | None = None
-    text: list[int] = field(init=False)
-    """Prompt and tokens."""
-
-    def __post_init__(self) -> None:
-        self.text = list(self.prompt)
-
-    def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
-        """Append up to the first stop token or the limit; returns what was appended."""
-        kept = list(new[: self.limit - len(self.tokens)])
-        for i, token in enumerate(kept):
-            if token in stop_ids:
-                kept = kept[: i + 1]
-                self.finish = "stop"
-                break
-        self.tokens += kept
-        self.text += kept
-        if self.finish is None and len(self.tokens) >= self.limit:
-            self.finish = "length"
-        return kept
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one round gave each row; `None` (and counts of 0) for rows that had already ended.
-
-    The marks belong to the clock: begin, drafted (proposal made), verified (results on the host), observing (the
-    host's bookkeeping done), end. The first round of all is prefill: it drafts nothing, `drafted` marks the first
-    token, and what follows is the draft's own prefill.
-    """
-
-    emitted: list[list[int] | None]
-    drafted: list[int]
-    accepted: list[int]
-    marks: tuple[object, object, object, object, object]
-
-
-class DecodingError(Exception):
-    """This generation cannot be had (no room, broken logits); it becomes a row that says so, never a number."""
+from dflash_bench.engine.transfer import Lists, to_host
+from dflash_bench.engine.verify import (
+    Draft,
+    Verdict,
+    take_unverified,
+    verify_chain,
+    verify_children,
+    verify_sampled,
+    verify_tree,
+)
 
 
 @torch.inference_mode()
@@ -139,6 +44,8 @@ def decode(
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
+    if isinstance(drafter, StandAlone):
+        target = drafter.reader
     rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
@@ -186,8 +93,9 @@ class _State:
         self.sampler.begin([row.prompt for row in self.rows], output.logits.shape[-1])
         self.anchor = self.sampler.choose(self.sampler.penalise(output.logits), self.sampler.places(1))[:, 0]
         self.sampler.commit(self.anchor[:, None], torch.zeros_like(self.anchor))
-        host = self._to_host(torch.zeros_like(self.anchor), self.anchor[:, None], _broken(output.logits))
-        first = [tokens for _, *tokens in host]
+        host = to_host({"tokens": self.anchor[:, None], "broken": _broken(output.logits)})
+        self._refuse_broken(host["broken"], [0] * len(self.rows))
+        first = host["tokens"]
         emitted: list[list[int] | None] = [
             row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
         ]
@@ -200,39 +108,46 @@ class _State:
             ]
             self._commit(output.hidden, torch.tensor(following, device=self.target.device), lengths)
         none = [0] * len(self.rows)
-        return Round(emitted, none, none, (begin, seen, seen, seen, self.clock.mark()))
+        return Round(emitted, none, none, [[] for _ in none], None, (begin, seen, seen, seen, self.clock.mark()))
 
     def round(self) -> Round:
         begin = self.clock.mark()
         draft = self.drafter.propose()
         drafted = self.clock.mark()
         block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
-        parents = draft.parents if draft else None
-        output = self.target.forward(block, self.starts, parents)
-        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, parents))
+        tree = draft.parents if draft else None
+        output = self.target.forward(block, self.starts, tree)
+        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, tree))
         tokens = following_tokens(block, verdict)
         self.sampler.commit(tokens, verdict.num_accepted)
-        host = self._to_host(verdict.num_accepted, tokens, _broken(output.logits, verdict.path))
+        host = to_host(_parts(draft, verdict, tokens, output.logits))
+        kept = [count for (count,) in host["accepted"]]
+        self._refuse_broken(host["broken"], kept)
         alive = [row.finish is None for row in self.rows]
-        accepted = [count if live else 0 for (count, *_), live in zip(host, alive, strict=True)]
+        accepted = [count * live for count, live in zip(kept, alive, strict=True)]
+        moved = any(live and last > count for (last,), count, live in zip(host["last"], kept, alive, strict=True))
         # What it costs a target to forget the rest belongs to verifying.
         self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
         verified = self.clock.mark()
         emitted = [
             row.emit(new[: count + 1], self.stop_ids) if live else None
-            for row, (count, *new), live in zip(self.rows, host, alive, strict=True)
+            for row, count, new, live in zip(self.rows, kept, host["tokens"], alive, strict=True)
         ]
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            self._keep(draft, verdict, output.hidden, tokens, accepted)
+            self._keep(verdict, output.hidden, tokens, accepted, moved, host.get("choices", ()))
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
-        proposed = [length * live for length, live in zip(lengths, alive, strict=True)]
-        return Round(emitted, proposed, accepted, (begin, drafted, verified, observing, end))
+        counts = [length * live for length, live in zip(lengths, alive, strict=True)]
+        ids = _first(host.get("drafted", [[]] * len(counts)), counts)
+        parents = _first(host["parents"], counts) if "parents" in host else None
+        return Round(emitted, counts, accepted, ids, parents, (begin, drafted, verified, observing, end))
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """By penalised logits."""
+        if draft is not None and draft.following is not None:
+            return take_unverified(draft.tokens, draft.following)
         sampler = self.sampler
         if draft is None:
             choices = sampler.choose(logits, sampler.places(1))
@@ -253,11 +168,12 @@ class _State:
 
     def _keep(
         self,
-        draft: Draft | None,
         verdict: Verdict,
         hidden: Tensor | None,
         tokens: Tensor,
         accepted: list[int],
+        moved: bool,
+        choices: Sequence[list[int]],
     ) -> None:
         """Rows that have ended stand still, from the round that ended them on.
 
@@ -265,32 +181,48 @@ class _State:
         """
         counts = [0 if row.finish else count + 1 for row, count in zip(self.rows, accepted, strict=True)]
         longest = max(counts)
-        if draft is not None and draft.parents is not None:
-            assert verdict.path is not None, "trees are verified along paths"
+        if verdict.path is not None and moved:
             path = verdict.path[:, :longest]
-            # A row that keeps its anchor only, kept it where it stands.
-            if longest > 1:
-                self.target.cache.keep_path(self.starts, path)
+            self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
-        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts)
+        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts, choices)
 
-    def _commit(self, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+    def _commit(
+        self, hidden: Tensor | None, tokens: Tensor, counts: list[int], choices: Sequence[list[int]] = ()
+    ) -> None:
         texts = [row.text for row in self.rows]
         self.sampler.emitted([len(row.tokens) for row in self.rows])
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, list(self.starts), counts, texts, self.sampler))
+        starts = list(self.starts)
+        self.drafter.observe(Committed(hidden, tokens, self.anchor, starts, counts, texts, self.sampler, choices))
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
-    def _to_host(self, counts: Tensor, tokens: Tensor, broken: Tensor) -> list[list[int]]:
-        """Per row its count [B] and then its tokens [B, N]: the one transfer of a round.
-
-        Flags [B, N] of broken logits ride along; those of the first count + 1 places end the generation.
-        """
-        first = 1 + tokens.shape[1]
-        host: list[list[int]] = torch.cat([counts[:, None], tokens, broken], dim=1).tolist()
-        for b, (row, values) in enumerate(zip(self.rows, host, strict=True)):
-            if row.finish is None and any(values[first : first + values[0] + 1]):
+    def _refuse_broken(self, broken: Lists, accepted: list[int]) -> None:
+        """Broken logits at one of a row's first accepted + 1 places end the generation."""
+        for b, (row, flags, count) in enumerate(zip(self.rows, broken, accepted, strict=True)):
+            if row.finish is None and any(flags[: count + 1]):
                 raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
-        return [values[:first] for values in host]
+
+
+def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
+    """What the host wants to know of a round, each [B, n]."""
+    parts = {
+        "accepted": verdict.num_accepted[:, None],
+        "last": verdict.last[:, None],
+        "tokens": tokens,
+        "broken": _broken(logits, verdict.path),
+    }
+    if draft is not None:
+        parts["drafted"] = draft.tokens
+        if draft.parents is not None:
+            parts["parents"] = draft.parents
+        if draft.wants_choices and verdict.choices is not None:
+            parts["choices"] = verdict.choices
+    return parts
+
+
+def _first(rows: Lists, counts: list[int]) -> Lists:
+    """Of each row so many values: without what pads them."""
+    return [values[:count] for values, count in zip(rows, counts, strict=True)]
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from dflash_bench.engine.clock import clock_for
-from dflash_bench.engine.decoding import DecodingError, Drafter, Limits, Round, decode
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import DecodingError, Limits, Round
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
 from dflash_bench.models import chat
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import Divergence, FinishReason, Generation, Message
+from dflash_bench.records import GREEDY, Divergence, FinishReason, Generation, Message, Settings
 
 
 def open_backend(
@@ -29,8 +31,7 @@ def open_backend(
     preset: Preset,
     methods: Sequence[Method],
     max_new_tokens: int,
-    sampling: Sampling,
-    thinking: bool = False,
+    seed: int = 0,
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels; UserError for what cannot go together."""
     target = Target(models.target)
@@ -40,7 +41,7 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    return LocalBackend(target, models.tokenizer, drafters, limits, sampling, thinking)
+    return LocalBackend(target, models.tokenizer, drafters, limits, seed)
 
 
 def _drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
@@ -67,26 +68,32 @@ class LocalBackend:
         tokenizer: Any,
         drafters: Mapping[str, Drafter],
         limits: Limits,
-        sampling: Sampling,
-        thinking: bool = False,
+        seed: int = 0,
     ) -> None:
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
-        self.limits, self.sampling, self.thinking = limits, sampling, thinking
+        self.limits, self.seed = limits, seed
         self.clock = clock_for(target.device)
         self.judge = Judge(target.model, limits.stop_ids, limits.max_new_tokens)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
         """The chat as the model's own template renders it."""
         if self.tokenizer.chat_template is None:
             return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
-        text = chat.rendered(self.tokenizer, messages, self.thinking)
+        text = chat.rendered(self.tokenizer, messages, bool(settings.thinking))
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def generate(self, method: str, messages: Sequence[Message], repeat: int = 0) -> Generation:
+    def generate(
+        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+    ) -> Generation:
         """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
-        prompt = self.encode(messages)
-        seed = zlib.crc32(repr((self.sampling.seed, repeat, prompt)).encode())
-        return self.generate_ids(method, [prompt], replace(self.sampling, seed=seed))[0]
+        prompt = self.encode(messages, settings)
+        seed = zlib.crc32(repr((self.seed, repeat, prompt)).encode())
+        generation = self.generate_ids(method, [prompt], Sampling.of(settings, seed))[0]
+        if settings.thinking is None:
+            return generation
+        return replace(
+            generation, num_thinking_tokens=chat.thinking_tokens(self.tokenizer, prompt, generation.token_ids)
+        )
 
     def generate_ids(
         self,
@@ -99,12 +106,14 @@ class LocalBackend:
 
         `seeds` are the prompts' own, in place of the one of `sampling`.
         """
-        self._reset_memory()
+        drafter, sampling = self.drafters[method], sampling or Sampling(seed=self.seed)
         rounds: list[Round] = []
         error: str | None = None
         try:
-            drafter, chosen = self.drafters[method], sampling or self.sampling
-            rounds.extend(decode(self.target, drafter, prompts, self.limits, chosen, self.clock, seeds))
+            if isinstance(drafter, Foresees):
+                drafter.foresee(prompts, self.limits, sampling, seeds)
+            self._reset_memory()
+            rounds.extend(decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds))
         except DecodingError as problem:
             error = str(problem)
         except torch.cuda.OutOfMemoryError:
@@ -132,6 +141,8 @@ class LocalBackend:
             decode_s=seconds(first, last),
             draft_prefill_s=seconds(first, draft_ready) if own else 0.0,
             drafted=tuple(step.drafted[row] for step in own),
+            drafted_ids=tuple(token for step in own for token in step.drafted_ids[row]),
+            drafted_parents=_parents(row, own),
             accepted=tuple(step.accepted[row] for step in own),
             emitted=tuple(len(step.emitted[row] or ()) for step in own),
             draft_s=tuple(seconds(s.marks[0], s.marks[1]) + seconds(s.marks[3], s.marks[4]) for s in own),
@@ -140,11 +151,19 @@ class LocalBackend:
             peak_memory_bytes=self._peak_memory(),
         )
 
-    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
-        return self.judge.divergence(self.encode(messages), plain, other, self.sampling.repetition_penalty)
+    def divergence(
+        self,
+        messages: Sequence[Message],
+        plain: Sequence[int],
+        other: Sequence[int],
+        settings: Settings = GREEDY,
+    ) -> Divergence:
+        return self.judge.divergence(self.encode(messages, settings), plain, other, settings.repetition_penalty)
 
-    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
-        return self.judge.audit(self.encode(messages), answer, self.sampling.repetition_penalty)
+    def audit(
+        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
+    ) -> Divergence | None:
+        return self.judge.audit(self.encode(messages, settings), answer, settings.repetition_penalty)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":
@@ -155,3 +174,14 @@ class LocalBackend:
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
         return None
+
+
+def _parents(row: int, rounds: Sequence[Round]) -> tuple[int, ...] | None:
+    """None where every round drafted a chain."""
+    if all(step.drafted_parents is None for step in rounds):
+        return None
+    return tuple(
+        parent
+        for step in rounds
+        for parent in (range(-1, step.drafted[row] - 1) if step.drafted_parents is None else step.drafted_parents[row])
+    )

@@ -76,6 +76,10 @@ class Target:
         return not self._recurrent
 
     @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def embedding(self) -> nn.Module:
         module: nn.Module = self.model.get_input_embeddings()
         return module
@@ -92,7 +96,14 @@ class Target:
             if self._recurrence is not None:
                 self._recurrence.clear()
             return
-        self._cache = KVCache(num_rows, capacity, self.device)
+        if self._cache is None:
+            # Only a layer knows the shape of what it stores: one token shows it, and then all buffers can be stacked.
+            self._allocate(1, 1)
+            self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0])
+        self._allocate(num_rows, capacity)
+
+    def _allocate(self, num_rows: int, capacity: int) -> None:
+        self._cache = KVCache(num_rows, capacity, self.device, like=self._cache)
         layers: list[Any] = [_Layer(self._cache, i) for i in range(len(self._layers))]
         if self._recurrent:
             self._recurrence = Recurrence(self._layers, self._recurrent, self.device)
@@ -146,11 +157,13 @@ class Target:
         parents: Tensor | None = None,
         keep_logits: int | Tensor = 0,
         counts: Sequence[int] | None = None,
+        whole_block: bool = False,
     ) -> Output:
         """Read tokens [B, N] from each row's start on; with `parents` they are an anchor and a tree below it.
 
         Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; without
-        it, all tokens are kept.
+        it, all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it,
+        as block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         cache, width = self.cache, tokens.shape[1]
@@ -166,7 +179,7 @@ class Target:
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
-                attention_mask=self._masks(starts, width, parents),
+                attention_mask=self._masks(starts, width, parents, whole_block),
                 past_key_values=self._model_cache,
                 use_cache=True,
                 **options,
@@ -182,9 +195,16 @@ class Target:
         if self._recurrence is not None:
             self._recurrence.commit(counts)
 
-    def _masks(self, starts: Sequence[int], width: int, parents: Tensor | None) -> Tensor | dict[str, Tensor]:
+    def _masks(
+        self, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool
+    ) -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer if some have a window and others do not."""
-        masks = {window: self._mask(starts, width, parents, window) for window in self._ready}
+        if whole_block:
+            masks = {
+                window: causal_mask(self.cache, self.model.dtype, None, window, whole_block) for window in self._ready
+            }
+        else:
+            masks = {window: self._mask(starts, width, parents, window) for window in self._ready}
         if len(masks) == 1:
             return next(iter(masks.values()))
         return {kind: masks[window] for kind, window in self._windows.items()}

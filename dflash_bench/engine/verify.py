@@ -26,13 +26,17 @@ class Draft:
     `probs` [B, N, V] is what the tokens were drawn from; None means they were chosen, not drawn. A node of a tree may
     be drawn in the knowledge of its elder siblings (without replacement, say), and its probs are then those.
     `lengths` says how many tokens of each row are real, first ones first; what pads the others is never kept. A
-    drafter with nothing for any row proposes None in place of a draft.
+    drafter with nothing for any row proposes None in place of a draft. `following` [B] are the tokens behind a draft
+    that is the answer itself: both are committed as they are, and the target is asked for nothing but to read them.
+    `wants_choices`: what the target chooses after each place is to come back with what it commits.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
     probs: Tensor | None = None
     lengths: Sequence[int] | None = None
+    wants_choices: bool = False
+    following: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -51,12 +55,19 @@ class Draft:
 class Verdict:
     """`path` [B, N + 1] lists, anchor first, the rows of the verified block that stay (num_accepted + 1 are valid).
 
-    None is a chain, of which rows stay as they come.
+    None is a chain, of which rows stay as they come. `choices` [B, N + 1] are the target's after each of the block's
+    rows, where it made them.
     """
 
     path: Tensor | None
     num_accepted: Tensor
     next_token: Tensor
+    choices: Tensor | None = None
+
+    @property
+    def last(self) -> Tensor:
+        """[B], the last row of the block that stays: num_accepted, unless rows before it do not."""
+        return self.num_accepted if self.path is None else self.path.gather(1, self.num_accepted[:, None])[:, 0]
 
 
 def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
@@ -65,7 +76,12 @@ def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None)
     if padding is not None:
         matches &= ~padding
     num_accepted = matches.cumprod(dim=1).sum(dim=1)
-    return Verdict(None, num_accepted, choices.gather(1, num_accepted[:, None])[:, 0])
+    return Verdict(None, num_accepted, choices.gather(1, num_accepted[:, None])[:, 0], choices)
+
+
+def take_unverified(tokens: Tensor, following: Tensor) -> Verdict:
+    """Keep all of tokens [B, N], and what stands behind them: the output is the drafter's, and no target's."""
+    return Verdict(None, torch.full_like(following, tokens.shape[1]), following)
 
 
 def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
@@ -82,7 +98,7 @@ def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tenso
     confirmed = ~(ways[..., 1:] & wrong[:, None]).any(dim=-1)
     last = (ways.sum(dim=-1) * confirmed).argmax(dim=1, keepdim=True)
     way = ways.take_along_dim(last[..., None], dim=1)[:, 0]
-    return Verdict(_in_order(way), way.sum(dim=1) - 1, choices.gather(1, last)[:, 0])
+    return Verdict(_in_order(way), way.sum(dim=1) - 1, choices.gather(1, last)[:, 0], choices)
 
 
 def _in_order(kept: Tensor) -> Tensor:

@@ -99,8 +99,9 @@ def _lines(listing: Listing) -> list[str]:
         notes[method] += [] if trained is None else [f"trained with thinking {'on' if trained else 'off'}"]
         notes[method] += [f"not supported: {preset.unsupported[method]}"] if method in preset.unsupported else []
     references = {"target": preset.target, **preset.drafts}
+    width = max(7, *map(len, references))
     return [
-        f"  {'*' if listing.is_here[part] else ' '} {part:<7} {', '.join([_place(reference), *notes[part]])}"
+        f"  {'*' if listing.is_here[part] else ' '} {part:<{width}} {', '.join([_place(reference), *notes[part]])}"
         for part, reference in references.items()
     ]
 

@@ -11,6 +11,7 @@ import resource
 import select
 import signal
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ FAILURES = (
     TemplateError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
 )  # fmt: skip
 """Every error that a template can raise, except for running out of memory, which is handled apart."""
+OPENED, CLOSED = "<think>", "</think>"
+"""What encloses the thinking part of an answer."""
 Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
@@ -45,6 +48,23 @@ def rendered(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the chat template fails: {reason}; correct the template, or use another model") from error
     return str(text)
+
+
+def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    """How many tokens of an answer are thinking: up to and with the one that closes it; all where none does.
+
+    None are where thinking was never opened, by the answer or at the end of its prompt.
+    """
+
+    def decoded(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    text = decoded(answer)
+    if CLOSED in text:
+        # A longer beginning holds whatever a shorter one does.
+        return bisect_left(range(len(answer)), True, key=lambda n: CLOSED in decoded(answer[: n + 1])) + 1
+    opened = OPENED in text or OPENED in decoded(prompt).rpartition(CLOSED)[2]
+    return len(answer) if opened else 0
 
 
 def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:

@@ -65,12 +65,17 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> di
     return tensors
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def read_file(path: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
+    """All tensors of one file, safetensors or a pickle by its ending. Raises UserError if it is damaged."""
+    return _safetensors(path, wanted) if path.suffix == ".safetensors" else _pickled(path)
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = WHOLE) -> None:
     """Write config.json and the weights. Raises UserError if that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WHOLE, metadata={"format": "pt"})
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {folder} ({error}); name another folder") from error
 

@@ -10,7 +10,7 @@ from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ENDINGS = (".json", ".safetensors", ".bin", ".txt", ".jinja", ".model", ".tiktoken")
+ENDINGS = (".json", ".safetensors", ".bin", ".pt", ".txt", ".jinja", ".model", ".tiktoken")
 """Endings of the files that we or transformers read."""
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 """Large files, which are only read where they are used."""

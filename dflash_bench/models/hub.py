@@ -14,7 +14,7 @@ from dflash_bench.models import folders
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Configuration, weights without code in them, and tokenizers."""
-PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt")
 ANSWER_WITHIN_S = 4.0
 """If the hub does not answer within this time, we take it as unreachable; a download may take as long as it needs."""
 _ID = re.compile(r"(?!.*(--|\.\.)|.{97})\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?", re.ASCII)
@@ -96,7 +96,7 @@ def _cannot_get(name: str, revision: str, error: BaseException) -> UserError:
 def weights_sha256(folder: Path) -> str:
     """One hash over the hashes of all weight files; of pickles only if there are no safetensors."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+    for path in sorted(folder.glob("*.safetensors")) or sorted((*folder.glob("*.bin"), *folder.glob("*.pt"))):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -110,7 +110,7 @@ def is_here(reference: str) -> bool:
     try:
         shards = set(folders.read_json(folder / folders.INDEX)["weight_map"].values())
     except (UserError, KeyError, AttributeError, TypeError):
-        shards = {path.name for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)}
+        shards = {path.name for pattern in ("*.safetensors", "*.bin", "*.pt") for path in folder.glob(pattern)}
     return (folder / "config.json").exists() and bool(shards) and all((folder / name).exists() for name in shards)
 
 

@@ -8,18 +8,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from dflash_bench.analysis import metrics
 from dflash_bench.report.card import card
 from dflash_bench.report.columns import RESULTS, ROUNDS
+from dflash_bench.report.compared import IN_STRETCHES
 from dflash_bench.report.console import suites_text, text
 from dflash_bench.report.data import as_json, csv_text, document_json
 from dflash_bench.report.document import ALLOWED, Document, read
 from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.texts import latex, markdown
+from dflash_bench.results import frame
+from dflash_bench.results.slices import STRETCHES
 
 __all__ = [
     "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown",
-    "read", "suites_text", "text", "write_page",
+    "read", "suites_text", "table_by", "text", "write_page",
 ]  # fmt: skip
+
+
+def table_by(document: Document, by: str) -> str:
+    """The same table, a suite's answers cut by category, part or whatever else `frame.read` cuts them by."""
+    results = frame.read(document.folder, by=by, allow=document.allow)
+    cells = metrics.summarise(results.rows, results.info["identity"])
+    notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
+    return "\n".join([*notes, text(cells, document.findings)])
 
 
 def _table(document: Document) -> str:

@@ -9,10 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import labels
 from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.records import Settings
 from dflash_bench.report import tokens
 from dflash_bench.report.document import Document
 from dflash_bench.results import parts
+from dflash_bench.results.identity import NAMES, settings_of, short_names
 
 COLUMNS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
@@ -39,6 +42,7 @@ def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
     stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
     cutter = tokens.load(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
+    named = short_names(settings_of(document.results.info["identity"]))
     texts: dict[tuple[Any, ...], int] = {}
     cut: list[str | list[str]] = []
     rows = []
@@ -47,7 +51,8 @@ def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
         if key not in texts:
             texts[key] = len(cut)
             cut.append((tokens.pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
-        rows.append(_row(row, plain.get(_place(row))) | {"suite": document.label(row["suite"]), "text": texts[key]})
+        heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
+        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]})
     all_plain = any(isinstance(text, str) and text for text in cut)
     why = "" if not all_plain else tokens.OTHER if cutter else tokens.NOT_AT_HAND
     return Answers(rows, cut, len(document.results.rows), why)
@@ -76,12 +81,16 @@ def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[d
             # Most parts of a large run hold none of them, which two columns tell.
             keys = parts.batches(part, ["suite", "prompt_id"])
             if any(compute.any(chosen(batch)).as_py() for batch in keys):
-                for batch in parts.batches(part, COLUMNS, left_out=document.results.left_out.get(part)):
+                for batch in parts.batches(part, (*COLUMNS, *NAMES), left_out=document.results.left_out.get(part)):
                     yield from batch.filter(chosen(batch)).to_pylist()
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["suite"], row["prompt_id"], row["turn"], row["repeat"]
+    return row["suite"], row["prompt_id"], row["turn"], row["repeat"], *(row[name] for name in NAMES)
+
+
+def _settings(row: dict[str, Any]) -> Settings:
+    return Settings(**{name: row[name] for name in NAMES})
 
 
 def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:

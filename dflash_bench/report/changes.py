@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from dflash_bench import labels
 from dflash_bench.analysis.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
 from dflash_bench.analysis.metrics import FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.methods import is_lossy
 from dflash_bench.report.tables import ABSENT, aligned, p_value, with_interval
 
 TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
@@ -20,7 +23,7 @@ NO_CHANGE = (
 
 def cells_text(cells: Sequence[Cell]) -> str:
     """The figures of one run, and the geometric mean over its suites."""
-    tallies = [[_tally(cell.exact), _tally(cell.passed)] for cell in cells]
+    tallies = [["lossy" if is_lossy(cell.method) else _tally(cell.exact), _tally(cell.passed)] for cell in cells]
     free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
     timed = _table(cells, TIMINGS)
     means = over_suites(cells, "speedup.decode") if not any(cell.slice for cell in cells) else {}
@@ -41,7 +44,7 @@ def _table(
 
 
 def _place(cell: Cell) -> list[str]:
-    return [cell.label, cell.slice or "-", cell.method]
+    return [labels.under(cell.label, cell.setting), cell.slice or "-", cell.method]
 
 
 def _tally(tally: tuple[int, int] | None) -> str:
@@ -75,7 +78,8 @@ def _sides(versus: Versus) -> list[str]:
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": cell.suite, "source": cell.source or None, "slice": cell.slice or None, "method": cell.method,
+            "suite": cell.suite, "source": cell.source or None, "settings": asdict(cell.settings),
+            "slice": cell.slice or None, "method": cell.method,
             "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
             "passed": cell.passed, "timings": _figures(cell, is_timing=True),
         }
@@ -99,8 +103,8 @@ def interval_json(interval: Interval) -> list[float | None]:
 def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": versus.suite, "sources": versus.sources, "slice": versus.slice or None,
-            "before": versus.before, "after": versus.after,
+            "suite": versus.suite, "setting": versus.setting or None, "sources": versus.sources,
+            "slice": versus.slice or None, "before": versus.before, "after": versus.after,
             "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
             "p_passed": versus.p_passed,
             "ratios": {

@@ -9,6 +9,7 @@ from typing import Literal
 from dflash_bench.analysis.findings import Finding, badges
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Tally
+from dflash_bench.methods import is_lossy
 from dflash_bench.report.tables import ABSENT, number, with_interval
 
 
@@ -43,7 +44,7 @@ RESULTS = (
     Column("tps.\ndecode", lambda cell: number(cell.value("tps.decode"), 1)),
     Column("speedup.\ndecode [95 %]", lambda cell: with_interval(cell.figures.get("speedup.decode")), "left", True),
     Column("speedup.\ne2e", lambda cell: number(cell.value("speedup.e2e"))),
-    Column("exact", lambda cell: _tally(cell.exact)),
+    Column("exact", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.exact)),
     Column("passed\n%", lambda cell: _percent(cell.passed)),
 )
 ROUNDS = (
@@ -57,7 +58,7 @@ ROUNDS = (
         lambda cell: with_interval(cell.figures.get("speedup.decode.geometric")),
         "left",
     ),
-    Column("audit", lambda cell: _tally(cell.audit)),
+    Column("audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )
@@ -65,7 +66,7 @@ INTERVALS = "Intervals are 95 %, by bootstrap over prompts."
 
 
 def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return badges.beside(findings, cell.suite, cell.method) if column.has_badges and cell.method != BASELINE else []
+    return badges.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
 
 
 def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:

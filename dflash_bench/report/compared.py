@@ -17,8 +17,10 @@ from dflash_bench.report import changes as texts
 from dflash_bench.report.tables import aligned, number
 from dflash_bench.results import frame, rounds
 from dflash_bench.results.frame import Results
+from dflash_bench.results.identity import settings_of, short_names
+from dflash_bench.results.slices import STRETCHES
 
-STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
+IN_STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison
 def _wrong(run: Results) -> list[str]:
     """A comparison of numbers that mean nothing says so."""
     wrong = run.rows[mismatched(run.rows)]
-    cells = wrong[["suite", "method"]].drop_duplicates().itertuples(index=False, name=None)
-    where = ", ".join(f"{_label(run, suite)} {method}" for suite, method in cells)
+    named = {str(settings): name for settings, name in short_names(settings_of(run.info["identity"])).items()}
+    cells = wrong[["suite", "settings", "method"]].drop_duplicates().itertuples(index=False, name=None)
+    where = ", ".join(f"{labels.under(_label(run, suite), named[words])} {method}" for suite, words, method in cells)
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
 
 
@@ -100,7 +103,7 @@ def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
     told = [
         f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
     ]
-    return [*(told if few else []), *([STRETCHES] if by == "output-position" else [])]
+    return [*(told if few else []), *([IN_STRETCHES] if by in STRETCHES else [])]
 
 
 def _shown(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> Comparison:
@@ -113,13 +116,13 @@ def _shown(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) ->
 
 
 def _compat(run: Results) -> Comparison:
-    own = {(cell.suite, cell.method): cell for cell in summarised(run)}
+    own = {(cell.suite, str(cell.settings), cell.method): cell for cell in summarised(run)}
     rows, found = [], []
     for each in zlab.official(run.rows):
-        cell = own[each.suite, each.method]
+        cell = own[each.suite, each.settings, each.method]
         ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
         pairs = zip((each.al, each.tps, each.speedup), ours, strict=True)
-        rows.append([cell.label, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
+        rows.append([cell.heading, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
         found.append(
             asdict(each)
             | {"source": cell.source}
@@ -145,12 +148,14 @@ def _against(run: Results, against: str) -> Comparison:
     model = published.model_of(identity)
     target = published.target_of(against.partition(":")[2] or model)
     found = published.beside(zlab.official(run.rows), target, identity)
+    named = {str(settings): name for settings, name in short_names(settings_of(identity)).items()}
     heads = [
         "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
         "thinking", "conc.", "hardware", "source",
     ]  # fmt: skip
     rows = [
-        [_label(run, b.suite), b.method, number(b.num_drafts, 0), b.published.formula, number(b.own),
+        [labels.under(_label(run, b.suite), named[b.settings]), b.method, number(b.num_drafts, 0),
+         b.published.formula, number(b.own),
          number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
          b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
     ]  # fmt: skip
@@ -182,9 +187,9 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Co
     for run in runs:
         reached, own = _accept_at(run), summarised(run)
         for cell, shown in zip(own, texts.cells_json(own), strict=True):
-            positions = reached.get((cell.suite, cell.method), {})
+            positions = reached.get((cell.suite, str(cell.settings), cell.method), {})
             figures = (positions.get(name, cell.value(name)) for name in ids)
-            what = f"{run.name} {cell.label} {cell.method}"
+            what = f"{run.name} {cell.heading} {cell.method}"
             # This engine answers one prompt at a time.
             rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
             cells.append({"run": run.name, **shown, "accept_at": positions})
@@ -197,11 +202,12 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Co
     return Comparison(text, {"cells": cells, "served": told}, tuple(_other_models(runs, served)))
 
 
-def _accept_at(run: Results) -> dict[tuple[str, str], dict[str, float]]:
+def _accept_at(run: Results) -> dict[rounds.Place, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
+    several = settings_of(run.info["identity"])
     return {
-        place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[1])}
-        for place, counts in rounds.of_run(Path(run.name), run.left_out).items()
+        place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[-1])}
+        for place, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
     }
 
 

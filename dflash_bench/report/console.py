@@ -32,7 +32,7 @@ def text(cells: Sequence[Cell], findings: Sequence[Finding]) -> str:
 
 
 def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding], title: str = "") -> list[str]:
-    """A suite's name on a line of its own, as long as it may be, and its methods below."""
+    """A suite's name, and its settings, on a line of their own, as long as it may be, and its methods below."""
     heads = [("", title), *(_two_lines(column.head) for column in columns)]
     rows = {
         cell.place: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
@@ -41,7 +41,7 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[
     widths = [max(map(len, texts)) for texts in zip(*zip(*heads, strict=True), *rows.values(), strict=True)]
     is_left = [True, *(column.justify == "left" for column in columns)]
     lines = [_line(texts, widths, is_left) for texts in zip(*heads, strict=True)]
-    for suite, members in groupby(cells, key=lambda cell: cell.label):
+    for suite, members in groupby(cells, key=lambda cell: cell.heading):
         lines += [suite, *(_line(rows[cell.place], widths, is_left) for cell in members)]
     return lines
 

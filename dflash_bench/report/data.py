@@ -18,6 +18,7 @@ from dflash_bench.text import visible
 JSON_FIELDS = (
     "suite",
     "source",
+    "settings",
     "method",
     "num_prompts",
     "num_tokens",
@@ -44,7 +45,9 @@ def as_json(folder: Path, cells: Sequence[Cell], findings: Sequence[Finding]) ->
     return {
         "run": str(folder),
         "cells": [_json_cell(cell) for cell in cells],
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [
+            asdict(finding) | {"places": [place._asdict() for place in finding.places]} for finding in findings
+        ],
     }
 
 
@@ -61,7 +64,8 @@ def document_json(document: Document) -> dict[str, Any]:
 def _json_cell(cell: Cell) -> dict[str, Any]:
     values: dict[str, Any] = {name.replace(".", "_"): cell.value(name) for name in FIGURES}
     values |= {name.replace(".", "_"): cell.figures.get(name) for name in WITH_INTERVAL}
-    values |= {name: getattr(cell, name) for name in TALLIES} | {"source": cell.source or None}
+    values |= {name: getattr(cell, name) for name in TALLIES}
+    values |= {"source": cell.source or None, "settings": asdict(cell.settings)}
     return {name: _json_value(values[name] if name in values else getattr(cell, name)) for name in JSON_FIELDS}
 
 
@@ -80,7 +84,8 @@ def _json_value(value: Any) -> Any:
 def csv_text(document: Document) -> str:
     """A figure has three columns, ID, ID.low and ID.high; what cannot be had is an empty field."""
     shown = [name for name in FIGURES if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
-    heads = ["suite", "source", "method", *COUNTS]
+    settings = ["settings"] * any(cell.setting for cell in document.cells)
+    heads = ["suite", "source", *settings, "method", *COUNTS]
     heads += [f"{name}_{part}" for name in TALLIES for part in ("num", "of")]
     heads += [f"{name}{bound}" for name in shown for bound in ("", ".low", ".high")]
     file = io.StringIO()
@@ -95,7 +100,8 @@ def _csv_row(cell: Cell, shown: Sequence[str]) -> list[Any]:
     bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in shown]
     figures = [bound for each in bounds for bound in (each.value, each.low, each.high)]
     counts = [getattr(cell, name) for name in COUNTS]
-    names = map(_csv_text, (cell.suite, cell.source, cell.method))
+    settings = [cell.setting] * bool(cell.setting)
+    names = map(_csv_text, (cell.suite, cell.source, *settings, cell.method))
     return [*names, *counts, *tallies, *map(_csv_value, figures)]
 
 

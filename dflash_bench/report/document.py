@@ -6,16 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_bench import labels
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings import Finding, badges, findings
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.findings.speed import contains_one
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, TERMS, Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Settings
 from dflash_bench.results import frame
 
 ALLOWED = frame.ALLOWED
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A method under settings, over all suites."""
+
+    method: str
+    settings: Settings
+    setting: str
+    """What tells the settings from the others of the run; empty in a run of one."""
+
+    @property
+    def name(self) -> str:
+        return labels.under(self.method, self.setting)
+
+    def cells_of(self, cells: Sequence[Cell]) -> list[Cell]:
+        return [cell for cell in cells if (cell.method, cell.settings) == (self.method, self.settings)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +56,14 @@ class Document:
         return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
 
     @property
+    def lines(self) -> list[Line]:
+        """What has a mean over suites: each drafting method under each settings, in the order of the run."""
+        places = dict.fromkeys((cell.method, cell.settings, cell.setting) for cell in self.cells)
+        methods = self.methods
+        drafting = [Line(*place) for place in places if place[0] in methods]
+        return sorted(drafting, key=lambda line: methods.index(line.method))
+
+    @property
     def suites(self) -> list[str]:
         return list(dict.fromkeys(cell.suite for cell in self.cells))
 
@@ -44,10 +71,10 @@ class Document:
         """A suite for people, with where its prompts came from."""
         return next(cell.label for cell in self.cells if cell.suite == suite)
 
-    def badges(self, method: str) -> list[Badge]:
+    def badges(self, line: Line) -> list[Badge]:
         """What weakens a method's speed-up over all suites; nothing where there is none."""
-        speedup, _ = over_all(self.cells, method)
-        return badges.beside_mean(self.findings, contains_one(speedup)) if speedup else []
+        speedup, _ = over_all(self.cells, line)
+        return badges.beside_mean(self.findings, str(line.settings), contains_one(speedup)) if speedup else []
 
 
 def read(folder: Path, allow: Sequence[str] = ()) -> Document:
@@ -67,12 +94,12 @@ def _first_error(results: frame.Results) -> str:
     return lines[0] if lines else "no message"
 
 
-def over_all(cells: Sequence[Cell], method: str) -> tuple[Interval | None, float | None]:
+def over_all(cells: Sequence[Cell], line: Line) -> tuple[Interval | None, float | None]:
     """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
-    own = [cell for cell in cells if cell.method == method and cell.num_prompts]
+    own = [cell for cell in line.cells_of(cells) if cell.num_prompts]
     if not own:
         return None, None
     speedup = FIGURES["speedup.decode"].places
     terms = sum(cell.sums.sum(axis=0) for cell in own)
-    verified, rounds = (float(terms[TERMS.index(name)]) for name in ("verified", "rounds"))
+    verified, rounds = (float(terms[COLUMN[name]]) for name in ("verified", "rounds"))
     return stats.geometric_mean([(cell.sums, speedup) for cell in own]), verified / rounds if rounds else None

@@ -73,7 +73,8 @@ def junit(outcome: Outcome, name: str) -> str:
         checks = [check for check in outcome.checks if check.suite == suite]
         inner = ElementTree.SubElement(root, "testsuite", _counts(checks) | {"name": _xml(suite)})
         for check in checks:
-            at = {"classname": _xml(f"{name}.{check.suite}.{check.method}"), "name": check.figure}
+            place = ".".join(filter(None, [name, check.suite, check.setting, check.method]))
+            at = {"classname": _xml(place), "name": check.figure}
             case = ElementTree.SubElement(inner, "testcase", at | {"time": "0"})
             if check.failed:
                 told = {"type": check.kind, "message": _xml(check.reason)}
@@ -100,7 +101,7 @@ def benchmark(cells: Runs) -> str:
     """`customBiggerIsBetter` of github-action-benchmark: what is better when it is bigger."""
     entries = [
         {
-            "name": " ".join(filter(None, (*place, name))),
+            "name": " ".join(filter(None, (place.suite, runs[0].setting, place.slice, place.method, name))),
             "unit": "tokens/s" if name.startswith("tps") else "x" if name.startswith("speedup") else "tokens/round",
             "value": float(f"{interval.value:.6g}"),
             "range": "n/a" if interval.half_width is None else f"± {interval.half_width:.3g}",
@@ -109,7 +110,7 @@ def benchmark(cells: Runs) -> str:
         for place, runs in cells.items()
         for name in runs[0].figures
         if name in ("al.pooled", "tps.decode", "speedup.decode", "speedup.e2e")
-        and (place[-1] != BASELINE or name == "tps.decode")
+        and (place.method != BASELINE or name == "tps.decode")
         and (interval := _over(runs, name))
     ]
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"

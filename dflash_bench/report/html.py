@@ -24,7 +24,7 @@ from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
 from dflash_bench.report import answers, plots
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
-from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number
 from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.text import visible
@@ -33,7 +33,17 @@ MOST_ANSWERS = 300
 SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
 """Columns that a narrow screen leaves out."""
 TEMPLATE = Path(__file__).parent
-WRONG = ("mismatch", "failed", "no_baseline", "near_tie", "nothing_drafted", "dead_draft", "unknown_text", "slower")
+WRONG = (
+    "mismatch",
+    "failed",
+    "no_baseline",
+    "lossy",
+    "near_tie",
+    "nothing_drafted",
+    "dead_draft",
+    "unknown_text",
+    "slower",
+)
 """Findings that a reader must not miss; the others say that a number is weak."""
 
 
@@ -69,7 +79,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answ
         "sub": escape(f"{str(info.get('started') or '')[:10]} · {facts(info)['machine']}".strip(" ·")),
         "notes": "".join(f'<p class="note">{escape(note)}</p>' for note in document.notes),
         "lead": "".join(f"<p>{escape(text)}</p>" for text in sentences(document)),
-        "tiles": "".join(_tile(document, method) for method in document.methods),
+        "tiles": "".join(_tile(document, line) for line in document.lines),
         "results": _table(document, RESULTS),
         "legend": "".join(f"<p>{escape(line)}</p>" for line in legend(document.cells, document.findings)),
         "rounds": _table(document, ROUNDS),
@@ -97,18 +107,18 @@ def _title(document: Document) -> str:
     )
 
 
-def _tile(document: Document, method: str) -> str:
-    speedup, al = over_all(document.cells, method)
+def _tile(document: Document, line: Line) -> str:
+    speedup, al = over_all(document.cells, line)
     interval = f"{number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
-    exact = tally(document, "exact", method)
+    exact = tally(document, "exact", line)
     rows = [speedups(document, speedup is not None), f"95 %: {interval}" if interval else ""]
     rows += [f"al.pooled {number(al)}"] if al else []
     rows += [f"exact {exact[0]:,}/{exact[1]:,}"] if exact else []
     value = f"{speedup.value:.2f}<small>×</small>" if speedup else "n/a"
-    at = document.methods.index(method) % 7
+    at = document.methods.index(line.method) % 7
     lines = "".join(f"<span>{escape(row)}</span>" for row in rows if row)
-    weak = _pills(document.badges(method), in_words=True)
-    head = f"<h3>{escape(method)}</h3><b>{value}</b>{weak}"
+    weak = _pills(document.badges(line), in_words=True)
+    head = f"<h3>{escape(line.name)}</h3><b>{value}</b>{weak}"
     return f'<div class="tile" style="--own: var(--series-{at})">{head}{lines}</div>'
 
 
@@ -124,7 +134,7 @@ def _pills(badges: Sequence[Badge], *, in_words: bool) -> str:
 def _table(document: Document, columns: Sequence[Column]) -> str:
     heads = "".join(f"<th{_spare(column)}>{escape(column.one_line)}</th>" for column in columns)
     bodies = []
-    for suite, members in groupby(document.cells, key=lambda cell: cell.label):
+    for suite, members in groupby(document.cells, key=lambda cell: cell.heading):
         rows = "".join(_table_row(cell, columns, document.findings) for cell in members)
         head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(suite)}</th></tr>'
         bodies.append(f"<tbody>{head}{rows}</tbody>")

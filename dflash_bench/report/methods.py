@@ -68,14 +68,14 @@ def _facts(kind: Kind) -> Iterator[str]:
 
 def _written(kind: Kind) -> str:
     head = f"{kind.name}[@LABEL]" if kind.weights else kind.name
-    count = f", or {head}:N for N drafted tokens a round ({kind.count}=N)" if kind.count else ""
+    count = f", or {head}:N, which is {kind.count}=N" if kind.count else ""
     return f"{head}[:KEY=VALUE,...]{count}" if kind.options else head
 
 
 def _weights(kind: Kind) -> str:
     if kind.weights is None:
         return "none"
-    return f"the model's for {kind.weights}, or --draft {kind.weights}=PATH, or --draft {kind.weights}@LABEL=PATH"
+    return f"the model's, or --draft {kind.weights}=PATH, or --draft {kind.weights}@LABEL=PATH"
 
 
 def _options(kind: Kind) -> Iterator[str]:

@@ -48,7 +48,7 @@ def markdown(
 
 def _markdown_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> str:
     heads = ["suite", "method", *(column.one_line for column in columns)]
-    rows = [[cell.label, cell.method, *(marked(column, cell, findings) for column in columns)] for cell in cells]
+    rows = [[cell.heading, cell.method, *(marked(column, cell, findings) for column in columns)] for cell in cells]
     return tables.markdown(heads, rows, left=2)
 
 
@@ -80,7 +80,7 @@ def latex(
 
 def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for suite, members in groupby(cells, key=lambda cell: cell.label):
+    for suite, members in groupby(cells, key=lambda cell: cell.heading):
         lines.append(r"\midrule")
         for number, cell in enumerate(members):
             row = ["" if number else suite, cell.method, *(marked(column, cell, findings) for column in columns)]

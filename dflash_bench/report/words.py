@@ -11,19 +11,21 @@ from dflash_bench.analysis.findings import badges
 from dflash_bench.analysis.metrics import BASELINE, Tally
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import draft_of
-from dflash_bench.report.document import Document, over_all
+from dflash_bench.records import Settings
+from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number, with_interval
+from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of
 
 
 def sentences(document: Document) -> list[str]:
     """The headline; a method that cannot be compared is not in it."""
-    found = [(method, *over_all(document.cells, method)) for method in document.methods]
+    found = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = [
-        f"{method} {with_interval(speedup)} times as fast{_weak(document, method)}"
-        for method, speedup, _ in found
+        f"{line.name} {with_interval(speedup)} times as fast{_weak(document, line)}"
+        for line, speedup, _ in found
         if speedup
     ]
-    longer = [f"{method} {number(al)} tokens" for method, _, al in found if al]
+    longer = [f"{line.name} {number(al)} tokens" for line, _, al in found if al]
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
     told = []
     if faster:
@@ -50,23 +52,25 @@ def _not_plain(document: Document, exact: Tally) -> str:
 
 def speedups(document: Document, is_known: bool) -> str:
     """What the speed-ups are, or why there are none."""
-    plain = {cell.suite for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
+    plain = {(cell.suite, cell.settings) for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
     bare = dict.fromkeys(
-        (cell.suite, cell.source) for cell in document.cells if cell.num_prompts and cell.suite not in plain
+        (cell.suite, cell.source)
+        for cell in document.cells
+        if cell.num_prompts and (cell.suite, cell.settings) not in plain
     )
     if bare and not is_known:
         return f"no answers of plain decoding in {labels.listed(bare)}"
     return f"speedup.decode{over_suites(document)}"
 
 
-def _weak(document: Document, method: str) -> str:
-    names = ", ".join(badge.name for badge in document.badges(method))
+def _weak(document: Document, line: Line) -> str:
+    names = ", ".join(badge.name for badge in document.badges(line))
     return f" ({names})" if names else ""
 
 
-def with_badges(document: Document, method: str, speedup: Interval | None) -> str:
+def with_badges(document: Document, line: Line, speedup: Interval | None) -> str:
     """The figure with its interval, and the marks of what weakens it."""
-    return " ".join(filter(None, [with_interval(speedup), badges.marks(document.badges(method))]))
+    return " ".join(filter(None, [with_interval(speedup), badges.marks(document.badges(line))]))
 
 
 def over_suites(document: Document) -> str:
@@ -74,9 +78,10 @@ def over_suites(document: Document) -> str:
     return f", geometric mean over {num_suites} suites" if num_suites > 1 else ""
 
 
-def tally(document: Document, name: str, method: str | None = None) -> Tally | None:
+def tally(document: Document, name: str, line: Line | None = None) -> Tally | None:
     """Over all suites, of one drafting method or of all."""
-    cells = [cell for cell in document.cells if cell.method == method or (method is None and cell.method != BASELINE)]
+    cells = [cell for cell in document.cells if cell.method != BASELINE]
+    cells = line.cells_of(cells) if line else cells
     known = [found for cell in cells if (found := getattr(cell, name))]
     return (sum(right for right, _ in known), sum(judged for _, judged in known)) if known else None
 
@@ -131,18 +136,13 @@ def _suite(name: str, suite: Mapping[str, Any]) -> str:
     )
 
 
-def thinking(identity: Mapping[str, Any]) -> str:
-    return {True: "on", False: "off"}.get(identity.get("thinking"), "not a switch of this model")  # type: ignore[arg-type]
-
-
 def _settings(identity: Mapping[str, Any]) -> list[str]:
     shown = {
         "dtype": identity.get("dtype"),
         "device": identity.get("device"),
         "threads": identity.get("threads"),
         "attention": identity.get("attention"),
-        "temperature": identity.get("temperature"),
-        "thinking": thinking(identity),
+        **_of_settings(settings_of(identity)),
         "max new tokens": identity.get("max_new_tokens"),
         "repeats": identity.get("repeats"),
     }
@@ -151,6 +151,23 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         for name, value in shown.items()
         if value is not None
     ]
+
+
+def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
+    """Each that any of them changes, with all its values: `temperature 0 and 1`; and always what thinking is."""
+    usual = Settings()
+    sampled = [settings for settings in several if not settings.greedy]
+    values = {
+        name: list(dict.fromkeys(getattr(settings, name) for settings in (sampled if name in OF_SAMPLING else several)))
+        for name in NAMES
+    }
+    told = {
+        name.replace("_", " "): " and ".join(f"{value:g}" for value in own)
+        for name, own in values.items()
+        if name != "thinking" and (name == "temperature" or {*own} - {getattr(usual, name)})
+    }
+    modes = {True: "on", False: "off", None: "not a switch of this model"}
+    return told | {"thinking": " and ".join(modes[mode] for mode in values["thinking"])}
 
 
 def _commit(git: Mapping[str, Any] | None) -> str:

@@ -16,29 +16,31 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Record
+from dflash_bench.records import Settings
 from dflash_bench.results import parts, shape, store, whole
-from dflash_bench.results.slices import SLICES, sliced, stretch_of
+from dflash_bench.results.identity import NAMES as SETTINGS
+from dflash_bench.results.identity import Identity, settings_of
+from dflash_bench.results.slices import SLICES, STRETCHES, part_of, sliced, stretch_of
 from dflash_bench.results.whole import Account, Flaw, Witness
 
 KEPT = (
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance",
+    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens",
 )  # fmt: skip
 """As they are stored."""
 LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit")
 """Few and often repeated: kept as pandas categories."""
-COLUMNS = (*KEPT, *LISTS, "token_ids")
+COLUMNS = (*KEPT, *SETTINGS, *LISTS, "token_ids")
 ALLOWED = ("damaged", *whole.REMEDIES)
 """What a reader may go on in spite of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, those of `_sums`, `decode_tokens` and `slice`."""
+    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, those of `_sums`, and `slice`."""
 
     name: str
     info: store.Info
@@ -74,7 +76,8 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
             f"{folder} is still being written, or was stopped: finish it with --resume, or --allow unfinished"
         )
     store.check_shape(shape.RUN, info, folder / "run.json")
-    read, damaged = _read_parts(folder, info, by, allow)
+    carried, several = store.carried(info), settings_of(info["identity"], str(folder / "run.json"))
+    read, damaged = _read_parts(folder, carried, several, by, allow)
     none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
     if not read:
         raise UserError(none)
@@ -87,15 +90,16 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
             left_out[part] = surplus
         # What a part alone shows to be wrong was left out of its table at once.
         again = surplus.sum() > witness.faulty.sum()
-        tables.append(_table(parts.batches(part, COLUMNS, left_out=surplus), by) if again else table)
+        batches = parts.batches(part, COLUMNS, carried, surplus) if again else ()
+        tables.append(_table(batches, several, by) if again else table)
     if not sum(map(len, tables)):
-        raise UserError(none + (" that show their rounds" if by == "output-position" else ""))
-    frame = sliced(_frame(tables), by)
+        raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
+    frame = sliced(_frame(tables, several), by)
     return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
 
 
 def _read_parts(
-    folder: Path, info: store.Info, by: str, allow: Sequence[str]
+    folder: Path, carried: Identity, several: Sequence[Settings], by: str, allow: Sequence[str]
 ) -> tuple[dict[Path, tuple[Any, Witness]], list[str]]:
     """Of each part its table and what it says of the run's wholeness; and what is wrong with those that are damaged."""
     read: dict[Path, tuple[Any, Witness]] = {}
@@ -103,7 +107,8 @@ def _read_parts(
     found = parts.of(folder)
     # Two at a time: Arrow and NumPy work outside the interpreter's lock, and more would hold more in memory.
     with ThreadPoolExecutor(2) as pool:
-        for part, got in zip(found, pool.map(lambda part: _read_part(part, info["identity"], by), found), strict=True):
+        results = pool.map(lambda part: _read_part(part, carried, several, by), found)
+        for part, got in zip(found, results, strict=True):
             if not isinstance(got, parts.DamagedError):
                 read[part] = got
             elif "damaged" in allow:
@@ -113,16 +118,16 @@ def _read_parts(
     return read, damaged
 
 
-def _read_part(part: Path, identity: Mapping[str, Any], by: str) -> Any:
+def _read_part(part: Path, carried: Identity, several: Sequence[Settings], by: str) -> Any:
     """Its table and its witness, or what is wrong with it: a part that breaks off is left out as one."""
     try:
-        batches = list(parts.batches(part, COLUMNS, identity))
+        batches = list(parts.batches(part, COLUMNS, carried))
     except parts.DamagedError as error:
         return error
-    witness = whole.witness(batches)
+    witness = whole.witness(batches, several)
     ends = np.cumsum([len(batch) for batch in batches])
     faulty = np.split(witness.faulty, ends[:-1])
-    return _table([parts.without(*each) for each in zip(batches, faulty, strict=True)], by), witness
+    return _table([parts.without(*each) for each in zip(batches, faulty, strict=True)], several, by), witness
 
 
 def _refuse(folder: Path, account: Account, allow: Collection[str]) -> None:
@@ -136,18 +141,13 @@ def _told(flaws: Sequence[Flaw]) -> list[tuple[str, str]]:
     return [(kind, whole.told([flaw for flaw in flaws if flaw.kind == kind])) for kind in kinds]
 
 
-def _table(batches: Iterable[Any], by: str) -> Any:
-    return _concatenated([_scalars(batch, by) for batch in batches])
+def _table(batches: Iterable[Any], several: Sequence[Settings], by: str) -> Any:
+    return _concatenated([_scalars(batch, several, by) for batch in batches])
 
 
-def from_records(records: Sequence[Record], by: str = "suite") -> Any:
-    """The frame of what `store.append` would write."""
-    (batch,) = parts.to_table(records).to_batches()
-    return sliced(_frame([_scalars(batch, by)]), by)
-
-
-def _frame(tables: Sequence[Any]) -> Any:
+def _frame(tables: Sequence[Any], several: Sequence[Settings]) -> Any:
     frame = _concatenated(tables).to_pandas(self_destruct=True)
+    frame["settings"] = frame["settings"].cat.set_categories(list(map(str, several)))
     for name in NAMES:  # in the order of their names, so that no sum depends on the order of the rows
         categories = frame[name].cat.categories
         frame[name] = frame[name].cat.set_categories(sorted(categories))
@@ -159,16 +159,17 @@ def _concatenated(tables: Sequence[Any]) -> Any:
     return arrow.concat_tables(tables, promote_options="permissive").unify_dictionaries()
 
 
-def _scalars(batch: Any, by: str) -> Any:
-    """An Arrow table: a row per answer; by output position, a row per answer and stretch of it."""
+def _scalars(batch: Any, several: Sequence[Settings], by: str) -> Any:
+    """An Arrow table: a row per answer; by output position or part, a row per answer and stretch of it."""
     arrow: Any = import_module("pyarrow")
     rounds = _Rounds.of(batch, by)
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
+    kept["settings"] = _in_words(parts.settings_numbers(batch, several), several)
     kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
     table = arrow.table(kept)
     sums = rounds.sums()
-    if by == "output-position":
+    if by in STRETCHES:
         table = _without_wholes(table.take(arrow.array(rounds.rows)))
         of_answer = {
             "num_tokens": sums["num_emitted"],
@@ -183,6 +184,14 @@ def _scalars(batch: Any, by: str) -> Any:
         at = table.schema.get_field_index(name)
         table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
     return table
+
+
+def _in_words(numbers: Any, several: Sequence[Settings]) -> Any:
+    """The settings of rows by their numbers; null for those of another run."""
+    import pyarrow as pa
+
+    codes = pa.array(numbers.astype(np.int32), mask=numbers < 0)
+    return pa.DictionaryArray.from_arrays(codes, list(map(str, several)))
 
 
 def _num_tokens(batch: Any) -> dict[str, Any]:
@@ -222,15 +231,16 @@ class _Rounds:
         shown = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)
         values = {name: _flat(batch.column(name), lengths) for name in LISTS}
-        if by != "output-position":
+        if by not in STRETCHES:
             filled = np.flatnonzero(lengths)
             starts = (np.cumsum(lengths) - lengths)[filled]
             rows = np.arange(len(lengths))
             return cls(values, starts, filled, rows, ~shown, np.zeros(len(rows), dtype=np.int64))
-        # Tokens out before each round of its answer, the one from prefill included.
         before = np.cumsum(values["emitted"]) - values["emitted"]
         firsts = np.repeat(before[(np.cumsum(lengths) - lengths)[lengths > 0]], lengths[lengths > 0])
-        stretch = stretch_of(1 + before - firsts)
+        # Tokens out before each round of its answer, the one from prefill included.
+        out = 1 + before - firsts
+        stretch = stretch_of(out) if by == "output-position" else part_of(out, _thinking(batch)[owners])
         cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0)
         starts = np.flatnonzero(cuts)
         places = np.arange(len(starts))
@@ -260,6 +270,11 @@ class _Rounds:
         total[self.filled] = values
         total[self.hidden] = np.nan
         return total
+
+
+def _thinking(batch: Any) -> Any:
+    """Tokens of each answer that are thinking; 0 where the model does not think, or it is not known."""
+    return batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)
 
 
 def _lengths(column: Any) -> Any:

@@ -1,31 +1,41 @@
 """Parquet parts of a run: a row per answer, in files that are whole or not there.
 
 A part holds the answers of one number, or of several when it was merged; from the moment a merged one is there, it
-stands for those that it names. The schema is `COLUMNS`; design section 5 says what the columns mean. A part carries
-the identity of its run, so that rows cannot be moved to another one, nor be said to be of other settings than theirs.
+stands for those that it names. The schema is `COLUMNS`; design section 5 says what the columns mean. Rows name their
+run and all that tells them from rows of others, so that the parts of many runs are one table. A part carries the
+identity of its run, so that rows cannot be moved to another one, nor be said to be of other settings than theirs.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record
+from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record, Settings
 from dflash_bench.results.differences import differences
+from dflash_bench.results.identity import (
+    NAMES,
+    Identity,
+    columns_of_method,
+    columns_of_run,
+    columns_of_suite,
+    settings_of,
+)
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
 IDENTITY_SINCE = 2
 """The schema from which on every part carries the identity of its run."""
-Identity = Mapping[str, Any]
 
 # fmt: off
 COLUMNS = {
@@ -39,6 +49,12 @@ COLUMNS = {
     "exactness": "string",
     "first_divergence": "int32", "divergence_gap": "double", "divergence_tolerance": "double",
     "audit": "string", "audit_index": "int32", "audit_gap": "double", "audit_tolerance": "double",
+    "run_id": "string", "model": "string", "target": "string", "dtype": "string", "device": "string",
+    "engine": "string", "method_name": "string", "method_options": "string", "draft": "string",
+    "temperature": "double", "top_k": "int32", "top_p": "double", "min_p": "double", "repetition_penalty": "double",
+    "thinking": "bool", "seed": "int64", "concurrency": "int32", "source": "string",
+    "drafted_ids": "list of int32", "drafted_parents": "list of int16", "num_thinking_tokens": "int32",
+    "start_s": "double", "end_s": "double",
 }
 # fmt: on
 SINCE = {
@@ -48,7 +64,34 @@ SINCE = {
     "audit_index": 2,
     "audit_gap": 2,
     "audit_tolerance": 2,
-}  # fmt: skip
+} | dict.fromkeys(
+    (
+        "run_id",
+        "model",
+        "target",
+        "dtype",
+        "device",
+        "engine",
+        "method_name",
+        "method_options",
+        "draft",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "thinking",
+        "seed",
+        "concurrency",
+        "source",
+        "drafted_ids",
+        "drafted_parents",
+        "num_thinking_tokens",
+        "start_s",
+        "end_s",
+    ),
+    3,
+)  # fmt: skip
 """The schema that brought a column; parts of an older one are read with nulls in its place."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
 """Columns of schema 1 that nothing reads any more: the engine was then its own judge."""
@@ -57,7 +100,7 @@ PLACES = {
     "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
 }
 """The columns of a record's divergences."""
-FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", *PLACES))
+FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "settings", *PLACES))
 
 
 class DamagedError(UserError):
@@ -104,7 +147,7 @@ def batches(
         stored = [name for name in columns if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, stored, use_threads=False).combine_chunks()
-            for batch in _current(table, columns).to_batches():
+            for batch in _current(table, columns, identity).to_batches():
                 yield batch if left_out is None else without(batch, left_out[before : before + len(batch)])
                 before += len(batch)
 
@@ -114,9 +157,9 @@ def without(batch: Any, left_out: Any) -> Any:
     return batch.filter(import_module("pyarrow").array(~left_out)) if left_out.any() else batch
 
 
-def to_table(records: Sequence[Record]) -> Any:
-    """As an Arrow table in the schema of a run."""
-    return import_module("pyarrow").Table.from_pylist([_row(record) for record in records], _schema())
+def to_table(records: Sequence[Record], identity: Identity) -> Any:
+    """As an Arrow table in the schema of a run; `identity` with the run's id, as its parts carry it."""
+    return import_module("pyarrow").Table.from_pylist([_row(record, identity) for record in records], _schema())
 
 
 def span(part: Path) -> tuple[int, int]:
@@ -152,13 +195,48 @@ def _schema(version: int | None = None, nullable: bool = False) -> Any:
     return arrow.schema(columns | lists, metadata={"schema_version": str(version)})
 
 
-def _current(table: Any, columns: Sequence[str]) -> Any:
-    """These columns of it, null where its schema is too old to have them."""
+def _current(table: Any, columns: Sequence[str], identity: Identity | None) -> Any:
+    """These columns of it. Where its schema is too old to have them, what the identity says of all rows, else null."""
     arrow, schema = import_module("pyarrow"), _schema()
-    for name in columns:
-        if name not in table.schema.names:
-            table = table.append_column(schema.field(name), arrow.nulls(len(table), schema.field(name).type))
+    missing = [name for name in columns if name not in table.schema.names]
+    known = _of_all_rows(identity) if identity is not None and missing else {}
+    for name in missing:
+        value = arrow.scalar(known.get(name), schema.field(name).type)
+        table = table.append_column(schema.field(name), arrow.repeat(value, len(table)))
     return table.select(columns)
+
+
+def _of_all_rows(identity: Identity) -> dict[str, Any]:
+    several = settings_of(identity)
+    return columns_of_run(identity) | (asdict(several[0]) if len(several) == 1 else {})
+
+
+def settings_numbers(batch: Any, several: Sequence[Settings]) -> Any:
+    """Which of these settings each row of an Arrow batch or table is under, [rows]; -1 for none of them."""
+    columns = {name: _numbers(batch.column(name)) for name in NAMES}
+    numbers = np.full(len(batch), -1, dtype=np.int64)
+    for number, settings in enumerate(several):
+        same = [columns[name] == _number(value) for name, value in asdict(settings).items()]
+        numbers[np.logical_and.reduce(same)] = number
+    return numbers
+
+
+def checked_settings(batch: Any, several: Sequence[Settings]) -> Any:
+    """The same of rows that were checked to be of the run, with the columns `needed_for`."""
+    return settings_numbers(batch, several) if len(several) > 1 else np.zeros(len(batch), dtype=np.int64)
+
+
+def needed_for(several: Sequence[Settings]) -> tuple[str, ...]:
+    return NAMES if len(several) > 1 else ()
+
+
+def _numbers(column: Any) -> Any:
+    counted = column.cast("int8") if column.type == "bool" else column
+    return counted.cast("double").fill_null(_number(None)).to_numpy(zero_copy_only=False)
+
+
+def _number(value: float | bool | None) -> float:
+    return -1.0 if value is None else float(value)
 
 
 @contextmanager
@@ -192,19 +270,21 @@ def _refuse_other(path: Path, then: Any, now: Identity) -> None:
 
 def read(part: Path, identity: Identity | None = None) -> Any:
     with _opened(part, identity) as file:
-        return _current(file.read(), list(COLUMNS)).cast(_schema())
+        return _current(file.read(), list(COLUMNS), identity).cast(_schema())
 
 
-def records(found: Sequence[Path]) -> list[Record]:
-    return [record for part in found for record in of_table(read(part))]
+def records(found: Sequence[Path], identity: Identity) -> list[Record]:
+    return [record for part in found for record in of_table(read(part, identity))]
 
 
 def of_table(table: Any) -> list[Record]:
     return [record_of(row) for row in table.to_pylist()]
 
 
-def _row(record: Record) -> dict[str, Any]:
-    row = {name: getattr(record, name) for name in FLAT}
+def _row(record: Record, identity: Identity) -> dict[str, Any]:
+    row = columns_of_run(identity) | columns_of_method(identity, record.method)
+    row |= columns_of_suite(identity, record.suite) | asdict(record.settings)
+    row |= {name: getattr(record, name) for name in FLAT}
     row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
     for place, columns in PLACES.items():
         row |= {column: getattr(getattr(record, place), name, None) for name, column in columns.items()}
@@ -216,6 +296,7 @@ def record_of(row: dict[str, Any]) -> Record:
     return Record(
         **{name: row[name] for name in FLAT},
         generation=Generation(**{field.name: row[field.name] for field in fields(Generation)}),
+        settings=Settings(**{name: row[name] for name in NAMES}),
         divergence=_divergence(row, "divergence"),
         departure=_divergence(row, "departure"),
     )

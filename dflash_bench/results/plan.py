@@ -1,6 +1,7 @@
-"""What a run is to hold: each of its prompts, turn by turn and repeat by repeat, by every method, once.
+"""What a run is to hold: each of its prompts, turn by turn and repeat by repeat, by every method and settings, once.
 
-In `run.json` it is {"methods": [...], "repeats": R, "prompts": {suite: [[id, number of turns, hash], ...]}}.
+In `run.json` it is {"methods": [...], "repeats": R, "prompts": {suite: [[id, number of turns, hash], ...]}}; the
+settings stand in the identity, as {"settings": [{"temperature": 0.0, "top_k": 0, ...}, ...]}.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_bench.errors import UserError
+from dflash_bench.records import GREEDY, Settings
+from dflash_bench.results.identity import settings_of
 
 BASELINE = "ar"
 """The method that decodes plainly."""
@@ -29,14 +32,26 @@ class Asked(NamedTuple):
     prompt_hash: str
 
 
+class Place(NamedTuple):
+    """Of an answer in a plan; `settings` by their number."""
+
+    suite: str
+    prompt_id: str
+    turn: int
+    repeat: int
+    settings: int
+    method: str
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Its answers are numbered by suite, prompt, turn, repeat and, fastest, method."""
+    """Its answers are numbered by suite, prompt, turn, repeat, settings and, fastest, method."""
 
     methods: tuple[str, ...]
     repeats: int
     prompts: Mapping[str, Sequence[Asked]]
     """By suite."""
+    settings: tuple[Settings, ...] = (GREEDY,)
 
     @cached_property
     def asked(self) -> list[tuple[str, Asked]]:
@@ -49,15 +64,16 @@ class Plan:
 
     @property
     def num_answers(self) -> int:
-        return int(self.first_turns[-1]) * self.repeats * len(self.methods)
+        return int(self.first_turns[-1]) * self.repeats * len(self.settings) * len(self.methods)
 
-    def place(self, answer: int) -> tuple[str, str, int, int, str]:
-        """Suite, prompt, turn, repeat and method of an answer by its number."""
+    def place(self, answer: int) -> Place:
         rest, method = divmod(int(answer), len(self.methods))
+        rest, settings = divmod(rest, len(self.settings))
         turn, repeat = divmod(rest, self.repeats)
         prompt = int(np.searchsorted(self.first_turns, turn, side="right")) - 1
         suite, asked = self.asked[prompt]
-        return suite, asked.prompt_id, turn - int(self.first_turns[prompt]), repeat, self.methods[method]
+        own_turn = turn - int(self.first_turns[prompt])
+        return Place(suite, asked.prompt_id, own_turn, repeat, settings, self.methods[method])
 
 
 def recorded(info: Mapping[str, Any], where: str) -> Plan | None:
@@ -65,17 +81,17 @@ def recorded(info: Mapping[str, Any], where: str) -> Plan | None:
     stored, expected = info.get("plan"), info["identity"].get("plan")
     if (None if stored is None else sha256(stored)) != expected:
         raise UserError(f"{where}: its plan is not the one that the run was started with; put back what was there")
-    return None if stored is None else of_json(stored, where)
+    return None if stored is None else of_json(stored, settings_of(info["identity"], where), where)
 
 
-def of_json(stored: Mapping[str, Any], where: str) -> Plan:
+def of_json(stored: Mapping[str, Any], settings: tuple[Settings, ...], where: str) -> Plan:
     """Raises UserError for what `to_json` did not make; `where` is the file that it is from."""
     methods, repeats = tuple(stored["methods"]), stored["repeats"]
     prompts = {suite: [_asked(entry, where) for entry in own] for suite, own in stored["prompts"].items()}
     twice = [suite for suite, own in prompts.items() if len({prompt.prompt_id for prompt in own}) < len(own)]
     if twice or len(set(methods)) < len(methods) or not methods or repeats < 1:
         raise UserError(f"{where}: its plan names a prompt or a method twice, or nothing; put back what was there")
-    return Plan(methods, repeats, prompts)
+    return Plan(methods, repeats, prompts, settings)
 
 
 def refuse_size(plan: Plan, where: str) -> None:

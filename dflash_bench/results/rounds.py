@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.methods import is_tree
-from dflash_bench.records import Record
+from dflash_bench.records import Settings
 from dflash_bench.results import parts
 
+Place = tuple[str, str, str]
+"""Suite, settings in words, and method."""
 Histogram = Mapping[tuple[int, int], int]
 """(drafted, accepted) to rounds."""
 WIDEST = 1 << 16
@@ -29,24 +31,20 @@ class AcceptAt:
     conditional: float | None
 
 
-def histograms(part: Path, left_out: Any | None = None) -> dict[tuple[str, str], Histogram]:
-    """By suite and method; answers that failed are left out, and rows that are `left_out`, [rows]."""
-    columns = ["suite", "method", "error", "drafted", "accepted"]
-    return _counted(parts.batches(part, columns, left_out=left_out))
+def histograms(part: Path, several: Sequence[Settings], left_out: Any | None = None) -> dict[Place, Histogram]:
+    """By place; answers that failed are left out, and rows that are `left_out`, [rows]. `several` are the run's."""
+    columns = ["suite", "method", "error", "drafted", "accepted", *parts.needed_for(several)]
+    return _counted(parts.batches(part, columns, left_out=left_out), several)
 
 
-def of_run(folder: Path, left_out: Mapping[Path, Any]) -> dict[tuple[str, str], Histogram]:
+def of_run(folder: Path, several: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[Place, Histogram]:
     """The same of a whole run that was read already, so that a damaged part is one that was allowed to be."""
-    found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+    found: dict[Place, Counter[tuple[int, int]]] = {}
     for part in parts.of(folder):
         with suppress(parts.DamagedError):
-            for place, counts in histograms(part, left_out.get(part)).items():
+            for place, counts in histograms(part, several, left_out.get(part)).items():
                 found.setdefault(place, Counter()).update(counts)
     return dict(found)
-
-
-def of_records(records: Sequence[Record]) -> dict[tuple[str, str], Histogram]:
-    return _counted(parts.to_table(records).to_batches())
 
 
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
@@ -59,19 +57,22 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     ]
 
 
-def _counted(batches: Iterable[Any]) -> dict[tuple[str, str], Histogram]:
-    found: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
+def _counted(batches: Iterable[Any], several: Sequence[Settings]) -> dict[Place, Histogram]:
+    found: dict[Place, Counter[tuple[int, int]]] = {}
     for batch in batches:
         good = batch.filter(batch.column("error").is_null())
         suites, methods = (good.column(name).dictionary_encode() for name in ("suite", "method"))
-        cells = suites.indices.to_numpy() * len(methods.dictionary) + methods.indices.to_numpy()
+        under = suites.indices.to_numpy() * len(several) + parts.checked_settings(good, several)
+        cells = under * len(methods.dictionary) + methods.indices.to_numpy()
         drafted, accepted = (good.column(name) for name in ("drafted", "accepted"))
         lengths = np.nan_to_num(accepted.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
         kinds = np.repeat(cells, lengths).astype(np.int64) * WIDEST + drafted.flatten().to_numpy()
         kinds, counts = np.unique(kinds * WIDEST + accepted.flatten().to_numpy(), return_counts=True)
         for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
             cell, (num_drafted, num_accepted) = kind // WIDEST**2, divmod(kind % WIDEST**2, WIDEST)
-            suite, method = divmod(cell, len(methods.dictionary))
-            place = suites.dictionary[suite].as_py(), methods.dictionary[method].as_py()
+            rest, method = divmod(cell, len(methods.dictionary))
+            suite, settings = divmod(rest, len(several))
+            words = str(several[settings])
+            place = suites.dictionary[suite].as_py(), words, methods.dictionary[method].as_py()
             found.setdefault(place, Counter())[num_drafted, num_accepted] += count
     return {place: dict(sorted(counts.items())) for place, counts in found.items()}

@@ -27,10 +27,19 @@ ENVIRONMENT: dict[str, Any] = MACHINE | {
     "num_usable_cores?": (int, None),
     "git?": ({"commit": str, "dirty?": (bool, None)}, None),
 }
+SETTINGS: dict[str, Any] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "thinking": (bool, None),
+}
 IDENTITY: dict[str, Any] = {
     "model": str,
     "target?": (str, None),
-    "temperature": float,
+    "temperature?": float,
+    "settings?": [SETTINGS],
     "dtype": str,
     "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": int}},
     "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
@@ -49,6 +58,7 @@ IDENTITY: dict[str, Any] = {
 }
 STORED: dict[str, Any] = {
     "schema_version": int,
+    "run_id?": str,
     "identity": dict,
     "state?": str,
     "started?": (str, None),

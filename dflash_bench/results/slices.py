@@ -1,4 +1,4 @@
-"""Parts of a run that are told apart: by category, turn, length of the prompt, and how far into the answer."""
+"""Parts of a run that are told apart: by category, turn, length of the prompt, how far into the answer, thinking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-SLICES = ("suite", "category", "turn", "prompt-length", "output-position")
+SLICES = ("suite", "category", "turn", "prompt-length", "output-position", "part")
+STRETCHES = ("output-position", "part")
+"""Those that cut answers, round by round; a round belongs where it begins."""
+PARTS = ("thinking", "answer")
 FIRST_EDGE = 32
 """Lengths and positions are sliced at this and its doubles."""
 
@@ -25,6 +28,9 @@ def sliced(frame: Any, by: str) -> Any:
         case "turn":
             turns, codes = np.unique(frame["turn"], return_inverse=True)
             labels = [f"turn {turn + 1}" for turn in turns]
+        case "part":
+            numbers, codes = np.unique(frame["stretch"], return_inverse=True)
+            labels = [PARTS[number] for number in numbers]
         case _:
             found = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
             edges, codes = np.unique(found, return_inverse=True)
@@ -36,6 +42,11 @@ def sliced(frame: Any, by: str) -> Any:
 def stretch_of(lengths: Any) -> Any:
     """0 up to `FIRST_EDGE` tokens, and one more for every doubling."""
     return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
+
+
+def part_of(num_out: Any, num_thinking: Any) -> Any:
+    """The place in `PARTS` of rounds that begin after so many tokens, in answers whose first tokens are thinking."""
+    return (num_out >= num_thinking).astype(np.int64)
 
 
 def stretch_name(edge: int) -> str:

@@ -12,12 +12,14 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 from weakref import finalize
 
 import numpy as np
@@ -25,17 +27,18 @@ import numpy as np
 from dflash_bench import reading
 from dflash_bench.atomic import cannot, sync, write_whole
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Record
-from dflash_bench.results import parts, shape, whole
+from dflash_bench.records import SCHEMA_VERSION, Record, Settings
+from dflash_bench.results import asked, parts, shape, whole
 from dflash_bench.results import plan as plans
 from dflash_bench.results.differences import differences
+from dflash_bench.results.identity import settings_of
 from dflash_bench.results.plan import BASELINE
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
 """As soon as, and where, so many small parts lie about: opening one costs what reading a hundred answers does."""
 Info = dict[str, Any]
-Key = tuple[str, str, int, str, int]
-"""Suite, prompt id, repeat, method, turn: one generation, which a run holds once."""
+Key = tuple[str, str, int, Settings, str, int]
+"""Suite, prompt id, repeat, settings, method, turn: one generation, which a run holds once."""
 
 
 def check_new(folder: Path) -> None:
@@ -59,7 +62,7 @@ def check_resumable(folder: Path) -> None:
 def create(folder: Path, info: Mapping[str, Any]) -> Run:
     """`info["identity"]` is what decides results, `info["plan"]` which there are; the rest describes the run."""
     check_new(folder)
-    stored = {"schema_version": SCHEMA_VERSION, "state": "running"} | _recorded(info)
+    stored = {"schema_version": SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | _recorded(info)
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)
@@ -105,14 +108,20 @@ def _started_otherwise(stored: Info, now: Info) -> Iterator[str]:
 
 def load(folder: Path) -> tuple[Info, list[Record]]:
     """Everything that is stored, in the order in which it was."""
-    return read_info(folder), parts.records(parts.of(folder))
+    info = read_info(folder)
+    return info, parts.records(parts.of(folder), carried(info))
+
+
+def carried(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What every part of a run carries: what decides its answers, and which run it is."""
+    return {**info["identity"], **({"run_id": info["run_id"]} if "run_id" in info else {})}
 
 
 class Run(AbstractContextManager["Run"]):
     """A folder being written, by one process at a time; close it, or use it in a `with`."""
 
     def __init__(self, folder: Path, info: Info) -> None:
-        self.folder, self.identity, self.num_dropped = folder, info["identity"], 0
+        self.folder, self.identity, self.num_dropped = folder, carried(info), 0
         self.close = finalize(self, os.close, _locked(folder))
         try:
             for stray in folder.glob(".*.tmp"):
@@ -121,13 +130,36 @@ class Run(AbstractContextManager["Run"]):
             found = parts.of(folder)
             self._next = parts.span(found[-1])[1] + 1 if found else 0
             self._small = [part for part in found if len(set(parts.span(part))) == 1]
-            self.stored: dict[Key, Record] = {key(record): record for record in parts.records(found)}
+            self.stored: dict[Key, Record] = {key(record): record for record in parts.records(found, self.identity)}
+            self._began = time.monotonic() - self._elapsed(info)
         except parts.DamagedError as error:
             self.close()
             raise UserError(f"{error}; delete that file, and --resume makes its answers again") from error
         except UserError:
             self.close()
             raise
+
+    def seconds(self) -> float:
+        """On the run's clock, which starts with the run and goes on by wall time while it is stopped.
+
+        Within a process it is monotonic. A process begins no earlier than the last answer ended, wherever the machine's
+        wall clock has been set to: what is measured after a resume never overlaps what was measured before.
+        """
+        return time.monotonic() - self._began
+
+    def _elapsed(self, info: Info) -> float:
+        """Seconds since the run was started, as this process begins."""
+        last = max((record.end_s or 0.0 for record in self.stored.values()), default=0.0)
+        try:
+            started = datetime.fromisoformat(str(info.get("started"))).timestamp()
+        except ValueError:
+            return last
+        return max(last, time.time() - started)
+
+    def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """What was asked, once a run: `asked.COLUMNS` of each prompt."""
+        if not (self.folder / asked.FILE).exists():
+            asked.write(self.folder, rows)
 
     def _mend(self, info: Info) -> None:
         """Killed on the way it is as it was, or mended: one part, from when it is there, stands for all others."""
@@ -138,11 +170,12 @@ class Run(AbstractContextManager["Run"]):
             self._leave_only(found)
             return
         # Of what a merged part stands for, it holds every answer; if somebody made it not to, the others are kept.
-        witnesses = [whole.witness(table.combine_chunks().to_batches()) for table in tables]
+        settings = settings_of(info["identity"])
+        witnesses = [whole.witness(table.combine_chunks().to_batches(), settings) for table in tables]
         surplus = whole.account(info, str(self.folder / "run.json"), witnesses).surplus
         kept = [parts.without(table, mask) for table, mask in zip(tables, surplus, strict=True)]
         mended = import_module("pyarrow").concat_tables(kept)
-        orphans = _orphans(mended)
+        orphans = _orphans(mended, settings)
         num_before, num_covered = sum(map(len, tables[: len(found)])), sum(map(len, kept[len(found) :]))
         self.num_dropped = num_before + num_covered - len(mended) + int(orphans.sum())
         if not self.num_dropped and not num_covered:
@@ -161,7 +194,7 @@ class Run(AbstractContextManager["Run"]):
 
     def append(self, records: Sequence[Record]) -> None:
         """One part, and from then on in `stored`."""
-        table = parts.to_table(records)
+        table = parts.to_table(records, self.identity)
         part = self.folder / f"part-{self._next:06}.parquet"
         parts.write(table, part, self.identity)
         self._next += 1
@@ -190,17 +223,17 @@ class Run(AbstractContextManager["Run"]):
 
 
 def key(record: Record) -> Key:
-    return record.suite, record.prompt_id, record.repeat, record.method, record.turn
+    return record.suite, record.prompt_id, record.repeat, record.settings, record.method, record.turn
 
 
-def _orphans(table: Any) -> Any:
+def _orphans(table: Any, settings: Sequence[Settings]) -> Any:
     """Rows that rest on a plain answer which is not there, [rows]: it judged them, or stands in their conversation.
 
     It is that of their own repeat or of the first one, to their own turn or one before it.
     """
-    places = list(
-        zip(*(table.column(name).to_pylist() for name in ("suite", "prompt_id", "repeat", "turn")), strict=True)
-    )
+    names = ("suite", "prompt_id", "repeat", "turn")
+    under = parts.settings_numbers(table, settings).tolist()
+    places = list(zip(under, *(table.column(name).to_pylist() for name in names), strict=True))
     plain = {
         place for place, method in zip(places, table.column("method").to_pylist(), strict=True) if method == BASELINE
     }

@@ -12,14 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.records import CODE_SCORERS, is_greedy
+from dflash_bench.methods import is_lossy
+from dflash_bench.records import CODE_SCORERS, Settings
+from dflash_bench.results import parts, validity
 from dflash_bench.results import plan as plans
-from dflash_bench.results import validity
+from dflash_bench.results.identity import NAMES as SETTINGS
+from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE, Asked, Plan
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
-COLUMNS = (*KEY, *validity.COLUMNS, "passed", "token_ids")
+COLUMNS = (*KEY, *SETTINGS, *validity.COLUMNS, "passed", "token_ids")
 REMEDIES = {
     "unfinished": "--resume makes them, --allow unfinished goes on without",
     "doubled": "--resume keeps one of each, and so does --allow doubled",
@@ -32,7 +35,7 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Of one suite and method: how many rows, and the first of them."""
+    """Of one suite, settings and method: how many rows, and the first of them."""
 
     kind: str
     """A key of `REMEDIES`."""
@@ -41,9 +44,11 @@ class Flaw:
     num: int
     what: str
     """Such as "5 of 24 answers missing, first p003"."""
+    setting: str = ""
+    """What tells the settings from the others of the run; empty in a run of one."""
 
     def __str__(self) -> str:
-        return f"{self.suite} {self.method}: {self.what}"
+        return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ class Account:
     """Of each part, which rows are no measurement of this run, or a second one of the same, [rows]."""
 
 
-def witness(batches: Sequence[Any]) -> Witness:
-    """Of all batches of a part, with the columns `COLUMNS`."""
+def witness(batches: Sequence[Any], settings: Sequence[Settings]) -> Witness:
+    """Of all batches of a part, with the columns `COLUMNS`; `settings` are those of the run."""
     arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
     tables, digests, before = [], [], 0
     faults: dict[str, Any] = {}
@@ -76,6 +81,7 @@ def witness(batches: Sequence[Any]) -> Witness:
         columns = {name: batch.column(name) for name in KEY}
         columns |= {name: batch.column(name).dictionary_encode() for name in NAMES}
         columns |= {name: compute.is_valid(batch.column(name)) for name in ("error", "passed", "audit")}
+        columns["settings"] = arrow.array(parts.settings_numbers(batch, settings))
         tables.append(arrow.table(columns))
         digests.append(validity.digests(batch))
         for why, rows in validity.faults(batch).items():
@@ -91,15 +97,16 @@ def account(info: Mapping[str, Any], where: str, witnesses: Sequence[Witness]) -
     plan = _derived(info["identity"], rows) if stored is None else stored
     plans.refuse_size(plan, where)
     answers = _Answers(plan, rows)
-    wrong = [*_faults_of_parts(witnesses), *_unlike_the_plain(info["identity"], answers, rows)]
+    wrong = [*_faults_of_parts(witnesses), *_unlike_the_plain(info["identity"], plan.settings, answers, rows)]
     wrong += _unscored(info["identity"], answers, rows)
     invalid = np.zeros(rows.num, dtype=bool)
     for _, which in wrong:
         invalid[which] = True
     flaws = [*_missing(plan, answers), *(_absent_prompts(info["identity"], plan) if stored is None else ())]
-    flaws += _by_cell("doubled", "twice", answers.second, rows)
-    flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows)
-    flaws += [flaw for why, which in wrong for flaw in _by_cell("invalid", f"cannot be: {why}", which, rows)]
+    named = [*short_names(plan.settings).values(), ""]
+    flaws += _by_cell("doubled", "twice", answers.second, rows, named)
+    flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows, named)
+    flaws += [flaw for why, which in wrong for flaw in _by_cell("invalid", f"cannot be: {why}", which, rows, named)]
     surplus = invalid | _mask(answers.second, rows.num) | _mask(answers.foreign, rows.num)
     ends = np.cumsum([len(each.rows) for each in witnesses])
     return Account(tuple(flaws), tuple(np.split(surplus, ends[:-1])))
@@ -129,6 +136,7 @@ class _Rows:
         self.turn, self.repeat = (
             table.column(name).fill_null(-1).to_numpy().astype(np.int64) for name in ("turn", "repeat")
         )
+        self.settings = table.column("settings").to_numpy()
         self.failed, self.scored, self.audited = (
             table.column(name).to_numpy() for name in ("error", "passed", "audit")
         )
@@ -143,7 +151,7 @@ class _Rows:
 
 
 class _Answers:
-    """Rows as the plan numbers them: a place is a prompt's turn and repeat, an answer a place and a method."""
+    """Rows as the plan numbers them: a place is a turn, repeat and settings, an answer a place and a method."""
 
     def __init__(self, plan: Plan, rows: _Rows) -> None:
         prompt = self._prompts(plan, rows)
@@ -154,9 +162,10 @@ class _Answers:
         codes = [plan.methods.index(name) if name in plan.methods else -1 for name in rows.names["method"]]
         method = np.array([*codes, -1])[rows.codes["method"]]
         known = (prompt >= 0) & (method >= 0) & (rows.repeat >= 0) & (rows.repeat < plan.repeats) & (rows.turn >= 0)
-        known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt])
+        known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt]) & (rows.settings >= 0)
         self.foreign = np.flatnonzero(~known)
-        self.place = np.where(known, (plan.first_turns[prompt] + rows.turn) * plan.repeats + rows.repeat, -1)
+        place = (plan.first_turns[prompt] + rows.turn) * plan.repeats + rows.repeat
+        self.place = np.where(known, place * len(plan.settings) + rows.settings, -1)
         self.is_last_turn = known & (rows.turn == turns[prompt] - 1)
         answer = np.where(known, self.place * len(plan.methods) + method, -1)
         self.counts = np.bincount(answer[known], minlength=plan.num_answers)
@@ -206,7 +215,8 @@ def _derived(identity: Mapping[str, Any], rows: _Rows) -> Plan:
     methods = dict.fromkeys([BASELINE, *(identity.get("methods") or rows.names["method"])])
     known = identity.get("suites")
     prompts = {suite: own for suite, own in prompts.items() if not known or suite in known}
-    return Plan(tuple(methods), int(identity.get("repeats") or rows.repeat.max(initial=0) + 1), prompts)
+    repeats = int(identity.get("repeats") or rows.repeat.max(initial=0) + 1)
+    return Plan(tuple(methods), repeats, prompts, settings_of(identity))
 
 
 def _absent_prompts(identity: Mapping[str, Any], plan: Plan) -> Iterator[Flaw]:
@@ -220,16 +230,17 @@ def _absent_prompts(identity: Mapping[str, Any], plan: Plan) -> Iterator[Flaw]:
 
 
 def _missing(plan: Plan, answers: _Answers) -> Iterator[Flaw]:
-    num_methods = len(plan.methods)
+    num_methods, num_settings = len(plan.methods), len(plan.settings)
+    named = list(short_names(plan.settings).values())
     sizes = [sum(asked.num_turns for asked in own) * plan.repeats for own in plan.prompts.values()]
     missing = np.flatnonzero(answers.counts[: plan.num_answers] == 0)
-    of_suite = np.searchsorted(np.cumsum(sizes), missing // num_methods, side="right")
-    cells = of_suite * num_methods + missing % num_methods
+    of_suite = np.searchsorted(np.cumsum(sizes), missing // (num_methods * num_settings), side="right")
+    cells = of_suite * num_methods * num_settings + missing % (num_methods * num_settings)
     for cell, at, num in zip(*np.unique(cells, return_index=True, return_counts=True), strict=True):
-        suite, prompt, turn, repeat, method = plan.place(missing[at])
-        size = sizes[cell // num_methods]
-        what = f"{num} of {size} answers missing, first {_place(prompt, turn, repeat)}"
-        yield Flaw("unfinished", suite, method, int(num), what)
+        place = plan.place(missing[at])
+        size = sizes[cell // (num_methods * num_settings)]
+        what = f"{num} of {size} answers missing, first {_place(place.prompt_id, place.turn, place.repeat)}"
+        yield Flaw("unfinished", place.suite, place.method, int(num), what, named[place.settings])
 
 
 def _faults_of_parts(witnesses: Sequence[Witness]) -> list[tuple[str, Any]]:
@@ -242,9 +253,11 @@ def _faults_of_parts(witnesses: Sequence[Witness]) -> list[tuple[str, Any]]:
     return [(why, np.concatenate(rows)) for why, rows in found.items()]
 
 
-def _unlike_the_plain(identity: Mapping[str, Any], answers: _Answers, rows: _Rows) -> Iterator[tuple[str, Any]]:
+def _unlike_the_plain(
+    identity: Mapping[str, Any], settings: Sequence[Settings], answers: _Answers, rows: _Rows
+) -> Iterator[tuple[str, Any]]:
     """Verdicts that the tokens do not bear out; of plain answers, where they were compared with the first repeat's."""
-    first = np.where(answers.is_plain, answers.place - rows.repeat, answers.place)
+    first = np.where(answers.is_plain, answers.place - rows.repeat * len(settings), answers.place)
     other = np.where((answers.place >= 0) & ~(answers.is_plain & (rows.repeat == 0)), answers.plain[first], -1)
     compared = (other >= 0) & ~rows.failed & ~rows.failed[other]
     labelled = rows.codes["exactness"] >= 0
@@ -253,11 +266,12 @@ def _unlike_the_plain(identity: Mapping[str, Any], answers: _Answers, rows: _Row
     yield "exact, though its tokens are not the plain answer's", np.flatnonzero(compared & labelled & exact & ~equal)
     wrong = compared & labelled & ~exact & equal
     yield "not exact, though its tokens are the plain answer's", np.flatnonzero(wrong)
-    if is_greedy(float(identity.get("temperature") or 0)):
-        absent = compared & ~answers.is_plain & ~labelled
-        yield "decoded greedily, and not compared with the plain answer", np.flatnonzero(absent)
-        wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)
-        yield "not audited, though its run is", np.flatnonzero(wanted & ~rows.audited)
+    greedy = np.array([*(each.greedy for each in settings), False])[rows.settings]
+    greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
+    absent = greedy & compared & ~answers.is_plain & ~labelled
+    yield "decoded greedily, and not compared with the plain answer", np.flatnonzero(absent)
+    wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)
+    yield "not audited, though its run is", np.flatnonzero(greedy & wanted & ~rows.audited)
 
 
 def _unscored(identity: Mapping[str, Any], answers: _Answers, rows: _Rows) -> Iterator[tuple[str, Any]]:
@@ -273,10 +287,14 @@ def _unscored(identity: Mapping[str, Any], answers: _Answers, rows: _Rows) -> It
     yield "not scored, though its suite is", np.flatnonzero(wanted & ~rows.scored)
 
 
-def _by_cell(kind: str, what: str, which: Any, rows: _Rows) -> Iterator[Flaw]:
-    """A flaw per suite and method of these rows, in the order in which they come."""
+def _by_cell(kind: str, what: str, which: Any, rows: _Rows, named: Sequence[str]) -> Iterator[Flaw]:
+    """A flaw per suite, settings and method of these rows, in the order in which they come.
+
+    `named` says what people call the settings; its last entry is for those of another run.
+    """
     num_methods = len(rows.names["method"]) + 1
     cells = (rows.codes["suite"][which] + 1) * num_methods + rows.codes["method"][which] + 1
+    cells = cells * len(named) + rows.settings[which]
     _, first, counts = np.unique(cells, return_index=True, return_counts=True)
     for at, num in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
         row = int(which[at])
@@ -287,6 +305,7 @@ def _by_cell(kind: str, what: str, which: Any, rows: _Rows) -> Iterator[Flaw]:
             rows.name("method", row),
             num,
             f"{num} answer{'s' * (num > 1)} {what}, first {place}",
+            named[rows.settings[row]],
         )
 
 

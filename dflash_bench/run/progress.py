@@ -66,16 +66,16 @@ class Progress(AbstractContextManager["Progress"]):
         if self.bar is not None:
             self.bar.stop()
 
-    def report(self, record: Record | None, doing: str) -> None:
-        """A record that is done, or what is about to be done; a cell's own figures stand beside its name."""
-        if record is None:
-            suite, _, method = doing.partition(" · ")
-            self.doing = f"{doing} {self.tallies.get((suite, method), '')}".rstrip()
-        else:
-            self.num_new += 1
-            tally = self.tallies.setdefault(record.cell, Tally())
-            tally.add(record)
-            self.doing = f"{record.suite} · {record.method} {tally}".rstrip()
+    def begins(self, suite: str, doing: str) -> None:
+        """A cell's own figures stand beside its name."""
+        self.doing = f"{suite} · {doing} {self.tallies.get((suite, doing), '')}".rstrip()
+        self._show()
+
+    def measured(self, record: Record, doing: str) -> None:
+        self.num_new += 1
+        tally = self.tallies.setdefault((record.suite, doing), Tally())
+        tally.add(record)
+        self.doing = f"{record.suite} · {doing} {tally}".rstrip()
         self._show()
 
     def _show(self) -> None:

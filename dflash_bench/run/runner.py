@@ -1,4 +1,4 @@
-"""A run: every prompt through every method, interleaved, judged, scored and saved generation by generation.
+"""A run: every prompt under all settings through every method, judged, scored and saved generation by generation.
 
 Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. A
 generation is saved once the plain answer that it is judged by is there; a resumed run makes only what is not saved.
@@ -6,12 +6,15 @@ generation is saved once the plain answer that it is judged by is there; a resum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any, Protocol
 
-from dflash_bench.records import Audit, Divergence, Generation, Message, Prompt, Record
+from dflash_bench.methods import is_lossy
+from dflash_bench.records import GREEDY, Audit, Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import plan as plans
+from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE, Asked
 from dflash_bench.results.store import Key, Run
 from dflash_bench.tasks import scoring
@@ -23,25 +26,42 @@ from dflash_bench.tasks.suites import Loaded, prompt_hash
 class Backend(Protocol):
     """Whatever can answer a chat by a method, and has a judge of the answers."""
 
-    def generate(self, method: str, messages: Sequence[Message], repeat: int) -> Generation: ...
+    def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation: ...
 
-    def divergence(self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int]) -> Divergence:
+    def divergence(
+        self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
+    ) -> Divergence:
         """Where two answers part, and whether rounding explains it."""
         ...
 
-    def audit(self, messages: Sequence[Message], answer: Sequence[int]) -> Divergence | None:
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
         """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
+        ...
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes on.
+
+    `doing` is a method, with its settings where the run has several, or other work.
+    """
+
+    def begins(self, suite: str, doing: str) -> None:
+        """Some work is about to begin."""
+        ...
+
+    def measured(self, record: Record, doing: str) -> None:
+        """An answer is there; it is not judged yet."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. `methods` starts with the baseline; `deterministic` says whether outputs must agree."""
+    """What to run. `methods` starts with the baseline. Answers under greedy settings must agree."""
 
     suites: tuple[Loaded, ...]
     methods: tuple[str, ...]
     repeats: int = 1
-    deterministic: bool = True
+    settings: tuple[Settings, ...] = (GREEDY,)
     audit: Audit = "all"
     cage: Cage | None = None
     """Where model-written code is run; without one it is not, and stays unscored."""
@@ -50,18 +70,18 @@ class Plan:
     def num_generations(self) -> int:
         """Warm-up left out."""
         turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
-        return turns * len(self.methods) * self.repeats
+        return turns * len(self.methods) * self.repeats * len(self.settings)
 
     def items(self) -> Iterator[Item]:
         order = 0
         for loaded in self.suites:
             last = len(loaded.prompts) - 1
             for number, prompt in enumerate(loaded.prompts):
-                for repeat in range(self.repeats):
+                for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
                     # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
-                    methods = self.methods if (number + repeat) % 2 == 0 else self.methods[::-1]
+                    methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
                     is_control = repeat == 0 and number in (0, last // 2, last)
-                    yield Item(loaded, prompt, number == 0, is_control, repeat, methods, order)
+                    yield Item(loaded, prompt, number == 0, is_control, repeat, settings, methods, order)
                     order += len(prompt.turns) * len(methods)
 
 
@@ -76,9 +96,25 @@ def to_store(plan: Plan) -> dict[str, Any]:
     return plans.to_json(plans.Plan(plan.methods, plan.repeats, prompts))
 
 
+def asked_of(plan: Plan) -> list[dict[str, Any]]:
+    """The prompts of a run, as `asked.py` keeps them."""
+    return [
+        {
+            "suite": loaded.suite.name, "prompt_id": prompt.prompt_id, "prompt_hash": prompt_hash(prompt),
+            "category": prompt.category, "opening": list(map(asdict, prompt.opening)), "turns": list(prompt.turns),
+            "reference": prompt.reference,
+        }
+        for loaded in plan.suites
+        for prompt in loaded.prompts
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt once through all methods, in this order; `order` is the place of its first answer in the run."""
+    """One prompt once through all methods, in this order, under the same settings.
+
+    `order` is the place of its first answer in the run.
+    """
 
     loaded: Loaded
     prompt: Prompt
@@ -87,6 +123,7 @@ class Item:
     is_control: bool
     """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
     repeat: int
+    settings: Settings
     methods: tuple[str, ...]
     order: int
 
@@ -95,53 +132,59 @@ class Item:
         return self.loaded.suite.name
 
     def key(self, method: str, turn: int) -> Key:
-        return self.suite, self.prompt.prompt_id, self.repeat, method, turn
+        return self.suite, self.prompt.prompt_id, self.repeat, self.settings, method, turn
 
-    def record(self, method: str, turn: int, generation: Generation) -> Record:
+    def record(self, method: str, turn: int, generation: Generation, times: tuple[float, float]) -> Record:
         return Record(
             suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
             prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
             repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),
-            generation=generation,
+            generation=generation, settings=self.settings, start_s=times[0], end_s=times[1],
         )  # fmt: skip
 
 
-Report = Callable[[Record | None, str], None]
-"""Called with each record as it is measured, and with None and a few words for work that is about to begin."""
-
-
-def execute(plan: Plan, backend: Backend, run: Run, report: Report) -> None:
+def execute(plan: Plan, backend: Backend, run: Run, watcher: Watcher) -> None:
     """Run what is not stored yet. Killed at any time, it loses what `Conversation.answer` holds back, no more."""
-    warm_suite, warm_answer = "", None
+    warm: WarmUp | None = None
+    named = short_names(plan.settings)
     for item in plan.items():
         turns = range(len(item.prompt.turns))
         if all(item.key(method, turn) in run.stored for method in item.methods for turn in turns):
             continue
-        if warm_suite != item.suite:
-            report(None, f"{item.suite} · warming up")
-            warm_suite, warm_answer = item.suite, _warm_up(plan, backend, item.prompt)
-        conversation = Conversation(item, plan, backend, run, report, warm_answer)
+        if warm is None or warm.suite != item.suite:
+            watcher.begins(item.suite, "warming up")
+            warm = _warm_up(plan, backend, item)
+        conversation = Conversation(item, plan, backend, run, watcher, warm, named[item.settings])
         for turn in turns:
             conversation.answer(turn)
 
 
-def _warm_up(plan: Plan, backend: Backend, prompt: Prompt) -> Generation:
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    suite: str
+    settings: Settings
+    plain: Generation
+
+
+def _warm_up(plan: Plan, backend: Backend, item: Item) -> WarmUp:
     """The same loop on the same prompt, thrown away but for the plain answer."""
-    messages = (*prompt.opening, Message("user", prompt.turns[0]))
-    answers = [backend.generate(method, messages, 0) for method in plan.methods]
-    return answers[0]
+    messages = (*item.prompt.opening, Message("user", item.prompt.turns[0]))
+    answers = [backend.generate(method, messages, item.settings, 0) for method in plan.methods]
+    return WarmUp(item.suite, item.settings, answers[0])
 
 
 @dataclass(slots=True)
 class Conversation:
-    """An item being run. A later turn sees the plain answers to the earlier ones, whatever the method."""
+    """An item being run. A later turn sees the plain answers to the earlier ones, of the same settings and repeat."""
 
     item: Item
     plan: Plan
     backend: Backend
     run: Run
-    report: Report
-    warm_answer: Generation | None
+    watcher: Watcher
+    warm: WarmUp
+    setting: str
+    """What tells its settings from the others of the run."""
     scores: dict[str, Score] = field(default_factory=dict)
     audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
     """By turn and tokens."""
@@ -153,14 +196,16 @@ class Conversation:
         for method in self.item.methods:
             if self.item.key(method, turn) in self.run.stored:
                 continue
-            self.report(None, f"{self.item.suite} · {method}")
-            generation = self.backend.generate(method, messages, self.item.repeat)
-            record = self.item.record(method, turn, generation)
-            self.report(record, "")
+            doing = " ".join(filter(None, [method, self.setting]))
+            self.watcher.begins(self.item.suite, doing)
+            start_s = self.run.seconds()
+            generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat)
+            record = self.item.record(method, turn, generation, (start_s, self.run.seconds()))
+            self.watcher.measured(record, doing)
             waiting.append(record)
             plain = record.generation if method == BASELINE else self._plain(turn)
             if plain is not None:
-                self.report(None, f"{self.item.suite} · judging")
+                self.watcher.begins(self.item.suite, "judging")
                 self.run.append([self._scored(self._judged(answer, plain, messages)) for answer in waiting])
                 waiting = []
 
@@ -180,7 +225,7 @@ class Conversation:
 
     def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
         """A method against the plain answer, that against another plain one, and each against the published model."""
-        if not self.plan.deterministic or record.generation.error:
+        if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
         expected = self._control(record.turn, messages) if record.method == BASELINE else plain
         if expected is not None and not expected.error:
@@ -191,7 +236,7 @@ class Conversation:
         tokens = record.generation.token_ids
         if tokens == expected.token_ids:
             return replace(record, exactness="exact")
-        divergence = self.backend.divergence(messages, expected.token_ids, tokens)
+        divergence = self.backend.divergence(messages, expected.token_ids, tokens, self.item.settings)
         return replace(record, exactness=divergence.verdict, divergence=divergence)
 
     def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
@@ -203,7 +248,7 @@ class Conversation:
         if plain is not None and plain.audit is not None:
             self.audits.setdefault((turn, plain.generation.token_ids), plain.departure)
         if (turn, tokens) not in self.audits:
-            self.audits[turn, tokens] = self.backend.audit(messages, tokens)
+            self.audits[turn, tokens] = self.backend.audit(messages, tokens, self.item.settings)
         departure = self.audits[turn, tokens]
         return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
 
@@ -212,7 +257,9 @@ class Conversation:
         if self.item.repeat == 0:
             if not self.item.is_control or turn > 0:
                 return None
-            return self.warm_answer if self.item.is_first else self.backend.generate(BASELINE, messages, 0)
+            if self.item.is_first and self.warm.settings == self.item.settings:
+                return self.warm.plain
+            return self.backend.generate(BASELINE, messages, self.item.settings, 0)
         pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]
         said_the_same = all(now and first and now.text == first.text for now, first in pairs)
         return self._plain(turn, repeat=0) if said_the_same else None

@@ -17,8 +17,9 @@ from dflash_bench import environment, methods
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import CODE_SCORERS, SCHEMA_VERSION, Audit, is_greedy
+from dflash_bench.records import CODE_SCORERS, SCHEMA_VERSION, Audit, Settings, is_greedy
 from dflash_bench.results import store
+from dflash_bench.results.identity import settings_of, settings_to_json
 from dflash_bench.run import runner
 from dflash_bench.run.progress import Progress
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
 """What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
+THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,21 @@ class Request:
     limit: int | None = None
     seed: int | None = None
     max_new_tokens: int | None = None
-    temperature: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     block_size: int | None = None
+    draft_steps: int | None = None
     repeats: int = 1
     threads: int | None = None
     device: str | None = None
     dtype: str | None = None
     device_map: str | None = None
     attention: str | None = None
-    thinking: bool | None = None
+    thinking: str | None = None
+    """A key of `THINKING`."""
     trust_remote_code: bool = False
     unsafe_code: bool = False
     audit: str | None = None
@@ -85,7 +93,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
         tuple(loaded),
         tuple(method.label for method in chosen),
         request.repeats,
-        is_greedy(request.temperature),
+        settings_of(identity),
         _audit(request),
         cage,
     )
@@ -97,23 +105,29 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
         for note in each.notes:
             tell(f"note: {note}")
     with (store.resume if resume else store.create)(folder, info) as run:
+        run.keep_prompts(runner.asked_of(plan))
         with Progress(plan.num_generations, len(run.stored)) as progress:
-            runner.execute(plan, backend, run, progress.report)
+            runner.execute(plan, backend, run, progress)
         run.mark_finished({})
 
 
 def _methods(request: Request) -> list[methods.Method]:
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
-    if request.block_size is None:
-        return chosen
-    if not any(method.leaves_open("block") for method in chosen):
-        raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
-    return methods.chosen([_with_block(method, request.block_size).label for method in chosen])
+    if request.block_size is not None:
+        if not any(method.leaves_open("block") for method in chosen):
+            raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
+        chosen = _with_option(chosen, "block", request.block_size)
+    if request.draft_steps is not None:
+        if not any(method.leaves_open("steps") for method in chosen):
+            raise UserError("--draft-steps has no effect without --method dflash, or where it says its steps itself")
+        chosen = _with_option(chosen, "steps", request.draft_steps)
+    return chosen
 
 
-def _with_block(method: methods.Method, size: int) -> methods.Method:
-    """A method that says its own size keeps it."""
-    return method.with_option("block", size) if method.leaves_open("block") else method
+def _with_option(chosen: list[methods.Method], name: str, value: int) -> list[methods.Method]:
+    """A method that says its own value keeps it."""
+    given = [method.with_option(name, value) if method.leaves_open(name) else method for method in chosen]
+    return methods.chosen([method.label for method in given])
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:
@@ -126,12 +140,13 @@ def _refuse_what_has_no_effect(request: Request) -> None:
         raise UserError("--score has no effect without --prompts: a suite says itself how it is scored")
     if request.score is not None and request.score not in scoring.SCORERS:
         raise unknown("scorer", request.score, list(scoring.SCORERS))
-    if not math.isfinite(request.temperature):
-        raise UserError(f"--temperature must be a number from 0 up, not {request.temperature}")
-    if request.seed is not None and is_greedy(request.temperature):
+    if request.seed is not None and not _samples(request):
         raise UserError(
             "--seed has no effect at temperature 0; it seeds sampling (prompts are drawn by the suite's own seed)"
         )
+    for flag in ("top_k", "top_p", "min_p"):
+        if getattr(request, flag) is not None and not _samples(request):
+            raise UserError(f"--{flag.replace('_', '-')} has no effect at temperature 0, where the best token is taken")
 
 
 def _model(request: Request, chosen: Sequence[methods.Method]) -> Preset:
@@ -170,9 +185,9 @@ def _open(
     import torch
 
     from dflash_bench.engine.local import open_backend
-    from dflash_bench.engine.sampling import Sampling
     from dflash_bench.models import chat
-    from dflash_bench.models.loading import Placement, load
+    from dflash_bench.models.language import Placement
+    from dflash_bench.models.loading import load
 
     device, dtype = _device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.
@@ -186,22 +201,23 @@ def _open(
         trust_remote_code=request.trust_remote_code,
     )
     models = load(model, _drafts(chosen), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
-    thinking = _thinking(request, model, models.tokenizer)
-    chat.check(models.tokenizer, [each for one in loaded for each in suites.chats(one)], bool(thinking))
+    modes = _thinking(request, model, models.tokenizer)
+    for mode in modes:
+        chat.check(models.tokenizer, [each for one in loaded for each in suites.chats(one)], bool(mode))
     max_new_tokens, seed = request.max_new_tokens or model.max_new_tokens, request.seed or 0
-    sampling = Sampling(request.temperature, seed)
-    backend = open_backend(models, model, chosen, max_new_tokens, sampling, bool(thinking))
+    backend = open_backend(models, model, chosen, max_new_tokens, seed)
     identity = {
         "schema_version": SCHEMA_VERSION,
         "methods": {m.label: _identity_of_method(m, backend.drafters[m.label].num_drafts) for m in chosen},
         **_identity_of_models(request, model, models),
         "suites": {each.suite.name: _identity(each) for each in loaded},
         "max_new_tokens": max_new_tokens,
-        "temperature": request.temperature,
+        "settings": settings_to_json(_settings(request, modes)),
         "seed": seed,
         "repeats": request.repeats,
         "audit": _audit(request),
-        "thinking": thinking,
+        "engine": "local",
+        "concurrency": 1,
         "device": device,
         "device_map": request.device_map,
         "threads": threads,
@@ -233,14 +249,30 @@ def _identity_of_models(request: Request, model: Preset, models: Models) -> dict
     }
 
 
-def _thinking(request: Request, model: Preset, tokenizer: Any) -> bool | None:
-    """None for a chat template that knows no such switch."""
+def _settings(request: Request, modes: Sequence[bool | None]) -> list[Settings]:
+    """One for each mode of thinking and temperature; what only changes sampling is left out at temperature 0."""
+    penalty = request.repetition_penalty or 1.0
+    of_sampling = {name: getattr(request, name) for name in ("top_k", "top_p", "min_p")}
+    given = {name: value for name, value in of_sampling.items() if value is not None}
+    return [
+        Settings(
+            temperature=temperature, repetition_penalty=penalty, thinking=mode,
+            **({} if is_greedy(temperature) else given),
+        )
+        for mode in modes
+        for temperature in request.temperatures
+    ]  # fmt: skip
+
+
+def _thinking(request: Request, model: Preset, tokenizer: Any) -> tuple[bool | None, ...]:
+    """The modes to run; None for a chat template that knows no such switch."""
     if "enable_thinking" in (tokenizer.chat_template or ""):
-        return model.thinking if request.thinking is None else request.thinking
+        return (model.thinking,) if request.thinking is None else THINKING[request.thinking]
     if request.thinking is not None:
-        flag = "--thinking" if request.thinking else "--no-thinking"
-        raise UserError(f"{flag} has no effect: the chat template of {model.target} has no enable_thinking")
-    return None
+        raise UserError(
+            f"--thinking {request.thinking} has no effect: the chat template of {model.target} has no enable_thinking"
+        )
+    return (None,)
 
 
 def _identity(loaded: suites.Loaded) -> dict[str, Any]:
@@ -297,14 +329,25 @@ def _device_and_dtype(request: Request, num_gpus: int) -> tuple[str, str]:
 
 def _audit(request: Request) -> Audit:
     """What is drawn at random has no one right token to be audited against."""
-    return cast(Audit, request.audit or "all") if is_greedy(request.temperature) else "none"
+    return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperatures)) else "none"
+
+
+def _samples(request: Request) -> bool:
+    return not all(map(is_greedy, request.temperatures))
 
 
 def _refuse_unknown_values(request: Request) -> None:
     """What can be told before anything heavy is loaded."""
+    if not all(math.isfinite(temperature) and temperature >= 0 for temperature in request.temperatures):
+        raise UserError(f"--temperature takes numbers from 0 up, not {_listed(request.temperatures)}")
+    if len(set(request.temperatures)) < len(request.temperatures):
+        raise UserError(f"--temperature names one twice: {_listed(request.temperatures)}")
+    _refuse_unknown_sampling(request)
+    if request.thinking is not None and request.thinking not in THINKING:
+        raise unknown("mode of thinking", request.thinking, list(THINKING))
     if request.audit is not None and request.audit not in get_args(Audit):
         raise unknown("audit", request.audit, list(get_args(Audit)))
-    if request.audit is not None and not is_greedy(request.temperature):
+    if request.audit is not None and not any(map(is_greedy, request.temperatures)):
         raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
@@ -323,6 +366,21 @@ def _refuse_unknown_values(request: Request) -> None:
         raise unknown("attention", request.attention, list(ATTENTION))
 
 
+def _refuse_unknown_sampling(request: Request) -> None:
+    for flag, value in (("--top-p", request.top_p), ("--min-p", request.min_p)):
+        if value is not None and not 0 < value < 1:
+            raise UserError(f"{flag} is a share between 0 and 1, not {value:g}; leave it out to draw from all tokens")
+    penalty = request.repetition_penalty
+    if penalty is not None and (not math.isfinite(penalty) or penalty <= 0 or penalty == 1):
+        raise UserError(
+            f"--repetition-penalty is a number above 0 other than 1, which changes nothing; not {penalty:g}"
+        )
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ",".join(f"{number:g}" for number in numbers)
+
+
 def _info(request: Request, identity: dict[str, Any]) -> dict[str, Any]:
     """What `run.json` holds."""
     options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(request).items()}
@@ -331,5 +389,5 @@ def _info(request: Request, identity: dict[str, Any]) -> dict[str, Any]:
         "options": options,
         "environment": environment.describe(),
         "command": shlex.join(["dflash-bench", *sys.argv[1:]]),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }

@@ -38,7 +38,7 @@ def from_folder(data: DataSet, folder: Path) -> Rows:
     if os.path.exists(lines):
         return json_lines(lines)
     if os.path.exists(parquet):
-        return _parquet_rows(parquet)
+        return parquet_rows(parquet)
     raise UserError(f"no rows for suite '{data.name}': looked for {lines} and {parquet}")
 
 
@@ -56,7 +56,7 @@ def _json_object(where: str, line: str) -> Row:
     return row
 
 
-def _parquet_rows(path: Path) -> Rows:
+def parquet_rows(path: Path) -> Rows:
     import pyarrow as pa
     from pyarrow import parquet
 

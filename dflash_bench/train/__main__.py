@@ -26,7 +26,7 @@ def train(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     sweep: Annotated[bool, typer.Option("--sweep", help="Try learning rates for both drafts and stop.")] = False,
 ) -> None:
-    """Train the nano target, its DFlash draft and its EAGLE-3 draft."""
+    """Train the nano target and all its drafts."""
     from rich.console import Console
 
     torch.set_num_threads(threads)

@@ -13,6 +13,9 @@ TITLES = {
     "target": "nano: a small Qwen3 that does sums, short functions and small talk",
     "dflash": "nano DFlash draft: block diffusion drafting for the nano target",
     "eagle3": "nano EAGLE-3 draft: autoregressive drafting for the nano target",
+    "draft-model": "nano draft model: a language model of two layers that drafts for the nano target",
+    "medusa": "nano Medusa heads: four guesses from the nano target's last hidden state",
+    "block-diffusion": "nano block diffusion: the nano target, turned into a model that fills in blocks by itself",
 }
 ABOUT = {
     "target": (
@@ -31,7 +34,26 @@ ABOUT = {
         "training-time-test steps and soft targets. Tensor names and config.json are SafeAILab's, with a reduced "
         "vocabulary."
     ),
+    "draft-model": (
+        "A Qwen3 with two layers, and the target's embedding and last norm to begin with. Trained on the same rows in "
+        "the same order, against the target's own distribution at each answer token. `accepted` counts right tokens in "
+        "a row, seven at most, and the bonus token. Stored in float16."
+    ),
+    "medusa": (
+        "Each head, one residual block and an output layer that starts as the target's, learns the token at its own "
+        "distance; the target stands still (Medusa-1), and a head weighs 0.8 times as much as the one before it. Same "
+        "rows, same order. Tensor names and config.json are FasterDecoding's. Stored in float16."
+    ),
+    "block-diffusion": (
+        "Not a draft: it answers alone, and nothing verifies what it says. All layers start as the target's. A block "
+        "of eight places, the first of them clean and a random share of the others masked, sees the clean text before "
+        "it and all of itself; each place predicts the token behind it. The next-token loss on the clean text is "
+        "added, so that the text before a block can be read causally. `accepted` counts the right tokens at the start "
+        "of a block after one pass over masks alone, plus one. Stored in float16."
+    ),
 }
+
+WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
 
 REBUILD = "- rebuild: `scripts/train_nano` (in bfloat16, so that another CPU gives similar weights, not the same)"
 
@@ -41,14 +63,15 @@ def write(
     num_answer_tokens: int, extra: Path | None,
 ) -> None:  # fmt: skip
     for name, history in histories.items():
-        own = recipe[name]
-        shared = {key: value for key, value in recipe.items() if key not in TITLES}
+        own = recipe[name.replace("-", "_")]
+        shared = {key: value for key, value in recipe.items() if not isinstance(value, dict)}
+        weights = next(path for path in (output / name / file for file in WEIGHTS) if path.exists())
         lines = [
             f"# {TITLES[name]}",
             "",
             ABOUT[name],
             "",
-            f"- weights: `model.safetensors`, sha256 `{_sha256(output / name / 'model.safetensors')}`",
+            f"- weights: `{weights.name}`, sha256 `{_sha256(weights)}`",
             f"- extra data: {extra.name if extra else 'none'}",
             f"- recipe: `{json.dumps(own)}`",
         ]

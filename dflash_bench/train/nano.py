@@ -1,4 +1,4 @@
-"""Build the nano models from nothing: tokenizer, target, its answers, both drafts, and a card for each.
+"""Build the nano models from nothing: tokenizer, target, its answers, all drafts, and a card for each.
 
 Every stage leaves its result in the work folder and is skipped when it is there; a stage that was interrupted goes on
 from its last checkpoint. Everything is seeded.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,11 @@ from dflash_bench.models import dflash as dflash_models
 from dflash_bench.models import eagle3 as eagle3_models
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
-from dflash_bench.train import cards, drafts, features, responses, target
+from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.train import block_diffusion, cards, draft_model, drafts, features, medusa, responses, target
+from dflash_bench.train.block_diffusion import Noise
 from dflash_bench.train.checkpoint import History
 from dflash_bench.train.data import corpus_text
 from dflash_bench.train.drafts import DraftRecipe
@@ -29,11 +32,12 @@ from dflash_bench.train.target import TargetRecipe
 from dflash_bench.train.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 
 Report = Callable[[str], None]
+HALVED = ("draft-model", "medusa", "block-diffusion")
 
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """All that decides the three models. The drafts' learning rates are the best of a sweep, for each its own."""
+    """All that decides the models. DFlash and EAGLE-3 have learning rates of their own, the best of a sweep."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
@@ -50,6 +54,13 @@ class NanoRecipe:
     num_ttt_steps: int = 7
     dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.04, other_lr=0.004))
     eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.08, other_lr=0.008))
+    num_draft_model_layers: int = 2
+    draft_model: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.04, other_lr=0.004))
+    num_medusa_heads: int = 4
+    medusa: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.02, other_lr=0.002))
+    diffusion_block_size: int = 8
+    num_diffusion_blocks: int = 16
+    block_diffusion: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.01, other_lr=0.001))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,13 @@ class Builder:
         tokenizer = self.tokenizer()
         model, target_history = self.target(tokenizer)
         self.rows(model, tokenizer)
-        histories = {"dflash": self.dflash(), "eagle3": self.eagle3()}
+        histories = {
+            "dflash": self.dflash(),
+            "eagle3": self.eagle3(),
+            "draft-model": self.draft_model(model),
+            "medusa": self.medusa(),
+            "block-diffusion": self.block_diffusion(model, tokenizer),
+        }
         self.export(output, tokenizer, model, {"target": target_history, **histories})
 
     def tokenizer(self) -> Any:
@@ -155,6 +172,31 @@ class Builder:
         objective = drafts.Eagle3Objective(self.new_eagle3(rows), rows, self.embedding(), self.recipe.num_ttt_steps)
         return drafts.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
 
+    def new_draft_model(self, model: Any) -> Any:
+        norm = self._target_weight("model.norm.weight")
+        layers, seed = self.recipe.num_draft_model_layers, self.recipe.draft_model.seed
+        return draft_model.new_model(model.config, layers, self.embedding(), norm, seed)
+
+    def draft_model(self, model: Any) -> History:
+        rows = features.load(self.work)
+        objective = draft_model.DraftModelObjective(self.new_draft_model(model), rows, self.embedding())
+        return drafts.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
+
+    def new_medusa(self) -> MedusaHeads:
+        config = MedusaConfig(self.recipe.target.hidden, NUM_EMBEDDINGS, self.recipe.num_medusa_heads)
+        return medusa.new_heads(config, self.embedding())
+
+    def medusa(self) -> History:
+        rows = features.load(self.work)
+        objective = medusa.MedusaObjective(self.new_medusa(), rows)
+        return drafts.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
+
+    def block_diffusion(self, model: Any, tokenizer: Any) -> History:
+        recipe, rows = self.recipe, features.load(self.work)
+        noise = Noise(recipe.diffusion_block_size, recipe.num_diffusion_blocks, MASK_TOKEN_ID, tokenizer.eos_token_id)
+        objective = block_diffusion.BlockDiffusionObjective(block_diffusion.new_model(model), rows, noise)
+        return drafts.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
+
     def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
         """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""
         found: dict[str, dict[str, float]] = {"dflash": {}, "eagle3": {}}
@@ -175,8 +217,9 @@ class Builder:
         # Readable by whoever installs the package, not only by who trained it.
         os.chmod(output / "target" / "model.safetensors", 0o644)
         for name, draft in (("dflash", self.new_dflash()), ("eagle3", self.new_eagle3(rows))):
-            draft.load_state_dict(torch.load(self.work / f"{name}.pt", weights_only=True)["model"])
+            draft.load_state_dict(self._trained(name))
             save_draft(draft, output / name)
+        self._export_halved(output, model)
         sweep = self.work / "sweep.json"
         cards.write(
             output,
@@ -187,3 +230,29 @@ class Builder:
             num_answer_tokens=int(rows.answer.sum()),
             extra=self.extra,
         )
+
+    def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
+        """In float16, which takes half the room: they are larger, and the package is to stay small."""
+        for name in names:
+            match name:
+                case "medusa":
+                    heads = self.new_medusa()
+                    heads.load_state_dict(self._trained(name))
+                    medusa_format.save(heads.half(), output / name, "nano")
+                case "draft-model":
+                    self._export_model(output / name, self.new_draft_model(model))
+                case "block-diffusion":
+                    diffusing = block_diffusion.new_model(model)
+                    block = {"block_size": self.recipe.diffusion_block_size, "mask_token_id": MASK_TOKEN_ID}
+                    diffusing.config.block_diffusion = block
+                    self._export_model(output / name, diffusing)
+
+    def _export_model(self, folder: Path, model: Any) -> None:
+        model.load_state_dict(self._trained(folder.name))
+        model.config.use_cache = True
+        model.half().save_pretrained(folder)
+        os.chmod(folder / "model.safetensors", 0o644)
+
+    def _trained(self, name: str) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = torch.load(self.work / f"{name}.pt", weights_only=True)["model"]
+        return weights

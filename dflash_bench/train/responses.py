@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import Limits, NoDrafter, decode
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.train.data import encode, training_tasks
 

@@ -13,9 +13,9 @@ from typing import Any
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import over_time, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
-from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts, tokens_a_round
+from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.methods import is_tree
+from dflash_bench.methods import has_draft, is_lossy, is_probe, is_tree
 from dflash_bench.records import CODE_SCORERS, Divergence
 from dflash_bench.tasks import sandbox
 
@@ -29,9 +29,13 @@ TRUNCATED = 0.10
 
 def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
     """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
-    plain = {cell.suite for cell in cells if cell.method == BASELINE and cell.num_prompts}
-    first = rows["suite"].iloc[int(rows["order"].to_numpy().argmin())]
-    cases = [_case(rows, cell, identity or {}, cell.suite in plain, cell.suite == first) for cell in cells]
+    plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
+    first = tuple(rows[["suite", "settings"]].iloc[int(rows["order"].to_numpy().argmin())])
+    cases = [
+        _case(
+            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first
+        ) for cell in cells
+    ]  # fmt: skip
     alike: dict[tuple[str, str], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
@@ -50,12 +54,12 @@ def _wheres(others: Sequence[Seen]) -> str:
     """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
     by_suite: dict[str, list[str]] = {}
     for seen in others:
-        by_suite.setdefault(seen.label, []).append(seen.place[1])
+        by_suite.setdefault(seen.label, []).append(seen.place.method)
     return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
 
 
 def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
-    own = metrics.select(rows, suite=cell.suite, slice=cell.slice, method=cell.method)
+    own = metrics.select(rows, cell.place)
     return Case(cell, own, metrics.without_errors(own), identity, has_plain, opens_run)
 
 
@@ -112,22 +116,32 @@ def _near_ties(case: Case) -> Seen | None:
     return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
 
 
+def _lossy(case: Case) -> Seen | None:
+    if not is_lossy(case.cell.method) or not case.cell.num_prompts:
+        return None
+    text = "the method does not keep the target's output: its speed-up is of other answers, which were only scored"
+    remedy = "hold what passed against that of plain decoding, on suites with a scorer"
+    return case.seen("lossy", text, remedy)
+
+
 def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not never_drafts(case):
         return None
     num_rounds = int(case.good["num_rounds"].sum())
     remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
+    if not has_draft(case.cell.method):
+        remedy = REPEATS
     return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
 
 
 def _other_mode(case: Case) -> Seen | None:
     """The first cause of low acceptance: a draft that has only seen answers that think, or only answers that do not."""
-    trained, thinking = case.draft.get("trained_thinking"), case.identity.get("thinking")
+    trained, thinking = case.draft.get("trained_thinking"), case.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
     mode = {True: "with thinking", False: "without thinking"}
     text = f"this run is {mode[thinking]}, its draft was trained on answers {mode[trained]}"
-    return case.seen("other_mode", text, f"add {'--thinking' if trained else '--no-thinking'}, or use another draft")
+    return case.seen("other_mode", text, f"add --thinking {'on' if trained else 'off'}, or use another draft")
 
 
 def _other_target(case: Case) -> Seen | None:
@@ -144,14 +158,15 @@ def last_part(name: str) -> str:
 
 
 def _saturated(case: Case) -> Seen | None:
-    # No round keeps all nodes of a tree: they are alternatives.
-    if is_tree(case.cell.method):
+    # No round keeps all nodes of a tree, which are alternatives; every round of a lossy method keeps everything.
+    if is_tree(case.cell.method) or is_probe(case.cell.method) or is_lossy(case.cell.method):
         return None
     num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
     text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) keep the whole draft"
-    remedy = f"{tokens_a_round(case.cell, 'more')}, if the draft was trained for it"
+    limit = ", if the draft was trained for it" if has_draft(case.cell.method) else ""
+    remedy = tokens_a_round(case.cell, "more") + limit
     return case.seen("saturated", text, remedy)
 
 
@@ -179,7 +194,7 @@ def _code_not_run(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _no_baseline, _near_ties, _nothing_drafted, _other_mode, _other_target, speed.dead_draft,
-    speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
+    _mismatch, _failed, _no_baseline, _lossy, _near_ties, _nothing_drafted, _other_mode, _other_target,
+    speed.dead_draft, speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
     over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval, _code_not_run,
 )  # fmt: skip

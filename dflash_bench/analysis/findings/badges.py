@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Finding
+from dflash_bench.analysis.metrics import Cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,16 @@ BADGES = {
 """By the kind of finding that says more."""
 
 
-def beside(findings: Iterable[Finding], suite: str, method: str) -> list[Badge]:
+def beside(findings: Iterable[Finding], cell: Cell) -> list[Badge]:
     """Those of one cell's speed-up."""
-    kinds = {each.kind for each in findings if (suite, method) in each.places or (suite, "") in each.places}
-    return _of(kinds)
+    places = {(cell.suite, str(cell.settings), method) for method in (cell.method, "")}
+    return _of({finding.kind for finding in findings if places.intersection(finding.places)})
 
 
-def beside_mean(findings: Iterable[Finding], is_unclear: bool) -> list[Badge]:
-    """Those of a method's mean over all suites, whose interval contains 1 if it `is_unclear`."""
-    kinds = {each.kind for each in findings} - {"unclear"}
+def beside_mean(findings: Iterable[Finding], settings: str, is_unclear: bool) -> list[Badge]:
+    """Those of a method's mean over all suites under these settings, whose interval contains 1 if it `is_unclear`."""
+    own = [finding for finding in findings if any(place.settings == settings for place in finding.places)]
+    kinds = {finding.kind for finding in own} - {"unclear"}
     return _of(kinds | ({"unclear"} if is_unclear else set()))
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.methods import draft_of
 
 MIN_PROMPTS = 20
 
-Place = tuple[str, str]
-"""Suite and method; the method is empty where all of a suite's share the fault."""
+
+class Place(NamedTuple):
+    """`settings` in words; the method is empty where all of a suite's, under the same settings, share the fault."""
+
+    suite: str
+    settings: str
+    method: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class Seen:
 
     kind: str
     label: str
-    """The suite for people."""
+    """The suite for people, with its settings where the run has several."""
     text: str
     remedy: str
     place: Place
@@ -66,10 +71,14 @@ class Case:
         return num_kept / num_drafting if num_drafting else None
 
     def seen(self, kind: str, text: str, remedy: str) -> Seen:
-        return Seen(kind, self.cell.label, text, remedy, (self.cell.suite, self.cell.method))
+        return self._seen_by(self.cell.method, kind, text, remedy)
 
     def seen_in_suite(self, kind: str, text: str, remedy: str) -> Seen:
-        return Seen(kind, self.cell.label, text, remedy, (self.cell.suite, ""))
+        return self._seen_by("", kind, text, remedy)
+
+    def _seen_by(self, method: str, kind: str, text: str, remedy: str) -> Seen:
+        place = Place(self.cell.suite, str(self.cell.settings), method)
+        return Seen(kind, self.cell.heading, text, remedy, place)
 
 
 def answers(rows: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflash_bench.analysis.findings.case import Case, Seen
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.methods import METHODS, name_of
+from dflash_bench.methods import METHODS, has_draft, is_probe, name_of
 
 DEAD_AL = 1.05
 FIRST_KEPT = 0.5
@@ -17,16 +17,21 @@ SPEED_REMEDIES = {
     "verify": "{fewer}: on this device a longer forward costs too much",
     "other": "the models are not the cost: try --threads 1, and keep the machine free of other work",
 }
+TRAINED = "check that the draft was trained for this model: revision, chat template, tapped layers"
+TRAINED_ON_THIS = (
+    "check that it was trained for this very target, chat template and thinking mode, and on texts like these "
+    "prompts; drafting fewer tokens a round cannot help"
+)
+REPEATS = "it drafts what has been said before, and these answers repeat little: take a method with a trained draft"
 KNOWS_NOT = "drafting fewer tokens a round cannot help: take a draft that knows this text"
 
 
 def dead_draft(case: Case) -> Seen | None:
     al = case.cell.value("al.pooled")
-    if case.is_baseline or al is None or al >= DEAD_AL or never_drafts(case):
+    if case.is_baseline or al is None or al >= DEAD_AL or never_drafts(case) or is_probe(case.cell.method):
         return None
     text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
-    remedy = "check that the draft was trained for this model: revision, chat template, tapped layers"
-    return case.seen("dead_draft", text, remedy)
+    return case.seen("dead_draft", text, TRAINED if has_draft(case.cell.method) else REPEATS)
 
 
 def unknown_text(case: Case) -> Seen | None:
@@ -34,15 +39,13 @@ def unknown_text(case: Case) -> Seen | None:
     al, first_kept = case.cell.value("al.pooled"), case.first_kept
     if case.is_baseline or al is None or al < DEAD_AL or first_kept is None or first_kept >= FIRST_KEPT:
         return None
+    if is_probe(case.cell.method):
+        return None
     text = (
         f"the draft does not know this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
         f"(accept_at[1] {first_kept:.2f}, al.pooled {al:.2f})"
     )
-    remedy = (
-        "check that it was trained for this very target, chat template and thinking mode, and on texts like these "
-        "prompts; drafting fewer tokens a round cannot help"
-    )
-    return case.seen("unknown_text", text, remedy)
+    return case.seen("unknown_text", text, TRAINED_ON_THIS if has_draft(case.cell.method) else REPEATS)
 
 
 def slower_than_plain(case: Case) -> Seen | None:

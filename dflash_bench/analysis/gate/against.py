@@ -9,12 +9,11 @@ import numpy as np
 
 from dflash_bench.analysis import changes, stats
 from dflash_bench.analysis.gate import spread
-from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs
+from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs, cell_name
 from dflash_bench.analysis.gate.outcome import Check
 from dflash_bench.analysis.gate.spread import METHOD_NOISE, RunNoise
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, TERMS, Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
 from dflash_bench.errors import UserError
-from dflash_bench.records import is_greedy
 from dflash_bench.results.frame import Results
 
 TALLIES = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
@@ -36,7 +35,7 @@ def unlike(runs: Sequence[Results], baseline: Baseline, allow: Sequence[str]) ->
 def thinner(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """Few prompts prove little: fewer than the baseline's are told, and fewer than half of them refused."""
     counts = [
-        (f"{place[0]} {place[-1]}", len(changes.on_common_prompts(*then, *cells[place])[0]), then[0].num_prompts)
+        (cell_name(then[0]), len(changes.on_common_prompts(*then, *cells[place])[0]), then[0].num_prompts)
         for place, then in baseline.cells.items()
         if place in cells
     ]
@@ -52,21 +51,22 @@ def against(
     runs: Sequence[Results], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
 ) -> list[Check]:
     name = runs[0].name
-    missing = [f"{place[0]} {place[-1]}" for place in baseline.cells if place not in cells]
+    missing = [cell_name(several[0]) for place, several in baseline.cells.items() if place not in cells]
     if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
         raise UserError(
             f"the baseline is for cells that {name} has not: {', '.join(missing)}; --allow cells skips them"
         )
     then = baseline.as_results()
     same_machine = not any(kind == "device" for run in runs for kind, _ in changes.differences(then, run))
-    identities = [run.info["identity"] for run in runs]
-    fixed = all(is_greedy(identity["temperature"]) and identity["dtype"] == "float32" for identity in identities)
+    exact = all(run.info["identity"]["dtype"] == "float32" for run in runs)
     kinds = [kind for kind in limits if _is_judged(kind, baseline.with_timings, same_machine)]
     return [
         check
         for place, before in baseline.cells.items()
         if place in cells
-        for check in against_cell(before, cells[place], kinds, limits, run_names(runs), fixed)
+        for check in against_cell(
+            before, cells[place], kinds, limits, run_names(runs), exact and before[0].settings.greedy
+        )
     ]
 
 
@@ -83,7 +83,10 @@ def against_cell(
     before: Sequence[Cell], after: Sequence[Cell], kinds: Sequence[str], limits: Mapping[str, Limit],
     names: Sequence[str], fixed: bool,
 ) -> Iterator[Check]:  # fmt: skip
-    """Of one suite and method, a cell for each run on either side. `fixed`: without clocks nothing is random."""
+    """Of one suite, settings and method, a cell for each run on either side.
+
+    `fixed`: without clocks nothing is random.
+    """
     sums = np.array(changes.on_common_prompts(*before, *after))
     suite, method, sides = after[0].suite, after[0].method, (sums[: len(before)], sums[len(before) :])
     if not sums.shape[1]:
@@ -95,7 +98,7 @@ def against_cell(
         # Where nothing is random, every run must hold by itself.
         parts = [("", sides[1])] if is_random else [(n, sides[1][at : at + 1]) for at, n in enumerate(names)]
         for run, found in parts:
-            place = {"suite": suite, "method": method, "kind": kind, "run": run}
+            place = {"suite": suite, "setting": after[0].setting, "method": method, "kind": kind, "run": run}
             yield from _judged(place, sides[0], found, limits[kind], is_random)
 
 
@@ -125,7 +128,7 @@ def value(kind: str, runs: Any) -> float | None:
 def _random(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
     """How likely so large a difference is by chance, and which noise from run to run that reckons with."""
     if kind in TALLIES:
-        tallies = [side[..., TERMS.index(kind)] for side in (before, after)]
+        tallies = [side[..., COLUMN[kind]] for side in (before, after)]
         # Of means over runs, in whole numbers.
         differences = tallies[1].sum(axis=0) * len(before) - tallies[0].sum(axis=0) * len(after)
         return {"p": stats.mcnemar(int((differences < 0).sum()), int((differences > 0).sum()))}

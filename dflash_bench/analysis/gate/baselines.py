@@ -13,10 +13,12 @@ import numpy as np
 
 from dflash_bench import reading
 from dflash_bench.analysis import changes
-from dflash_bench.analysis.metrics import FIGURES, TERMS, Cell
+from dflash_bench.analysis.metrics import COLUMN, FIGURES, TERMS, Cell, Place
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Settings
 from dflash_bench.results import shape
 from dflash_bench.results.frame import Results
+from dflash_bench.results.identity import settings_of, short_names
 
 FORMAT = 2
 """1 held one run, whose sums were a list per figure and not one for each run of it."""
@@ -46,8 +48,8 @@ LIMITS = {
 ABSOLUTE = ("tps.decode",)
 """Gated only where limits name it: a busy or throttled machine is slower by what no test can tell from a loss."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
-Runs = Mapping[tuple[str, str, str], tuple[Cell, ...]]
-"""By suite, slice and method, a cell for each run."""
+Runs = Mapping[Place, tuple[Cell, ...]]
+"""A cell for each run."""
 
 
 SHAPE: dict[str, Any] = {
@@ -56,7 +58,15 @@ SHAPE: dict[str, Any] = {
     "with_timings": bool,
     "limits": dict,
     "prompt_hashes": {shape.ANY: {shape.ANY: str}},
-    "cells": [{"suite": str, "method": str, "prompts": [str], "sums": {shape.ANY: list}}],
+    "cells": [
+        {
+            "suite": str,
+            "method": str,
+            "settings?": shape.SETTINGS,
+            "prompts": [str],
+            "sums": {shape.ANY: list},
+        }
+    ],
 }
 
 
@@ -94,10 +104,16 @@ def by_place(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -
     first, *others = [{cell.place: cell for cell in cells} for cells in cells_of_runs]
     for run, cells in zip(runs[1:], others, strict=True):
         if odd := sorted(set(first) ^ set(cells)):
-            (suite, _, method), has = odd[0], run if odd[0] in cells else runs[0]
+            place, has = odd[0], run if odd[0] in cells else runs[0]
             lacks = runs[0] if has is run else run
-            raise UserError(f"{has.name} has {suite} {method} and {lacks.name} has not; give runs of the same command")
+            name = cell_name((cells if has is run else first)[place])
+            raise UserError(f"{has.name} has {name} and {lacks.name} has not; give runs of the same command")
     return {place: (cell, *(cells[place] for cells in others)) for place, cell in first.items()}
+
+
+def cell_name(cell: Cell) -> str:
+    """In messages."""
+    return " ".join(filter(None, [cell.suite, cell.setting, cell.method]))
 
 
 def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
@@ -140,10 +156,11 @@ def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: boo
     shown = [name for name in LIMITS if name in first.figures and (with_timings or not FIGURES[name].is_timing)]
     return {
         "suite": first.suite,
+        "settings": asdict(first.settings),
         "method": first.method,
         "figures": {name: [float(f"{cell.value(name):.6g}") for cell in cells] for name in shown},
         "prompts": list(first.prompts),
-        "sums": {name: [list(map(_short, sums[:, TERMS.index(name)].tolist())) for sums in in_order] for name in kept},
+        "sums": {name: [list(map(_short, sums[:, COLUMN[name]].tolist())) for sums in in_order] for name in kept},
     }
 
 
@@ -186,7 +203,8 @@ def read(path: Path) -> Baseline:
 def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
     info = {"identity": dict(stored["identity"]), "environment": dict(stored["environment"])}
     is_first_format = stored["format"] == 1
-    several = [_cells_of_json(cell, is_first_format) for cell in stored["cells"]]
+    named = short_names(settings_of(stored["identity"], name))
+    several = [_cells_of_json(cell, named, is_first_format) for cell in stored["cells"]]
     limits = _limits(name, stored["limits"])
     if is_first_format:
         # It had all limits; one that was not asked for cannot be told from one that was, but by its value.
@@ -195,7 +213,11 @@ def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
     return Baseline(name, info, bool(stored["with_timings"]), limits, cells, dict(stored["prompt_hashes"]))
 
 
-def _cells_of_json(stored: Mapping[str, Any], is_first_format: bool) -> tuple[Cell, ...]:
+def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_first_format: bool) -> tuple[Cell, ...]:
+    """`named` are the settings of the run; before schema 3 there was one, which cells do not repeat."""
+    settings = Settings(**stored["settings"]) if "settings" in stored else next(iter(named))
+    if settings not in named:
+        raise ValueError(f"the settings of {stored['suite']} {stored['method']} are not the run's")
     if not stored["prompts"] or len(set(stored["prompts"])) < len(stored["prompts"]):
         raise ValueError(f"no prompts in {stored['suite']} {stored['method']}, or one twice")
     runs = {name: [values] if is_first_format else values for name, values in stored["sums"].items()}
@@ -206,12 +228,13 @@ def _cells_of_json(stored: Mapping[str, Any], is_first_format: bool) -> tuple[Ce
             raise ValueError(f"the sums {name!r} are unknown, or no list of numbers for each run")
         if any(len(own) != sums.shape[1] or min(own) < 0 for own in values):
             raise ValueError(f"the sums {name!r} are below 0 or not one for each prompt")
-        sums[:, :, TERMS.index(name)] = values
+        sums[:, :, COLUMN[name]] = values
     if not num_runs:
         raise ValueError(f"no sums in {stored['suite']} {stored['method']}")
     return tuple(
         Cell(
-            suite=stored["suite"], method=stored["method"], num_prompts=len(of_run), num_tokens=0, num_errors=0,
+            suite=stored["suite"], settings=settings, setting=named[settings], method=stored["method"],
+            num_prompts=len(of_run), num_tokens=0, num_errors=0,
             num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored["prompts"]), sums=of_run,
         ) for of_run in sums
     )  # fmt: skip

@@ -17,8 +17,9 @@ from dflash_bench.analysis.gate import against, baselines, spread
 from dflash_bench.analysis.gate.against import run_names
 from dflash_bench.analysis.gate.baselines import Baseline, Limit, Runs
 from dflash_bench.analysis.gate.outcome import Check, Outcome, adjusted
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, mismatched
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, mismatched, select
 from dflash_bench.errors import UserError
+from dflash_bench.methods import is_lossy
 from dflash_bench.results import frame
 from dflash_bench.results.frame import Results
 
@@ -57,7 +58,8 @@ def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]
     allowed = {*allow, "unfinished"} if results.damaged else {*allow}
     return [
         Check(
-            suite=flaw.suite, method=flaw.method, kind=flaw.kind, run=run, found=flaw.num, expected=0, failed=True,
+            suite=flaw.suite, setting=flaw.setting, method=flaw.method, kind=flaw.kind, run=run,
+            found=flaw.num, expected=0, failed=True,
             reason=flaw.what,
         )
         for flaw in results.flaws
@@ -113,13 +115,12 @@ def judge(
 
 def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
     """What no run may show, whatever the baseline; `run` is its name where there are several."""
-    place: dict[str, Any] = {"suite": cell.suite, "method": cell.method, "run": run}
-    rows = results.rows
-    own = rows[(rows["suite"] == cell.suite) & (rows["method"] == cell.method)]
-    num_wrong = int(mismatched(own).sum())
+    place: dict[str, Any] = {"suite": cell.suite, "setting": cell.setting, "method": cell.method, "run": run}
+    num_wrong = int(mismatched(select(results.rows, cell.place)).sum())
     told = "not the published model's own output"
     lost = f"{num_wrong} answers: {told}" if num_wrong else ""
-    yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=lost)
+    if not is_lossy(cell.method):
+        yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=lost)
     failed = f"{cell.num_errors} answers failed" if cell.num_errors else ""
     yield Check(**place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0, reason=failed)
     al = cell.value("al.pooled")
@@ -144,7 +145,7 @@ def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, 
     highest = max(interval.value if interval.high is None else interval.high for interval in shown if interval)
     slow = highest < 1
     yield Check(
-        suite=cells[0].suite, method=cells[0].method, kind=FLOORED, is_floor=True, expected=1,
+        suite=cells[0].suite, setting=cells[0].setting, method=cells[0].method, kind=FLOORED, is_floor=True, expected=1,
         found=float(np.exp(np.mean([np.log(interval.value) for interval in shown if interval]))),
         p=1.0 if difference is None else difference.p, failed=slow,
         reason="slower than plain decoding" if slow else "", **against.of_noise(noise),
@@ -169,8 +170,8 @@ def _floors(
             low = value < limit.at_least
             reason = f"below at_least {limit.at_least:g} of the limits" if low else ""
             yield Check(
-                suite=cell.suite, method=cell.method, kind=kind, run=run, is_floor=True, found=value,
-                expected=limit.at_least, failed=low, reason=reason,
+                suite=cell.suite, setting=cell.setting, method=cell.method, kind=kind, run=run, is_floor=True,
+                found=value, expected=limit.at_least, failed=low, reason=reason,
             )  # fmt: skip
 
 

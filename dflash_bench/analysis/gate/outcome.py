@@ -19,6 +19,8 @@ class Check:
     source: str = ""
     """Of the suite's prompts, as the run recorded it."""
     method: str
+    setting: str = ""
+    """What tells the settings from the others of the run; empty in a run of one."""
     kind: str
     """A figure's id; "mismatch", "failed" or a kind of flaw for what must not happen at all."""
     run: str = ""
@@ -45,7 +47,7 @@ class Check:
     @property
     def label(self) -> str:
         """The suite for people."""
-        return labels.named(self.suite, self.source)
+        return labels.under(labels.named(self.suite, self.source), self.setting)
 
     @property
     def figure(self) -> str:

@@ -15,6 +15,8 @@ from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import name_of
+from dflash_bench.records import Settings
+from dflash_bench.results.identity import settings_of
 
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
@@ -68,6 +70,8 @@ class Beside:
 
     published: Published
     suite: str
+    settings: str
+    """In words."""
     method: str
     num_drafts: int | None
     own: float | None
@@ -134,25 +138,33 @@ def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) 
             f"{label}: embedded prompts are this project's own samples, so there are no published figures for them; "
             "run again with --data hub, or --data FOLDER with the hub's rows"
         )
-    temperature, modes = identity["temperature"], MODES[identity.get("thinking")]
+    settings_by_name = {str(settings): settings for settings in settings_of(identity)}
     comparisons = []
     for cell in cells:
+        settings = settings_by_name[cell.settings]
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
         num_drafts = identity.get("methods", {}).get(cell.method, {}).get("num_drafts")
         comparisons += [
-            Beside(figure, cell.suite, cell.method, num_drafts, values.get(figure.formula))
+            Beside(figure, cell.suite, cell.settings, cell.method, num_drafts, values.get(figure.formula))
             for figure in load_figures()
-            if (figure.target_model, figure.dataset, figure.temperature) == (target, cell.suite, temperature)
+            if (figure.target_model, figure.dataset, figure.temperature) == (target, cell.suite, settings.temperature)
+            and settings == Settings(settings.temperature, thinking=settings.thinking)
             and figure.method == name_of(cell.method)
-            and figure.thinking in modes
+            and figure.thinking in MODES[settings.thinking]
         ]
     if not comparisons:
         names = ", ".join(
             f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in cells
         )
-        thinking = "with thinking" if "on" in modes else "without thinking"
-        raise UserError(f"nothing was published for {target} {thinking} at temperature {temperature:g} on {names}")
+        conditions = " or ".join(map(_conditions, settings_by_name.values()))
+        raise UserError(f"nothing was published for {target} {conditions} on {names}")
     return comparisons
+
+
+def _conditions(settings: Settings) -> str:
+    plain = Settings(settings.temperature, thinking=settings.thinking)
+    others = "" if settings == plain else f" ({settings})"
+    return f"{'with' if settings.thinking else 'without'} thinking at temperature {settings.temperature:g}{others}"
 
 
 def _is_embedded(identity: Mapping[str, Any], suite: str) -> bool:

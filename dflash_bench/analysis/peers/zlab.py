@@ -28,6 +28,8 @@ FORMULAS = {
 @dataclass(frozen=True, slots=True)
 class Official:
     suite: str
+    settings: str
+    """In words."""
     method: str
     num_responses: int
     al: float | None
@@ -36,7 +38,7 @@ class Official:
 
 
 def official(rows: Any) -> list[Official]:
-    """One for each suite and method, in the order of the rows."""
+    """One for each suite, settings and method, in the order of the rows."""
     good = without_errors(rows)
     good = good[good["num_tokens"] > 0]
     drafts = good["method"] != BASELINE
@@ -45,14 +47,16 @@ def official(rows: Any) -> list[Official]:
         tpot=(good["decode_s"] - untimed) / good["num_tokens"],
         al=(good["num_accepted"] / good["num_rounds"] + 1).where(good["num_rounds"] > 0),
     )
-    means = good.groupby(["suite", "method"], observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
+    places = ["suite", "settings", "method"]
+    means = good.groupby(places, observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
     figures = []
-    for (suite, method), cell in means.iterrows():
-        plain = float(means.loc[(suite, BASELINE), ("tpot", "mean")]) if (suite, BASELINE) in means.index else None
+    for (suite, settings, method), cell in means.iterrows():
+        of_plain = suite, settings, BASELINE
+        plain = float(means.loc[of_plain, ("tpot", "mean")]) if of_plain in means.index else None
         tpot, al = float(cell["tpot", "mean"]), float(cell["al", "mean"])
         figures.append(
             Official(
-                suite, method, int(cell["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
+                suite, settings, method, int(cell["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
                 plain / tpot if plain and tpot else None,
             )
         )  # fmt: skip

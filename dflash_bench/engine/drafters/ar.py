@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_bench.engine.decoding import NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.models.common import Rotary
 
 

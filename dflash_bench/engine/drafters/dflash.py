@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.costs import Pace
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.target import Target
@@ -24,13 +25,17 @@ from dflash_bench.models.packed import PackedDFlash
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     draft: DFlashDraft = models.draft_of(method)
+    steps = method.number("steps")
+    if method.option("block") == "auto":
+        return AutoDFlashDrafter(draft, target.embedding, target.head, steps=steps)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), steps=steps)
+
+
+def block_size(draft: DFlashDraft, method: Method) -> int:
+    """By its options `n` or `block`; else as the draft was trained."""
     if method.option("n") is not None:
-        block_size = draft.config.block_for(method.number("n"))
-    elif method.option("block") is not None:
-        block_size = method.number("block")
-    else:
-        block_size = draft.config.block_size
-    return DFlashDrafter(draft, target.embedding, target.head, block_size)
+        return draft.config.block_for(method.number("n"))
+    return draft.config.block_size if method.option("block") is None else method.number("block")
 
 
 class DFlashDrafter(CachedDrafter):
@@ -46,8 +51,10 @@ class DFlashDrafter(CachedDrafter):
         head: nn.Module,
         block_size: int | None = None,
         rule: str = "match",
+        steps: int = 1,
     ) -> None:
         self.block_size = block_size or draft.config.block_size
+        self.steps = steps
         self.num_slots = draft.config.num_drafts(self.block_size)
         super().__init__(draft, self.block_size)
         self.network = PackedDFlash(self.draft)
@@ -75,7 +82,29 @@ class DFlashDrafter(CachedDrafter):
         return Draft(tokens, probs=probs)
 
     def block_logits(self) -> Tensor:
-        """Of one pass over anchor and masks [B, num_slots, V of the draft]: what each place of the block may hold."""
+        """What each place of the block may hold [B, num_slots, V of the draft]."""
+        return self._read_block() if self.steps == 1 else self._in_steps()
+
+    def _in_steps(self) -> Tensor:
+        """After each pass the surest tokens are fixed, an equal share at a time, and the others predicted anew.
+
+        A place keeps the logits that it was fixed with. Drafts are trained for one step, on an anchor and masks alone
+        (paper, section 4.2); what more of them bring is a question that the paper leaves open.
+        """
+        self.block[:, 1:] = self.config.mask_token_id
+        logits = self._read_block()
+        fixed = torch.zeros(logits.shape[:2], dtype=torch.bool, device=self.device)
+        for step in range(1, self.steps):
+            best, ids = logits.max(dim=-1)
+            sureness = (best - logits.logsumexp(dim=-1)).masked_fill_(fixed, torch.inf)
+            fixed.scatter_(1, sureness.topk(self.num_slots * step // self.steps).indices, True)
+            written = torch.where(fixed, self.draft.target_ids(ids), self.config.mask_token_id)
+            self.block[:, 1:] = written[:, : self.block_size - 1]
+            logits = torch.where(fixed[..., None], logits, self._read_block())
+        return logits
+
+    def _read_block(self) -> Tensor:
+        """The logits of one pass over the block as it is."""
         # The block is written behind the context and covers whatever stale context lies there.
         self.cache.place(self.starts, self.block_size)
         self.mask = self._mask()
@@ -93,3 +122,35 @@ class DFlashDrafter(CachedDrafter):
             return None
         ends = self.cache.positions[:, -1:]
         return (self.columns[: self.cache.visible] <= ends)[:, None, None]
+
+
+class AutoDFlashDrafter(DFlashDrafter):
+    """Drafts the whole block, and sends as much of it to be verified as pays (`costs.py`).
+
+    The pass itself stays as wide as the draft was trained: a narrower one predicts worse and costs hardly less. How
+    much is verified depends on the draft's probabilities alone, never on a token drawn from them: of drawn tokens, only
+    those that are there by chance alone follow the draft's distribution. Which numbers a draw uses depends on the width
+    though, so under the rule `rejection` an answer is not reproducible from its seed.
+    """
+
+    def __init__(
+        self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, rule: str = "match", steps: int = 1
+    ) -> None:
+        super().__init__(draft, embedding, head, None, rule, steps)
+        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.pace.begin(num_rows)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.pace.kept(committed.counts)
+
+    def propose(self) -> Draft:
+        self.pace.start()
+        logits = self.block_logits()
+        tokens, probs = self.picker.pick(logits)
+        surest = logits.log_softmax(dim=-1).amax(dim=-1)
+        width = self.pace.choose(surest.cumsum(dim=-1))
+        return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])

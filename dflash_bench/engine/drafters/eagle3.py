@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import causal_mask, rotations, to_device
-from dflash_bench.engine.decoding import Committed
+from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE
-from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.material import Group, Material
 from dflash_bench.report.plots.style import NothingToPlotError, finish, looks, name_axes, panels
 from dflash_bench.results.rounds import Histogram, accept_at
 
@@ -19,12 +19,12 @@ def histogram(material: Material) -> Any:
     """The share of rounds that accept so many tokens, and its mean plus one, al.pooled."""
     shown, look = _shown(material), looks(material.methods)
     figure, axes_of = panels(shown, 2.3, material.label, sharex=True, sharey=True)
-    methods = [m for m in material.drafting if any((suite, m) in material.histograms for suite in shown)]
+    methods = [m for m in material.drafting if any((*group, m) in material.histograms for group in shown)]
     width = 0.84 / len(methods)
-    for suite, axes in axes_of.items():
+    for group, axes in axes_of.items():
         for at, method in enumerate(methods):
             counts: Counter[int] = Counter()
-            for (_, kept), number in material.histograms.get((suite, method), {}).items():
+            for (_, kept), number in material.histograms.get((*group, method), {}).items():
                 counts[kept] += number
             xs, shares = np.array(sorted(counts)), np.array([counts[kept] for kept in sorted(counts)], dtype=float)
             axes.bar(xs + (at - (len(methods) - 1) / 2) * width, 100 * shares / (shares.sum() or 1), width,
@@ -39,9 +39,9 @@ def positions(material: Material) -> Any:
     """P(a >= k) and P(a >= k given a >= k-1), by position of a chain, by depth of a tree."""
     shown, look = _shown(material), looks(material.methods)
     figure, axes_of = panels(shown, 2.4, material.label, sharex=True, sharey=True)
-    for suite, axes in axes_of.items():
+    for group, axes in axes_of.items():
         for method in material.drafting:
-            found = _reached(material.histograms.get((suite, method), {}), method)
+            found = _reached(material.histograms.get((*group, method), {}), method)
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             axes.plot([k for k, _, _ in found], [100 * p for _, p, _ in found], label=method, **style)
             given = [(k, 100 * p) for k, _, p in found if p is not None]
@@ -62,16 +62,16 @@ def positions(material: Material) -> Any:
 
 def output(material: Material) -> Any:
     """al.pooled by how many tokens are out already, with its interval."""
-    found = {place: by for place, by in material.along.items() if place[1] != BASELINE}
+    found = {place: by for place, by in material.along.items() if place[-1] != BASELINE}
     if not found:
         raise NothingToPlotError("the backend shows no rounds")
     look = looks(material.methods)
-    shown = [suite for suite in material.suites if any(place[0] == suite for place in found)]
+    shown = [group for group in material.groups if any(place[:2] == group for place in found)]
     stretches = sorted({name for by in found.values() for name in by}, key=lambda name: int(name.split("-")[0]))
     figure, axes_of = panels(shown, 2.4, material.label, sharex=True, sharey=True)
-    for suite, axes in axes_of.items():
+    for group, axes in axes_of.items():
         for method in material.drafting:
-            own = [(stretches.index(name), each) for name, each in found.get((suite, method), {}).items()]
+            own = [(stretches.index(name), each) for name, each in found.get((*group, method), {}).items()]
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             axes.plot([x for x, _ in own], [each.value for _, each in own], label=method, **style)
             bounds = [(x, each.low, each.high) for x, each in own if each.low is not None]
@@ -84,11 +84,11 @@ def output(material: Material) -> Any:
     return finish(figure, "Acceptance along the answer", handles, "band: 95 % over prompts", len(shown) - len(axes_of))
 
 
-def _shown(material: Material) -> list[str]:
-    found = {suite for (suite, method), counts in material.histograms.items() if method != BASELINE and counts}
+def _shown(material: Material) -> list[Group]:
+    found = {place[:2] for place, counts in material.histograms.items() if place[-1] != BASELINE and counts}
     if not found:
         raise NothingToPlotError("the backend shows no rounds")
-    return [suite for suite in material.suites if suite in found]
+    return [group for group in material.groups if group in found]
 
 
 def _reached(counts: Histogram, method: str) -> list[tuple[int, float, float | None]]:

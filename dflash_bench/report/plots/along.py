@@ -12,36 +12,42 @@ import numpy as np
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.records import Settings
 from dflash_bench.results import parts
+from dflash_bench.results.rounds import Place
 from dflash_bench.results.slices import stretch_name, stretch_of
 
 COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")
-PLACE = ["suite", "method", "prompt_id"]
+NAMES = ["suite", "method", "prompt_id"]
+INDEX = [*NAMES, "settings", "stretch"]
+"""`settings` by their number."""
 MOST_STRETCHES = 32
 
 
-def sums(part: Path, left_out: Any | None = None) -> Any:
-    """A pandas frame of tokens verified and rounds, by suite, method, prompt and stretch; failed answers left out."""
-    return _added([_of_batch(batch) for batch in parts.batches(part, COLUMNS, left_out=left_out)])
+def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -> Any:
+    """A pandas frame of tokens verified and rounds, by `INDEX`; failed answers left out. `several` are the run's."""
+    columns = [*COLUMNS, *parts.needed_for(several)]
+    return _added([_of_batch(batch, several) for batch in parts.batches(part, columns, left_out=left_out)])
 
 
-def intervals(sums: Sequence[Any]) -> dict[tuple[str, str], dict[str, Interval]]:
-    """al.pooled by suite and method, then by stretch of the answer, with its interval over prompts."""
-    found: dict[tuple[str, str], dict[str, Interval]] = {}
+def intervals(sums: Sequence[Any], several: Sequence[Settings]) -> dict[Place, dict[str, Interval]]:
+    """al.pooled by place, then by stretch of the answer, with its interval over prompts."""
+    found: dict[Place, dict[str, Interval]] = {}
     pooled = stats.ratio([0], [1])
-    for (suite, method, stretch), rows in _added(sums).groupby(level=[0, 1, 3]):
+    for (suite, method, settings, stretch), rows in _added(sums).groupby(level=[0, 1, 3, 4]):
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
-            found.setdefault((suite, method), {})[stretch_name(int(stretch))] = interval
+            place = suite, str(several[settings]), method
+            found.setdefault(place, {})[stretch_name(int(stretch))] = interval
     return found
 
 
 def _added(frames: Sequence[Any]) -> Any:
     pandas: Any = import_module("pandas")
-    return pandas.concat(frames).groupby(level=[0, 1, 2, 3]).sum()
+    return pandas.concat(frames).groupby(level=list(range(len(INDEX)))).sum()
 
 
-def _of_batch(batch: Any) -> Any:
+def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
     compute, pandas = import_module("pyarrow.compute"), import_module("pandas")
     # Plain decoding has one token a round everywhere, and most of the rounds.
     drafting = compute.not_equal(batch.column("method"), BASELINE)
@@ -57,12 +63,14 @@ def _of_batch(batch: Any) -> Any:
     cuts = np.flatnonzero((np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0))
     rounds = np.diff(np.append(cuts, len(owners)))
     tokens = np.add.reduceat(accepted, cuts, dtype=np.int64) + rounds if len(cuts) else rounds
-    coded = {name: good.column(name).dictionary_encode() for name in PLACE}
-    codes = [*(coded[name].indices.to_numpy()[owners[cuts]] for name in PLACE), stretch[cuts]]
-    sizes = [len(coded[name].dictionary) for name in PLACE]
-    found, group = np.unique(np.ravel_multi_index(codes, [*sizes, MOST_STRETCHES]), return_inverse=True)
-    *places, stretches = np.unravel_index(found, [*sizes, MOST_STRETCHES])
-    names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(PLACE, places, strict=True)]
-    index = pandas.MultiIndex.from_arrays([*names, stretches], names=[*PLACE, "stretch"])
+    coded = {name: good.column(name).dictionary_encode() for name in NAMES}
+    under = parts.checked_settings(good, several)
+    codes = [*(coded[name].indices.to_numpy() for name in NAMES), under]
+    sizes = [*(len(coded[name].dictionary) for name in NAMES), len(several), MOST_STRETCHES]
+    of_cuts = [*(own[owners[cuts]] for own in codes), stretch[cuts]]
+    found, group = np.unique(np.ravel_multi_index(of_cuts, sizes), return_inverse=True)
+    *places, settings, stretches = np.unravel_index(found, sizes)
+    names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(NAMES, places, strict=True)]
+    index = pandas.MultiIndex.from_arrays([*names, settings, stretches], names=INDEX)
     added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}
     return pandas.DataFrame(added, index=index)

@@ -11,9 +11,14 @@ from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.errors import UserError
+from dflash_bench.records import Settings
 from dflash_bench.report.document import Document
 from dflash_bench.report.plots import along
 from dflash_bench.results import parts, rounds, store
+from dflash_bench.results.identity import settings_of
+
+Group = tuple[str, str]
+"""A suite, and settings in words."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +44,36 @@ class Material:
         return self.document.methods
 
     @property
-    def suites(self) -> list[str]:
-        return self.document.suites
+    def groups(self) -> list[Group]:
+        """What has a panel of its own: each suite under each settings."""
+        return list(dict.fromkeys((cell.suite, str(cell.settings)) for cell in self.cells))
 
-    def label(self, suite: str) -> str:
-        return self.document.label(suite)
+    def label(self, group: Group) -> str:
+        """The suite, and on a line of its own what tells its settings from the others of the run."""
+        cell = next(cell for cell in self.cells if (cell.suite, str(cell.settings)) == group)
+        return "\n".join(filter(None, [cell.label, cell.setting]))
 
-    def cell(self, suite: str, method: str) -> Cell | None:
-        return next((cell for cell in self.cells if (cell.suite, cell.method) == (suite, method)), None)
+    def cell(self, group: Group, method: str) -> Cell | None:
+        return next(
+            (cell for cell in self.cells if (cell.suite, str(cell.settings), cell.method) == (*group, method)), None
+        )
 
     @cached_property
-    def along(self) -> Mapping[tuple[str, str], Mapping[str, Interval]]:
-        """al.pooled by suite and method, then by stretch of the answer."""
+    def settings(self) -> tuple[Settings, ...]:
+        return settings_of(self.info["identity"])
+
+    @cached_property
+    def along(self) -> Mapping[rounds.Place, Mapping[str, Interval]]:
+        """al.pooled by place, then by stretch of the answer."""
         found = []
         for part in parts.of(self.document.folder):
             with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
-                found.append(along.sums(part, self.document.results.left_out.get(part)))
-        return along.intervals(found)
+                found.append(along.sums(part, self.settings, self.document.results.left_out.get(part)))
+        return along.intervals(found, self.settings)
 
     @cached_property
-    def histograms(self) -> Mapping[tuple[str, str], rounds.Histogram]:
-        return rounds.of_run(self.document.folder, self.document.results.left_out)
+    def histograms(self) -> Mapping[rounds.Place, rounds.Histogram]:
+        return rounds.of_run(self.document.folder, self.settings, self.document.results.left_out)
 
     @cached_property
     def published(self) -> Sequence[published.Beside]:

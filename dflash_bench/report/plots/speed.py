@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, TERMS, Cell
-from dflash_bench.report.plots.material import Material
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, Cell
+from dflash_bench.report.plots.material import Group, Material
 from dflash_bench.report.plots.style import (
     INK,
     MUTED,
@@ -33,13 +34,15 @@ BARS = 0.8
 def speedup(material: Material) -> Any:
     """Bars with intervals by suite and method; figures by the official formula, published and ours, as marks."""
     methods, look = material.drafting, looks(material.methods)
-    found = {(c.suite, c.method): c.figures["speedup.decode"] for c in material.cells if "speedup.decode" in c.figures}
-    shown = [suite for suite in material.suites if any((suite, method) in found for method in methods)]
+    found = {_of(cell): cell.figures["speedup.decode"] for cell in material.cells if "speedup.decode" in cell.figures}
+    shown = [group for group in material.groups if any((*group, method) in found for method in methods)]
     if not shown:
         raise NothingToPlotError("no method has answers beside those of plain decoding")
-    figure, axes = _one(3.4)
+    labels = [material.label(group) for group in shown]
+    # Long names, at a slant, need room.
+    figure, axes = _one(5.0 if any("\n" in label for label in labels) else 3.4)
     for method in methods:
-        own = [(place, found[suite, method]) for place, suite in enumerate(shown) if (suite, method) in found]
+        own = [(place, found[*group, method]) for place, group in enumerate(shown) if (*group, method) in found]
         xs, intervals = [_place(material, place, method) for place, _ in own], [interval for _, interval in own]
         values = [interval.value for interval in intervals]
         axes.bar(xs, values, 0.92 * BARS / len(methods), label=method, **_filled(look[method]))
@@ -49,8 +52,7 @@ def speedup(material: Material) -> Any:
                 axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    below = [material.label(suite).replace(" (", "\n(", 1) for suite in shown]
-    axes.set_xticks(range(len(shown)), below, rotation=0 if len(shown) <= 5 else 20)
+    _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
     axes.set_ylabel("speedup.decode")
@@ -59,9 +61,23 @@ def speedup(material: Material) -> Any:
     return finish(figure, "Speed-up over plain decoding", [*bars, *marks], "bars: 95 % over prompts; dashed: plain")
 
 
-def _place(material: Material, suite: int, method: str) -> float:
+def _name_groups(axes: Any, labels: Sequence[str]) -> None:
+    """Suites below their bars in two lines; with settings names are long, and stand at a slant."""
+    if any("\n" in label for label in labels):
+        slanted = [label.replace("\n", ", ") for label in labels]
+        axes.set_xticks(range(len(labels)), slanted, rotation=45, ha="right", rotation_mode="anchor", fontsize=9.5)
+        return
+    below = [label.replace(" (", "\n(", 1) for label in labels]
+    axes.set_xticks(range(len(labels)), below, rotation=0 if len(labels) <= 5 else 20)
+
+
+def _of(cell: Cell) -> tuple[str, str, str]:
+    return cell.suite, str(cell.settings), cell.method
+
+
+def _place(material: Material, group: int, method: str) -> float:
     methods = material.drafting
-    return suite + (methods.index(method) - (len(methods) - 1) / 2) * BARS / len(methods)
+    return group + (methods.index(method) - (len(methods) - 1) / 2) * BARS / len(methods)
 
 
 def _filled(look: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +89,18 @@ def _one(height: float) -> tuple[Any, Any]:
     return figure, axes[""]
 
 
-def _published_marks(axes: Any, material: Material, shown: list[str]) -> list[Any]:
+def _published_marks(axes: Any, material: Material, shown: list[Group]) -> list[Any]:
     """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
     found = [
         each
         for each in material.published
-        if each.published.formula == "speedup.zlab" and each.suite in shown and each.is_as_long
+        if each.published.formula == "speedup.zlab" and (each.suite, each.settings) in shown and each.is_as_long
     ]
     configs = list(dict.fromkeys(each.published.config for each in found))
     handles = {}
     for each in found:
-        x = _place(material, shown.index(each.suite), each.method) + 0.3 * BARS / len(material.drafting)
+        place = _place(material, shown.index((each.suite, each.settings)), each.method)
+        x = place + 0.3 * BARS / len(material.drafting)
         config = each.published.config
         style = {"linestyle": "none", "zorder": 4}
         theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
@@ -104,9 +121,9 @@ def rounds(material: Material) -> Any:
         raise NothingToPlotError("the backend does not show what a round spends its time on")
     figure, axes = _one(0.7 + 0.34 * len(cells))
     # A suite's name once: with its source it is long.
-    suites = [cell.suite for cell in cells]
+    headings = [cell.heading for cell in cells]
     labels = [
-        visible(cell.method) if cell.suite in suites[:at] else f"{cell.label}  {visible(cell.method)}"
+        visible(cell.method) if cell.heading in headings[:at] else f"{cell.heading}  {visible(cell.method)}"
         for at, cell in enumerate(cells)
     ]
     left = np.zeros(len(cells))
@@ -128,14 +145,14 @@ def rounds(material: Material) -> Any:
 def prompts(material: Material) -> Any:
     """Each prompt once: plain milliseconds per token against the method's."""
     look = looks(material.methods)
-    points = {(cell.suite, cell.method): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
-    shown = [suite for suite in material.suites if any(len(points.get((suite, m), ())) for m in material.drafting)]
+    points = {_of(cell): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
+    shown = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
     if not shown:
         raise NothingToPlotError("no prompt was answered both plainly and by a method")
     figure, axes_of = panels(shown, 2.9, material.label, sharex=True, sharey=True)
-    for suite, axes in axes_of.items():
+    for group, axes in axes_of.items():
         for method in material.drafting:
-            found = points.get((suite, method), np.zeros((0, 2)))
+            found = points.get((*group, method), np.zeros((0, 2)))
             axes.plot(*found.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
                       markersize=5.5, markeredgewidth=0)  # fmt: skip
     name_axes(axes_of, "plain ms / token", "ms / token")
@@ -148,7 +165,7 @@ def prompts(material: Material) -> Any:
 
 def _per_token(cell: Cell) -> Any:
     """Milliseconds, plain and own, [prompts, 2]; of very many prompts a seeded draw."""
-    columns = [TERMS.index(name) for name in ("plain_s", "plain_tokens", "own_s", "own_tokens")]
+    columns = [COLUMN[name] for name in ("plain_s", "plain_tokens", "own_s", "own_tokens")]
     sums = cell.sums[:, columns]
     sums = sums[(sums > 0).all(axis=1)]
     if len(sums) > MOST_POINTS:

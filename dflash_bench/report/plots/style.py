@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
@@ -41,6 +41,10 @@ SETTINGS: Any = {
 }  # fmt: skip
 
 
+Panel = TypeVar("Panel", bound=Hashable)
+"""What tells one panel of a plot from another, such as a suite under settings."""
+
+
 class NothingToPlotError(Exception):
     """The rows do not hold what a plot shows; says what is missing."""
 
@@ -56,9 +60,9 @@ def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def panels(
-    names: Sequence[str], height: float, title: Callable[[str], str] = str, **shared: Any
-) -> tuple[Any, dict[str, Any]]:
-    """A figure with one set of axes a suite, two in a row; more than `MOST_PANELS` do not fit and are left out.
+    names: Sequence[Panel], height: float, title: Callable[[Panel], str] = str, **shared: Any
+) -> tuple[Any, dict[Panel, Any]]:
+    """A figure with one set of axes a panel, two in a row; more than `MOST_PANELS` do not fit and are left out.
 
     Even one alone has its title: it says where the prompts came from.
     """
@@ -73,12 +77,12 @@ def panels(
         axes.set_visible(False)
     axes_of = dict(zip(shown, made.flat, strict=False))
     for name, axes in axes_of.items():
-        axes.set_title(visible(title(name)))
+        axes.set_title(visible(title(name), keep="\n"))
         axes.tick_params(labelbottom=True)
     return figure, axes_of
 
 
-def name_axes(axes_of: Mapping[str, Any], below: str, beside: str) -> None:
+def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
     """Every row beside, the lowest axes of each column below."""
     for number, axes in enumerate(axes_of.values()):
         if number % 2 == 0:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dflash_bench import labels
-from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.material import Group, Material
 from dflash_bench.report.plots.style import NothingToPlotError, errors, finish, looks, panels
 
 FIGURES = ("speedup.decode", "al.pooled")
@@ -15,22 +15,17 @@ FIGURES = ("speedup.decode", "al.pooled")
 def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
     """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` as "kind: what"."""
     over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
-    suites = list(dict.fromkeys(suite for run in over_time for suite in run.suites))
+    groups = list(dict.fromkeys(group for run in over_time for group in run.groups))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
     drafting = [method for method in methods if any(method in run.drafting for run in over_time)]
     if not drafting:
         raise NothingToPlotError("no run has a drafting method")
     look = looks(methods)
-    # Where runs differ in their sources, the title names each.
-    sources = {
-        suite: [cell.source for run in over_time for cell in run.cells if cell.suite == suite] for suite in suites
-    }
-    names = [f"{suite} · {figure}" for suite in suites for figure in FIGURES]
-    figure, axes_of = panels(names, 2.2, lambda name: _title(name, sources), sharex=True)
-    for name, axes in axes_of.items():
-        suite, _, figure_id = name.rpartition(" · ")
+    names = [(group, figure_id) for group in groups for figure_id in FIGURES]
+    figure, axes_of = panels(names, 2.2, lambda name: _title(over_time, *name), sharex=True)
+    for (group, figure_id), axes in axes_of.items():
         for method in drafting:
-            _line(axes, over_time, suite, method, figure_id, look[method])
+            _line(axes, over_time, group, method, figure_id, look[method])
         axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
@@ -40,13 +35,16 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
-def _title(name: str, sources: Mapping[str, Sequence[str]]) -> str:
-    suite, _, figure_id = name.rpartition(" · ")
-    return f"{labels.named(suite, *sources[suite])} · {figure_id}"
+def _title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
+    """Where runs differ in their sources, it names each."""
+    cells = [cell for run in runs for cell in run.cells if (cell.suite, str(cell.settings)) == group]
+    setting = next((cell.setting for cell in cells if cell.setting), "")
+    label = f"{labels.named(group[0], *(cell.source for cell in cells))} · {figure_id}"
+    return "\n".join(filter(None, [label, setting]))
 
 
-def _line(axes: Any, runs: Sequence[Material], suite: str, method: str, figure_id: str, look: dict[str, Any]) -> None:
-    cells = [run.cell(suite, method) for run in runs]
+def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure_id: str, look: dict[str, Any]) -> None:
+    cells = [run.cell(group, method) for run in runs]
     found = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
     intervals = [interval for _, interval in found]
     values = [interval.value for interval in intervals]

@@ -1,0 +1,184 @@
+"""DDTree: the best tree that one DFlash block offers (DDTree, algorithm 1).
+
+The slots of a block are predicted apart from each other, so a node is a token for each of the first slots, and scores
+the sum of their log-probabilities. The paper pops the best nodes from a heap; here they are sorted level by level on
+the device, which gives the same nodes in the same order: no node scores above its parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from dflash_bench.engine.costs import Pace
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
+from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.loading import Models
+
+MOST_NODES = 63
+"""As many as nodes=auto chooses from."""
+
+
+def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
+    """Raises UserError for more nodes than a tree can have."""
+    draft: DFlashDraft = models.draft_of(method)
+    top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
+    if method.option("nodes") == "auto":
+        return AutoDDTreeDrafter(draft, target.embedding, target.head, MOST_NODES, top_k, block_size)
+    nodes = method.number("nodes")
+    drafter = DDTreeDrafter(draft, target.embedding, target.head, nodes, top_k, block_size)
+    if "nodes" in method.options and drafter.num_drafts < nodes:
+        raise UserError(
+            f"method '{method.label}': with top_k {drafter.top_k} and block {drafter.block_size} the tree has at most "
+            f"{drafter.num_drafts} nodes; give fewer nodes, or a greater top_k or block"
+        )
+    return drafter
+
+
+class DDTreeDrafter(DFlashDrafter):
+    """`nodes` below the anchor, of at most `top_k` candidates a slot; with top_k 1 the tree is DFlash's own chain."""
+
+    def __init__(
+        self,
+        draft: DFlashDraft,
+        embedding: nn.Module,
+        head: nn.Module,
+        nodes: int,
+        top_k: int | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        super().__init__(draft, embedding, head, block_size)
+        vocab_size = self.config.draft_vocab_size or self.config.vocab_size
+        self.top_k = min(top_k or nodes, nodes, vocab_size)
+        self.tree = Levels.of(self.num_slots, nodes, self.top_k, self.device)
+        self.num_drafts = self.tree.num_nodes
+        self.chain = torch.arange(-1, self.num_drafts - 1, device=self.device)
+
+    def propose(self) -> Draft:
+        nodes, tokens = self.whole_tree()
+        # With one token a place the tree is a chain, which needs no mask, and nothing is moved in the cache.
+        return Draft(tokens, None if self.top_k == 1 else nodes.parents)
+
+    def whole_tree(self) -> tuple[Nodes, Tensor]:
+        """All nodes, and their tokens as the target knows them [B, num_drafts]."""
+        logits = self.block_logits().float()
+        best, ids = logits.topk(self.top_k)
+        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
+        # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
+        nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
+        return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
+
+
+class AutoDDTreeDrafter(DDTreeDrafter):
+    """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`costs.py`)."""
+
+    def __init__(
+        self,
+        draft: DFlashDraft,
+        embedding: nn.Module,
+        head: nn.Module,
+        nodes: int,
+        top_k: int | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        super().__init__(draft, embedding, head, nodes, top_k, block_size)
+        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.pace.begin(num_rows)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.pace.kept(committed.counts)
+
+    def propose(self) -> Draft:
+        self.pace.start()
+        nodes, tokens = self.whole_tree()
+        width = self.pace.choose(nodes.scores)
+        tokens, parents = tokens[:, :width], nodes.parents[:, :width]
+        # Few nodes are often a chain, one below another. Only a CPU can tell at no cost.
+        is_chain = self.top_k == 1 or (not self.pace.lags and bool((parents == self.chain[:width]).all()))
+        return Draft(tokens, None if is_chain else parents)
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Which nodes can be among the best `num_nodes` of a block, whatever the probabilities are.
+
+    At each depth a candidate is a pair (i, j): the i-th best node above, continued by the slot's j-th best token. Every
+    pair (i' <= i, j' <= j) scores no less, so one with (i + 1) * (j + 1) > num_nodes is never needed.
+    """
+
+    above: tuple[Tensor, ...]
+    """Per depth, i of each pair."""
+    sizes: tuple[int, ...]
+    """How many candidates are kept at each depth."""
+    firsts: tuple[int, ...]
+    """The number of each depth's first candidate, counted through all depths."""
+    parents: Tensor
+    """Of all candidates, the number of the node above among all that are kept; -1 is the anchor."""
+    choices: Tensor
+    """Of all candidates, slot * top_k + j."""
+    num_nodes: int
+
+    @classmethod
+    def of(cls, num_slots: int, nodes: int, top_k: int, device: torch.device) -> Levels:
+        above, parents, choices, sizes = [], [], [], []
+        size, first = 1, -1
+        for slot in range(num_slots):
+            pairs = [(i, j) for i in range(size) for j in range(min(top_k, nodes // (i + 1)))]
+            above.append(torch.tensor([i for i, _ in pairs], device=device))
+            parents += [i + first for i, _ in pairs]
+            choices += [slot * top_k + j for _, j in pairs]
+            first, size = first + size, min(nodes, len(pairs))
+            sizes.append(size)
+        ends = list(accumulate(map(len, above)))
+        return cls(
+            tuple(above), tuple(sizes), (0, *ends[:-1]),
+            torch.tensor(parents, device=device), torch.tensor(choices, device=device), min(nodes, sum(sizes)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The best nodes of each row, best first, so that parents come before children; all [B, N].
+
+    `choices` numbers the tokens of all slots (slot * top_k + rank), `scores` are sums of log-probabilities.
+    """
+
+    choices: Tensor
+    parents: Tensor
+    scores: Tensor
+
+
+def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:
+    """The best nodes of log_q [B, L, K], each slot's tokens in falling order.
+
+    Of equal scores the shallower node comes first, then the one with the better parent, then the better token.
+    """
+    single = log_q.flatten(1).index_select(1, levels.choices).split([len(above) for above in levels.above], dim=1)
+    score = log_q.new_zeros(len(log_q), 1)
+    scores, kept = [], []
+    for depth, size in enumerate(levels.sizes):
+        score = score.index_select(1, levels.above[depth]) + single[depth]
+        score, order = score.sort(dim=1, descending=True, stable=True)
+        score = score[:, :size]
+        scores.append(score)
+        kept.append(order[:, :size] + levels.firsts[depth])
+    best, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
+    # Where each node of the levels goes to. A parent goes before its children: it scores no less, and stands above.
+    place = order.argsort(dim=1)
+    order, best = order[:, : levels.num_nodes], best[:, : levels.num_nodes]
+    nodes = torch.cat(kept, dim=1).gather(1, order)
+    above = levels.parents[nodes]
+    parents = place.gather(1, above.clamp(min=0)).masked_fill_(above < 0, -1)
+    return Nodes(levels.choices[nodes], parents, best)

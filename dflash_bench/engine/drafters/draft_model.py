@@ -1,0 +1,74 @@
+"""A small causal LM drafts token by token, as in speculative sampling's first form (arXiv 2211.17192, section 2).
+
+It reads with the same engine as the target does (`engine/target.py`), so that its cache, its positions and its masks
+are the target's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.picking import Picker
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
+from dflash_bench.models.loading import Models
+
+
+def build(models: Models, target: Target, method: Method) -> ModelDrafter:
+    model = Target(models.draft_of(method))
+    if not model.reads_trees:
+        kind = model.config.model_type
+        raise UserError(f"--draft {method.draft}: a {kind} model has recurrent layers and cannot draft; use another")
+    vocab_size = target.model.get_input_embeddings().weight.shape[0]
+    return ModelDrafter(model, vocab_size, method.number("n"), str(method.option("rule")))
+
+
+class ModelDrafter:
+    """`vocab_size` is the target's: of the same tokenizer, but perhaps padded to another size."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, vocab_size: int, num_drafts: int, rule: str = "match") -> None:
+        self.model, self.num_drafts = model, num_drafts
+        self.num_ids = min(vocab_size, model.model.get_input_embeddings().weight.shape[0])
+        self.picker = Picker(rule, lambda ids: ids)
+        self.starts: list[int] = []
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.model.begin(num_rows, capacity + self.num_drafts)
+        self.starts = [0] * num_rows
+        self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.model.device)
+
+    def observe(self, committed: Committed) -> None:
+        self.picker.sampler = committed.sampler
+        if not any(self.starts):
+            prompts = [text[:count] for text, count in zip(committed.texts, committed.counts, strict=True)]
+            self.model.prefill([[min(token, self.num_ids - 1) for token in prompt] for prompt in prompts])
+        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
+        self.last = self._last(committed)
+
+    def _last(self, committed: Committed) -> Tensor:
+        """Each row's anchor and the token before it [B, 2].
+
+        Where everything was accepted, the draft has not read the token before the anchor yet; elsewhere it reads it
+        again, which changes nothing.
+        """
+        flat = [token for text in committed.texts for token in text[-2:]]
+        return to_device(flat, self.model.device).view(-1, 2)
+
+    def propose(self) -> Draft:
+        probs: list[Tensor] = []
+        block, starts = self.last, [start - 1 for start in self.starts]
+        for i in range(self.num_drafts):
+            logits = self.model.forward(block.clamp(max=self.num_ids - 1), starts).logits
+            tokens, drawn_from = self.picker.pick(logits[:, -1:, : self.num_ids], first=i)
+            self.tokens[:, i : i + 1] = block = tokens
+            if drawn_from is not None:
+                probs.append(drawn_from)
+            starts = [start + i + 1 for start in self.starts]
+        return Draft(self.tokens, probs=torch.cat(probs, dim=1) if probs else None)

@@ -1,0 +1,70 @@
+"""Medusa: heads on the target's last hidden state guess the next tokens apart from each other (arXiv 2401.10774).
+
+Their best tokens become a tree, verified in one pass. The paper fixes the tree's shape beforehand, from what was
+accepted on a calibration set; here each round takes the nodes with the highest joint probability, as DDTree does. The
+paper's typical acceptance changes the target's distribution and is left out: the tree is verified exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dflash_bench.engine.architecture import final_norm
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.ddtree import Levels, best_nodes
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
+from dflash_bench.models.loading import Models
+from dflash_bench.models.medusa import MedusaHeads
+
+
+def build(models: Models, target: Target, method: Method) -> MedusaDrafter:
+    heads: MedusaHeads = models.draft_of(method)
+    most = heads.config.num_heads
+    num_heads = most if method.option("heads") is None else method.number("heads")
+    if num_heads > most:
+        raise UserError(f"method {method.label}: these weights have {most} heads")
+    last_layer = target.config.num_hidden_layers - 1
+    nodes, top_k = method.number("nodes"), method.number("top_k")
+    return MedusaDrafter(heads, final_norm(target.model), last_layer, num_heads, nodes, top_k)
+
+
+class MedusaDrafter:
+    """`nodes` below the anchor, of at most `top_k` tokens a head; with top_k 1 the tree is a chain.
+
+    `norm` is the target's last: taps are read before it, and the heads were trained behind it.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, norm: nn.Module, last_layer: int, num_heads: int, nodes: int, top_k: int
+    ) -> None:
+        self.heads, self.norm, self.num_heads = heads.eval(), norm, num_heads
+        self.taps: tuple[int, ...] = (last_layer,)
+        self.device = next(heads.parameters()).device
+        self.top_k = min(top_k, nodes, heads.config.vocab_size)
+        self.tree = Levels.of(num_heads, nodes, self.top_k, self.device)
+        self.num_drafts = self.tree.num_nodes
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.rows = torch.arange(num_rows, device=self.device)
+
+    def observe(self, committed: Committed) -> None:
+        """The hidden state of the token before the anchor, which gave the anchor."""
+        assert committed.hidden is not None
+        last = [max(count, 1) - 1 for count in committed.counts]
+        self.hidden = self.norm(committed.hidden[self.rows, to_device(last, self.device)])
+
+    def propose(self) -> Draft:
+        logits = self.heads(self.hidden, self.num_heads).float()
+        if self.top_k == 1:
+            # One way down: a chain needs no mask of its own, and nothing has to be moved in the cache.
+            return Draft(logits[:, : self.num_drafts].argmax(dim=-1))
+        best, ids = logits.topk(self.top_k)
+        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
+        # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
+        nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
+        return Draft(ids.flatten(1).gather(1, nodes.choices), nodes.parents)

@@ -1,0 +1,66 @@
+"""Prompt lookup: if the text's last tokens have stood in it before, draft what followed them there.
+
+After Saxena's prompt lookup decoding (2023) and vLLM's `ngram`: the longest suffix of prompt and answer, from `max`
+tokens down to `min`, and of its earlier places the latest. There are no weights and no pass of a network; it pays
+where an answer repeats its prompt or itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dflash_bench.engine.drafters.hosted import HostDrafter, Text
+from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
+from dflash_bench.models.loading import Models
+
+
+class NGramIndex:
+    """Where each n-gram of a growing text stood last, for n from `longest` down to `shortest`."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.sizes = range(longest, shortest - 1, -1)
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_read = 0
+
+    def read(self, text: Text) -> None:
+        """Only what is new is read. The n-grams at the very end, which nothing follows yet, wait for next time."""
+        for end in range(self._num_read + 1, len(text)):
+            for size in self.sizes:
+                if size <= end:
+                    self._ends[tuple(text[end - size : end])] = end
+        self._num_read = len(text) - 1
+
+    def continuation(self, text: Text, limit: int) -> Text:
+        """What followed the longest suffix that stood here before; nothing where none did."""
+        for size in self.sizes:
+            end = self._ends.get(tuple(text[-size:]))
+            if end is not None:
+                return text[end : end + limit]
+        return ()
+
+
+class NGramDrafter(HostDrafter):
+    def __init__(self, num_drafts: int, longest: int, shortest: int, device: torch.device) -> None:
+        super().__init__(num_drafts, device)
+        self.longest, self.shortest = longest, shortest
+
+    def start(self, prompts: Sequence[Text]) -> None:
+        self.indices = [NGramIndex(self.longest, self.shortest) for _ in prompts]
+
+    def read(self, row: int, text: Text) -> None:
+        self.indices[row].read(text)
+
+    def continuation(self, row: int) -> Text:
+        return self.indices[row].continuation(self.texts[row], self.num_drafts)
+
+
+def build(models: Models, target: Target, method: Method) -> NGramDrafter:
+    """Raises UserError where the longest n-gram is shorter than the shortest."""
+    num_drafts, longest, shortest = (method.number(name) for name in ("n", "max", "min"))
+    if longest < shortest:
+        raise UserError(f"method {method.label}: max={longest} is less than min={shortest}")
+    return NGramDrafter(num_drafts, longest, shortest, target.device)

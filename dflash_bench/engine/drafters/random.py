@@ -1,0 +1,26 @@
+"""Drafts random tokens: what the engine would give with a draft that is always wrong. It measures the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_bench.engine.drafters.hosted import HostDrafter, Text, generator
+from dflash_bench.engine.target import Target
+from dflash_bench.methods import Method
+from dflash_bench.models.loading import Models
+
+
+class RandomDrafter(HostDrafter):
+    def __init__(self, num_drafts: int, seed: int, target: Target) -> None:
+        super().__init__(num_drafts, target.device)
+        self.seed, self.vocab_size = seed, target.vocab_size
+
+    def start(self, prompts: Sequence[Text]) -> None:
+        self.generators = [generator(self.seed, prompt) for prompt in prompts]
+
+    def continuation(self, row: int) -> Text:
+        return self.generators[row].choices(range(self.vocab_size), k=self.num_drafts)
+
+
+def build(models: Models, target: Target, method: Method) -> RandomDrafter:
+    return RandomDrafter(method.number("n"), method.number("seed"), target)

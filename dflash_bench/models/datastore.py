@@ -1,0 +1,121 @@
+"""Texts as one file of tokens with their suffix array: what REST looks continuations up in.
+
+The file is safetensors, which holds no code and is read where it lies: `tokens`, the texts one after the other with
+END behind each, and `order`, the places of `tokens` in the order of what stands there. It says for which tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dflash_bench import atomic, reading
+from dflash_bench.errors import UserError
+
+Tokens = NDArray[np.int32]
+Places = NDArray[np.int64]
+
+END = -1
+"""Stands behind each text; nothing is looked up across it."""
+FORMAT = "dflash-bench datastore 1"
+SORTED_TO = 64
+"""Places that begin with the same so many tokens stand in any order; what is looked up is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Datastore:
+    tokens: Tokens
+    order: Places
+
+    def ends_of(self, piece: Sequence[int]) -> Places:
+        """Where the texts go on after each occurrence of a piece, of at most SORTED_TO tokens."""
+        piece, length = list(piece), len(piece)
+
+        def there(place: int) -> list[int]:
+            at: list[int] = self.tokens[place : place + length].tolist()
+            return at
+
+        first = bisect_left(self.order, piece, key=there)
+        last = bisect_right(self.order, piece, lo=first, key=there)
+        return self.order[first:last] + length
+
+    def longest(self, text: Sequence[int], most: int, least: int) -> Places:
+        """The same for the longest of the text's suffixes that occur, of `most` to `least` tokens; else nothing."""
+        ends = self.order[:0]
+        # What occurs has suffixes that occur: between one that does and one that does not lies the longest.
+        low, high = least, min(most, len(text))
+        while low <= high:
+            length = (low + high) // 2
+            longer = self.ends_of(text[-length:])
+            if len(longer):
+                ends, low = longer, length + 1
+            else:
+                high = length - 1
+        return ends
+
+
+def of_texts(texts: Iterable[Sequence[int]]) -> Datastore:
+    tokens = np.array([token for text in texts if text for token in (*text, END)], dtype=np.int32)
+    return Datastore(tokens, suffix_order(tokens))
+
+
+def suffix_order(tokens: Tokens) -> Places:
+    """Places in the order of their first SORTED_TO tokens: ranks by 1, 2, 4 ... tokens, each from the one before."""
+    rank = np.unique(tokens, return_inverse=True)[1]
+    length = 1
+    while length < SORTED_TO and len(rank) and rank.max() < len(rank) - 1:
+        # What begins `length` places further on ranks within what begins alike; nothing ranks before anything.
+        further = np.concatenate([rank[length:] + 1, np.zeros(min(length, len(rank)), dtype=rank.dtype)])
+        rank = np.unique(rank * (len(rank) + 1) + further, return_inverse=True)[1]
+        length *= 2
+    return np.argsort(rank, kind="stable")
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Of the ids that a tokenizer gives to its tokens."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def write(path: Path, store: Datastore, tokenizer: Any, sources: Sequence[str]) -> None:
+    tensors = {"tokens": torch.from_numpy(store.tokens), "order": torch.from_numpy(store.order)}
+    metadata = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "sources": json.dumps(list(sources))}
+    atomic.write_whole(path, lambda file: file.write(save(tensors, metadata)))
+
+
+def read(path: Path, tokenizer: Any, vocab_size: int) -> Datastore:
+    """Mapped into memory. Raises UserError for what is none, is empty, or is for another tokenizer."""
+    reading.require_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise UserError(f"{path} is not a datastore; make one with 'dflash-bench build-datastore'")
+            tokens, order = file.get_tensor("tokens"), file.get_tensor("order")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or not a datastore ({error}); build it again") from error
+    if metadata.get("tokenizer") != fingerprint(tokenizer):
+        raise UserError(f"{path} was built for another tokenizer; build one with --model set to this model")
+    _check(path, tokens, order, vocab_size)
+    return Datastore(tokens.numpy(), order.numpy())
+
+
+def _check(path: Path, tokens: torch.Tensor, order: torch.Tensor, vocab_size: int) -> None:
+    if tokens.dtype != torch.int32 or order.dtype != torch.int64 or tokens.ndim != 1 or tokens.shape != order.shape:
+        raise UserError(f"{path} is damaged: its tokens and their order do not go together; build it again")
+    if not len(tokens):
+        raise UserError(f"{path} is empty; build a datastore from texts")
+    in_range = tokens.min() >= END and tokens.max() < vocab_size and order.min() >= 0 and order.max() < len(order)
+    if not in_range or tokens[-1] != END:
+        raise UserError(f"{path} is damaged: it holds tokens or places that cannot be; build it again")

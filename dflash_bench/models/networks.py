@@ -1,0 +1,85 @@
+"""The weights of a method, of whichever kind: a draft for the target's features, Medusa heads, or a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_bench.errors import UserError
+from dflash_bench.models import formats, hub, language, pairing
+from dflash_bench.models.folders import read_config
+from dflash_bench.models.formats import TargetShape, medusa
+
+LANGUAGE_MODELS = ("draft-model", "block-diffusion")
+OF_DRAFTS = ("dflash_config", "speculators_model_type", "draft_vocab_size", "medusa_num_heads")
+"""Keys that a config has where the folder holds no language model."""
+LARGEST_BLOCK = 64
+
+
+def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
+    """Checked by its headers as far as goes without its target, which is larger and slower to come by.
+
+    `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged ones.
+    """
+    weights, at, tag = name.partition("@")
+    draft = hub.fetch(reference, pickles=weights not in LANGUAGE_MODELS)
+    held = _kind(draft.folder, weights)
+    if held != weights:
+        raise UserError(
+            f"{reference} is a draft for {held}, and {name} needs one for {weights}; "
+            f"give it as --draft {held}{at}{tag}={reference}"
+        )
+    return draft
+
+
+def _kind(folder: Path, wanted: str) -> str:
+    """What the folder holds, read as what is wanted where it could be either."""
+    if medusa.is_medusa(folder):
+        medusa.read(folder, headers_only=True)
+        return "medusa"
+    config = read_config(folder)
+    if wanted == "medusa":
+        medusa.read(folder)
+    if wanted in LANGUAGE_MODELS and not any(key in config for key in OF_DRAFTS):
+        language.check(folder)
+        if wanted == "block-diffusion":
+            check_blocks(folder, config)
+        return wanted
+    form, checkpoint = formats.read_checkpoint(folder, None, headers_only=True)
+    for problem in formats.problems(form, checkpoint, None):
+        raise UserError(f"{folder}: {problem}")
+    return form.kind
+
+
+def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises UserError for a config that does not say how the model reads blocks."""
+    known = config.get("block_diffusion")
+    if not isinstance(known, dict):
+        raise UserError(
+            f"{folder} is not a block-diffusion model we know: config.json has no block_diffusion with block_size and "
+            "mask_token_id"
+        )
+    for key, low, high in (("block_size", 2, LARGEST_BLOCK), ("mask_token_id", 0, config.get("vocab_size", 1) - 1)):
+        value = known.get(key)
+        if type(value) is not int or not low <= value <= high:
+            raise UserError(f"{folder}: {key} of block_diffusion in config.json cannot be {value!r}")
+
+
+def load(name: str, folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> Any:
+    """The network, in the target's dtype. Raises UserError for one that was made for another target."""
+    weights = name.partition("@")[0]
+    if weights == "medusa":
+        return medusa.load(folder, target, dtype, device)
+    if weights not in LANGUAGE_MODELS:
+        return formats.load_draft(folder, target, dtype, device)
+    model = language.load(folder, device, dtype)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows != target.vocab_size and not pairing.vocabulary_in(folder):
+        raise UserError(
+            f"{folder}: vocabulary of {rows}, the target's is {target.vocab_size}, and there is no tokenizer that "
+            "would show if they agree; use a model with the target's tokenizer, and with its files"
+        )
+    return model.eval()

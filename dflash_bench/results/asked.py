@@ -1,0 +1,44 @@
+"""The prompts of a run, once beside its parts: what was asked, and what is expected.
+
+Rows name their prompt by suite and id. What the model was asked in a later turn is the turns up to it, and between them
+the plain answers of the same settings and repeat, which stand in the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.atomic import cannot, write_whole
+from dflash_bench.errors import UserError
+
+FILE = "prompts.parquet"
+COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference")
+"""`opening` are the messages before the first turn, with their roles; `turns` are what the user says."""
+
+
+def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    kinds = {"opening": pa.list_(message), "turns": pa.list_(pa.string())}
+    schema = pa.schema([(name, kinds.get(name, pa.string())) for name in COLUMNS])
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema)
+    write_whole(folder / FILE, lambda file: parquet.write_table(table, file, compression="zstd"))
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """None of a run of schema 1 or 2, which kept no prompts. Raises UserError for a file that cannot be read."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = folder / FILE
+    if not path.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path, columns=list(COLUMNS)).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(str(cannot("read", path, error))) from error
+    return rows

@@ -1,0 +1,125 @@
+"""Turn the target into a block-diffusion model: it learns to fill in blocks, and keeps its next-token head.
+
+As Fast-dLLM v2 does it (arXiv 2509.26328): the model starts as the target; the output of a place predicts the token
+behind it, as in any causal LM; a block sees the clean text before it, and all of itself. A block is one clean token and
+masks and clean tokens behind it. The text before is read causally, so that its keys and values can stay in a cache, and
+its own next-token loss is kept beside the diffusion loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dflash_bench.train.data import Batch
+from dflash_bench.train.dflash import context_mask, sample_anchors
+from dflash_bench.train.features import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How blocks are drawn: `num_blocks` a row, of `block_size` places, the first of them clean."""
+
+    block_size: int
+    num_blocks: int
+    mask_token_id: int
+    stop_token_id: int
+
+
+def block_tokens(batch: Batch, anchors: Tensor, real: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """The clean tokens of each block and the one behind it [R, A, B + 1], and which blocks are real [R, A].
+
+    Behind the end of an answer stands the stop token, again and again.
+    """
+    places = anchors[..., None] + torch.arange(noise.block_size + 1)
+    last = batch.ids.shape[1] - 1
+    flat = places.clamp(max=last).flatten(1)
+    tokens = batch.ids.gather(1, flat).view_as(places)
+    same = batch.document.gather(1, flat).view_as(places) == batch.document.gather(1, anchors)[..., None]
+    return tokens.where(same & (places <= last), noise.stop_token_id), real
+
+
+def hide(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
+    """[R, A, B + 1], true where a token is to be guessed: never the first, always the last, which is not read.
+
+    Of each block that share [R, A] of tokens whose draws [R, A, B + 1] fall below it.
+    """
+    hidden = draws < share[..., None]
+    hidden[..., 0] = False
+    hidden[..., -1] = True
+    return hidden
+
+
+def joint_mask(batch: Batch, anchors: Tensor, block_size: int) -> Tensor:
+    """Additive [R, 1, N + A * B, N + A * B] for a row's clean text and its blocks, read together in one pass."""
+    num_rows, length = batch.ids.shape
+    width = anchors.shape[1] * block_size
+    allowed = torch.zeros(num_rows, length + width, length + width, dtype=torch.bool)
+    allowed[:, :length, :length] = batch.mask(torch.float32)[:, 0] == 0
+    allowed[:, length:, :length] = context_mask(batch, anchors).repeat_interleave(block_size, dim=1)
+    block = torch.arange(width) // block_size
+    allowed[:, length:, length:] = block[:, None] == block
+    mask = torch.zeros(allowed.shape).masked_fill_(~allowed, torch.finfo(torch.float32).min)
+    return mask[:, None]
+
+
+class BlockDiffusionObjective:
+    def __init__(self, draft: Any, rows: Rows, noise: Noise, compiled: bool = True) -> None:
+        self.draft, self.rows, self.noise = draft, rows, noise
+        # What is trained is compiled for one shape; the checkpoint is the plain model's.
+        if compiled:
+            for layer in draft.model.layers:
+                layer.compile(dynamic=False)
+
+    def heads(self) -> list[nn.Parameter]:
+        return [self.draft.model.embed_tokens.weight]
+
+    def _forward(self, index: list[int], seed: int, share: float | None = None) -> tuple[Tensor, Tensor, Tensor, Batch]:
+        """Logits [R, N + A * B, V]; the blocks' tokens [R, A, B + 1] and which are guessed; the batch."""
+        noise = self.noise
+        batch, _ = self.rows.take(index, ())
+        generator = torch.Generator().manual_seed(seed)
+        anchors, real = sample_anchors(batch, noise.num_blocks, generator)
+        tokens, real = block_tokens(batch, anchors, real, noise)
+        shares = torch.rand(real.shape, generator=generator) if share is None else torch.full(real.shape, share)
+        hidden = hide(tokens, shares, torch.rand(tokens.shape, generator=generator))
+        blocks = tokens.masked_fill(hidden, noise.mask_token_id)[..., :-1]
+        steps = torch.arange(noise.block_size)
+        places = batch.position.gather(1, anchors)[..., None] + steps
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.draft(
+                torch.cat([batch.ids, blocks.flatten(1)], dim=1),
+                attention_mask=joint_mask(batch, anchors, noise.block_size),
+                position_ids=torch.cat([batch.position, places.flatten(1)], dim=1),
+            ).logits
+        return logits, tokens, hidden & real[..., None], batch
+
+    def loss(self, index: list[int], step: int) -> Tensor:
+        """Mean cross-entropy of guessed tokens, plus that of the answers' next tokens."""
+        logits, tokens, guessed, batch = self._forward(index, step)
+        length = batch.ids.shape[1]
+        blocks = logits[:, length:].view(*guessed.shape[:2], self.noise.block_size, -1)
+        use = guessed[..., 1:]
+        diffusion = cross_entropy(blocks[use].float(), tokens[..., 1:][use])
+        answer = (batch.weights[:, 1:] > 0) & (batch.document[:, 1:] == batch.document[:, :-1])
+        return diffusion + cross_entropy(logits[:, : length - 1][answer].float(), batch.ids[:, 1:][answer])
+
+    def accepted(self, index: list[int]) -> Tensor:
+        """How many leading tokens of a block are right after one pass over masks alone, plus one."""
+        logits, tokens, guessed, batch = self._forward(index, 0, share=1.0)
+        blocks = logits[:, batch.ids.shape[1] :].view(*guessed.shape[:2], self.noise.block_size, -1)
+        right = blocks.argmax(dim=-1) == tokens[..., 1:]
+        return right.cumprod(dim=-1).sum(dim=-1)[guessed[..., -1]] + 1.0
+
+
+def new_model(target: Any) -> Any:
+    """A copy of the target that is trained with plain matrix products, which are faster with rows this short."""
+    model = copy.deepcopy(target)
+    model.set_attn_implementation("eager")
+    model.config.use_cache = False
+    return model.train()
