@@ -132,7 +132,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a shard that writes red": (shards("dflash", "\x1b[31m"), "names the file \\u001b[31m", ALL),
     "300,000 tensors": (many_tensors, "holds 300,000 tensors, more than any model has", ALL),
     "a mask below nothing": (mask(-5), "mask_token_id cannot be -5", ALL),
-    "a mask beyond the vocabulary": (mask(1024), "mask id 1024 is outside the embedding of 1024", ("run", "convert")),
+    "a mask beyond the vocabulary": (mask(1024), "outside the target's embedding of 1024", ("run", "convert")),
     "a mask that is a word": (mask("<mask>"), "mask_token_id cannot be '<mask>'", ALL),
     "a vocabulary of less than nothing": (
         edited("target/config.json", vocab_size=-5), "vocab_size in its config.json cannot be -5", ALL,
