@@ -20,6 +20,10 @@ MAX_DRAFTS = MAX_BLOCK - 1
 _BLOCK = Option(
     "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
 )
+_RULE = Option(
+    "rule", "above temperature 0: match keeps what the target draws too; rejection draws the draft from its own "
+    "probabilities, and keeps it by comparing them with the target's", "match", words=("match", "rejection"), kind=str,
+)  # fmt: skip
 _PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
 
 _SEED = Option("seed", "of the random numbers", 0, 0, 999_999)
@@ -41,6 +45,7 @@ METHODS: dict[str, Kind] = {
                 Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
                 Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
                        "passes"),
+                _RULE,
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
@@ -139,10 +144,7 @@ METHODS: dict[str, Kind] = {
             "draft-model", "chain", True,
             (
                 Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
-                Option(
-                    "rule", "how drafted tokens are chosen and judged above temperature 0", "match",
-                    words=("match", "rejection"), kind=str,
-                ),
+                _RULE,
             ),
             count="n",
         ),

@@ -177,3 +177,24 @@ class Record:
     """Against the published model: is every token its own choice? None where the judge was not asked."""
     departure: Divergence | None = None
     """Of an audit that is not "exact", the place where the judge's best token is furthest ahead."""
+
+
+Cell = tuple[int, ...]
+"""A way in which an answer may begin, as token ids; it may end in OTHER."""
+OTHER = -1
+"""Any token that has no cell of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One prompt continued many times by one method: how often it began in which way, and how likely each way is."""
+
+    method: str
+    prompt: str
+    expected: Mapping[Cell, float]
+    """By the published model; these exclude each other, and sum to 1."""
+    counts: Mapping[Cell, int]
+    num_kept: int | None
+    """Continuations whose first draft was kept in part or whole; None for a method that drafts nothing."""
+    num_refused: int | None
+    """Those of whose first draft nothing was kept."""

@@ -14,6 +14,7 @@ from runs import answers, stored
 from dflash_bench import reading, report
 from dflash_bench.analysis.gate.checks import checked
 from dflash_bench.errors import UserError
+from dflash_bench.results import parts
 
 Main = Callable[..., tuple[int, str, str]]
 ODD: tuple[Any, ...] = (None, True, -1, 10**300, 1e300, float("nan"), "", "\x1b[31m", [], [[]], {}, {"": None})
@@ -106,9 +107,8 @@ def _forget_identity(run: Path) -> None:
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
     from pyarrow import nulls
 
-    audit = ["audit", "audit_index", "audit_gap", "audit_tolerance", "divergence_gap", "divergence_tolerance"]
     for part in run.glob("part-*"):
-        table = parquet.read_table(part).drop_columns(audit)
+        table = parquet.read_table(part).drop_columns(list(parts.SINCE))
         for name in ("divergence_margin", "divergence_drift"):
             table = table.append_column(name, nulls(len(table), "double"))
         parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)

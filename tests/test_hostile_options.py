@@ -21,6 +21,11 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
          "--seed", "--block-size", "--repeats", "--device", "--device-map",
          "--dtype", "--attention", "--audit", "--threads", "--out"],
     ),
+    "verify-distribution": (
+        ["--method", "ar", "--draws", "100"],
+        ["--method", "--model", "--target", "--draft", "--temperature", "--top-k", "--top-p", "--min-p",
+         "--repetition-penalty", "--draws", "--seed", "--device", "--dtype"],
+    ),
     "compare": (["run"], ["RUN", "--by", "--against", "--compat", "--allow"]),
     "baseline": (["run", "--output", "new"], ["RUN", "--output", "--limits"]),
     "check": (["run"], ["RUN", "--baseline", "--limits", "--allow"]),

@@ -151,12 +151,26 @@ def _change(columns: Floats, sides: Ratio, interval: Interval | None) -> Change 
 
 def p_of_ratio(columns: Floats, sides: Ratio) -> float | None:
     """The two-sided p-value of a ratio of positive sums; None for a single prompt."""
-    if len(columns) < 2:
+    return p_of_geometric_mean([(columns, sides)])
+
+
+def p_of_geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> float | None:
+    """The two-sided p-value of a ratio's geometric mean over suites; None if a suite has only one prompt.
+
+    Degrees of freedom by Welch and Satterthwaite, because the suites' standard errors may differ.
+    """
+    if any(len(columns) < 2 for columns, _ in parts):
         return None
-    statistic = ratio(*sides)
-    used = columns[:, [*statistic.top, *statistic.bottom]]
-    log_ratio = float(statistic.logs(used.mean(axis=0)))
-    return p_of_t(log_ratio, standard_error(pulls(columns, statistic)), len(columns) - 1)
+    logs, errors = [], []
+    for columns, sides in parts:
+        statistic = ratio(*sides)
+        used = columns[:, [*statistic.top, *statistic.bottom]]
+        logs.append(float(statistic.logs(used.mean(axis=0))))
+        errors.append(standard_error(pulls(columns, statistic)))
+    variances = np.square(errors)
+    weights = float((variances**2 / [len(columns) - 1 for columns, _ in parts]).sum())
+    df = float(variances.sum()) ** 2 / weights if weights else float("inf")
+    return p_of_t(float(np.mean(logs)), float(np.sqrt(variances.sum())) / len(parts), df)
 
 
 def pulls(columns: Floats, statistic: Statistic) -> Floats:

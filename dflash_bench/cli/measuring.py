@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument
+from typer import Argument, Context
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.text import shortened
 
 app = typer.Typer()
 
 
 @app.command(cls=GroupedHelp)
 def run(
+    context: Context,
     suite: options.Suites = None,
     prompts: options.Prompts = None,
     score: options.Score = None,
     data: options.Data = None,
     limit: options.Limit = None,
+    within: options.For = None,
     thinking: options.Thinking = None,
     no_thinking: options.NoThinking = False,
     method: options.Methods = None,
@@ -46,6 +47,8 @@ def run(
     draft_steps: options.DraftSteps = None,
     repeats: options.Repeats = 1,
     audit: options.Audit = None,
+    over: options.Over = None,
+    one_at_a_time: options.OneAtATime = False,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
@@ -64,21 +67,26 @@ def run(
     from dflash_bench import report
     from dflash_bench.analysis import metrics
     from dflash_bench.analysis.findings import findings
+    from dflash_bench.analysis.sweeps import sweeps
     from dflash_bench.models import presets
     from dflash_bench.results import frame
-    from dflash_bench.run import session
+    from dflash_bench.run import session, sweeping
 
     if no_thinking:
         raise UserError("--no-thinking is now written --thinking off")
+    if context.info_name == "sweep" and not over:
+        raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
     request = session.Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        data=data, prompts=prompts, score=score, limit=limit, seed=seed,
-        max_new_tokens=max_new_tokens, temperatures=_numbers("--temperature", temperature), top_k=top_k,
-        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        block_size=block_size, draft_steps=draft_steps, repeats=repeats, threads=threads, device=device,
-        device_map=device_map, dtype=dtype,
-        attention=attention, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
-        unsafe_code=unsafe_code,
+        data=data, prompts=prompts, score=score, limit=limit, budget=within, seed=seed,
+        max_new_tokens=max_new_tokens, temperatures=sweeping.numbers(temperature, "--temperature"),
+        top_k=sweeping.numbers(top_k, "--top-k", whole=True) if top_k else (),
+        top_p=sweeping.numbers(top_p, "--top-p") if top_p else (),
+        min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
+        repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
+        block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
+        repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
+        thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":
@@ -97,11 +105,11 @@ def run(
     results = frame.read(folder)
     rows, identity = results.rows, results.info["identity"]
     cells = metrics.summarise(rows, identity)
-    notes = findings(rows, cells, identity)
+    notes, swept = findings(rows, cells, identity), sweeps(cells, identity)
     if as_json:
-        say(json.dumps(report.as_json(folder, cells, notes), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(folder, cells, notes, swept), indent=1, allow_nan=False))
     else:
-        say(report.text(cells, notes))
+        say(report.text(cells, notes, swept, results.info))
         say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)
@@ -111,17 +119,11 @@ def run(
         sys.exit(1)
 
 
-def _numbers(flag: str, text: str) -> tuple[float, ...]:
-    if not text.isascii() or "_" in text:  # which Python's own numbers may have
-        raise _no_numbers(flag, text)
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise _no_numbers(flag, text) from None
-
-
-def _no_numbers(flag: str, text: str) -> UserError:
-    return UserError(f"{flag} takes a number, or several with commas between them, not {shortened(text, 40)}")
+app.command(
+    "sweep", cls=GroupedHelp,
+    help="Run over several values of options or settings (--over), and say which is the best on this machine.\n\n"
+    "All else is as in 'run'.",
+)(run)  # fmt: skip
 
 
 def _stopped(folder: Path) -> str:

@@ -14,7 +14,7 @@ def _under(heading: str) -> Callable[..., Any]:
 
 
 _asked, _models, _decoding = _under("What is asked"), _under("Models"), _under("Decoding")
-_machine, _results = _under("Machine"), _under("Results")
+_sweeping, _machine, _results = _under("Sweeping"), _under("Machine"), _under("Results")
 
 Suites = Annotated[
     list[str] | None, _asked(metavar="NAME", help="Suite or group; may be repeated. See 'dflash-bench suites'.")
@@ -34,6 +34,15 @@ Score = Annotated[
 ]
 Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
 Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
+For = Annotated[
+    str | None,
+    _asked(
+        "--for",
+        metavar="TIME",
+        help="Measure so long, as 90s, 5m or 1h: prompts where intervals are widest, at most --limit of a suite. "
+        "Models are loaded before. With --resume it is the time of all parts of the run together.",
+    ),
+]
 Thinking = Annotated[
     str | None,
     _asked(
@@ -81,32 +90,29 @@ Temperature = Annotated[
         help="0 is greedy, and checked token for token. Several, as 0,1, are measured side by side in one run.",
     ),
 ]
-TopK = Annotated[int | None, _decoding(metavar="K", min=1, help="Draw from the K likeliest tokens only.")]
+TopK = Annotated[str | None, _decoding(metavar="K[,K...]", help="Draw from the K likeliest tokens only.")]
 TopP = Annotated[
-    float | None, _decoding(metavar="P", help="Draw from the likeliest tokens that together hold the share P.")
+    str | None, _decoding(metavar="P[,P...]", help="Draw from the likeliest tokens that together hold the share P.")
 ]
 MinP = Annotated[
-    float | None, _decoding(metavar="P", help="Draw from tokens at least P times as likely as the likeliest.")
+    str | None, _decoding(metavar="P[,P...]", help="Draw from tokens at least P times as likely as the likeliest.")
 ]
 RepetitionPenalty = Annotated[
-    float | None, _decoding(metavar="R", help="Above 1, tokens that were already there become less likely.")
+    str | None, _decoding(metavar="R[,R...]", help="Above 1, tokens that were already there become less likely.")
 ]
 Seed = Annotated[int | None, _decoding(metavar="S", min=0, help="Seed of sampling at temperature above 0.")]
 BlockSize = Annotated[
-    int | None,
+    str | None,
     _decoding(
-        metavar="B",
-        min=2,
-        max=64,
-        help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent.",
+        metavar="B[,B...]",
+        help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent. "
+        "Several, as 4,8,16, are measured side by side.",
     ),
 ]
 DraftSteps = Annotated[
-    int | None,
+    str | None,
     _decoding(
-        metavar="S",
-        min=1,
-        max=16,
+        metavar="S[,S...]",
         help="NAME:steps=S for every method that can draft a block in several passes and says no number.",
     ),
 ]
@@ -119,6 +125,18 @@ Audit = Annotated[
         help="Which answers transformers' own forward checks token by token: all (the default), divergent (those that "
         "leave the plain answer) or none.",
     ),
+]
+
+Over = Annotated[
+    list[str] | None,
+    _sweeping(
+        metavar="NAME=V,V...",
+        help="Values of an option of a method, or of a setting such as temperature, side by side; may be repeated.",
+    ),
+]
+OneAtATime = Annotated[
+    bool,
+    _sweeping("--one-at-a-time", help="Vary each option alone, from the methods as given; else all combinations."),
 ]
 
 Device = Annotated[

@@ -193,7 +193,7 @@ def plot(
         _plot_trend(runs, out, kind, allow or [])
         return
     material = plots.Material(report.read(runs[0], allow or ()))
-    for name in with_bar(list(plots.PLOTS), "drawing plots"):
+    for name in with_bar(plots.names_for(material), "drawing plots"):
         try:
             say(plots.write(material, name, out or runs[0] / "plots", kind))
         except plots.NothingToPlotError as error:

@@ -16,6 +16,7 @@ from dflash_bench.report.console import suites_text, text
 from dflash_bench.report.data import as_json, csv_text, document_json
 from dflash_bench.report.document import ALLOWED, Document, read
 from dflash_bench.report.html import MOST_ANSWERS, write_page
+from dflash_bench.report.sweeps import in_markdown
 from dflash_bench.report.texts import latex, markdown
 from dflash_bench.results import frame
 from dflash_bench.results.slices import STRETCHES
@@ -35,11 +36,13 @@ def table_by(document: Document, by: str) -> str:
 
 
 def _table(document: Document) -> str:
-    return "\n".join([*document.notes, text(document.cells, document.findings)])
+    told = text(document.cells, document.findings, document.sweeps, document.results.info)
+    return "\n".join([*document.notes, told])
 
 
 def _markdown(document: Document) -> str:
-    return markdown(document.results.info, document.cells, document.findings, document.notes)
+    swept = in_markdown(document.sweeps, document.results.info)
+    return markdown(document.results.info, document.cells, document.findings, document.notes, swept)
 
 
 def _json(document: Document) -> str:

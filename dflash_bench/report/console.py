@@ -8,10 +8,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
+from dflash_bench.analysis.sweeps import Sweep
+from dflash_bench.report import sweeps
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
@@ -21,12 +23,21 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-def text(cells: Sequence[Cell], findings: Sequence[Finding]) -> str:
-    """What came out, where a round spends its time, and what to be careful of."""
+def text(
+    cells: Sequence[Cell],
+    findings: Sequence[Finding],
+    swept: Sequence[Sweep] = (),
+    info: Mapping[str, Any] | None = None,
+) -> str:
+    """What came out, where a round spends its time, what to be careful of, and which value of an option was the best.
+
+    `info` is the run's `run.json`, which a sweep's answer needs.
+    """
     blocks = [
         [*_table(cells, RESULTS, findings), *legend(cells, findings)],
         _table(cells, ROUNDS, findings, "per round"),
         _finding_lines(findings),
+        *([_swept_lines(swept, info)] if swept and info else []),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
@@ -61,6 +72,11 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         yield _wrapped(finding.text, "  ", "  ")
         yield _wrapped(finding.remedy, "    -> ", "    ")
+
+
+def _swept_lines(swept: Sequence[Sweep], info: Mapping[str, Any]) -> Iterator[str]:
+    yield from sweeps.tables(swept)
+    yield from (_wrapped(line, "", "  ") for line in (sweeps.LEGEND, "", *sweeps.answers(swept, info)))
 
 
 def _wrapped(text: str, first: str, others: str) -> str:

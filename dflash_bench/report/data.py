@@ -12,6 +12,8 @@ from typing import Any
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FIGURES, FORMULAS, Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.sweeps import Sweep
+from dflash_bench.report import sweeps
 from dflash_bench.report.document import Document
 from dflash_bench.text import visible
 
@@ -40,21 +42,24 @@ COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
 TALLIES = ("exact", "audit", "passed")
 
 
-def as_json(folder: Path, cells: Sequence[Cell], findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `run --json` prints."""
+def as_json(
+    folder: Path, cells: Sequence[Cell], findings: Sequence[Finding], swept: Sequence[Sweep] = ()
+) -> dict[str, Any]:
+    """What `run --json` prints; `sweeps` only where there are any."""
     return {
         "run": str(folder),
         "cells": [_json_cell(cell) for cell in cells],
         "findings": [
             asdict(finding) | {"places": [place._asdict() for place in finding.places]} for finding in findings
         ],
+        **({"sweeps": _json_value(sweeps.as_json(swept))} if swept else {}),
     }
 
 
 def document_json(document: Document) -> dict[str, Any]:
     """The same and what it was measured on; and every figure of a cell under its formula id, with its interval."""
     info = document.results.info
-    made = as_json(document.folder, document.cells, document.findings)
+    made = as_json(document.folder, document.cells, document.findings, document.sweeps)
     for stored, cell in zip(made["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
     about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
@@ -76,6 +81,10 @@ def _json_value(value: Any) -> Any:
             return [_json_value(middle), _json_value(low), _json_value(high)]
         case tuple():
             return list(value)
+        case dict():
+            return {name: _json_value(item) for name, item in value.items()}
+        case list():
+            return [_json_value(item) for item in value]
         case float():
             return float(f"{value:.6g}")
     return value

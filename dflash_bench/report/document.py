@@ -13,6 +13,7 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.findings.speed import contains_one
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.sweeps import Sweep, sweeps
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Settings
 from dflash_bench.results import frame
@@ -44,6 +45,7 @@ class Document:
     cells: Sequence[Cell]
     findings: Sequence[Finding]
     allow: tuple[str, ...] = ()
+    sweeps: Sequence[Sweep] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -86,7 +88,9 @@ def read(folder: Path, allow: Sequence[str] = ()) -> Document:
     cells = metrics.summarise(results.rows, results.info["identity"])
     if not any(cell.num_prompts for cell in cells):
         raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
-    return Document(folder, results, cells, findings(results.rows, cells, results.info["identity"]), tuple(allow))
+    identity = results.info["identity"]
+    notes = findings(results.rows, cells, identity)
+    return Document(folder, results, cells, notes, tuple(allow), sweeps(cells, identity))
 
 
 def _first_error(results: frame.Results) -> str:

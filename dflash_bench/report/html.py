@@ -22,7 +22,7 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
-from dflash_bench.report import answers, plots
+from dflash_bench.report import answers, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number
@@ -52,7 +52,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
     shown = answers.read(document, most_answers, tokenizer)
     figures = {}
     material = plots.Material(document)
-    for name in with_bar(list(plots.PLOTS), "drawing plots"):
+    for name in with_bar(plots.names_for(material), "drawing plots"):
         with suppress(plots.NothingToPlotError):  # `plot` says why
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
     try:
@@ -85,6 +85,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answ
         "rounds": _table(document, ROUNDS),
         "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
+        "swept": _swept(document),
         "findings": _findings(document),
         "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),
         "shown": escape(_shown(shown)),
@@ -140,6 +141,24 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
         bodies.append(f"<tbody>{head}{rows}</tbody>")
     table = f'<table class="figures"><thead><tr><th></th>{heads}</tr></thead>{"".join(bodies)}</table>'
     return f'<div class="wide">{table}</div>'
+
+
+def _swept(document: Document) -> str:
+    """A table for each option of which the run has several values, and which of them was the best."""
+    tables = []
+    for sweep in document.sweeps:
+        heads, rows = sweeps.table(sweep)
+        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+        body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
+        table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        tables.append(f'<h3>Sweep over {escape(sweeps.heading(sweep))}</h3><div class="wide">{table}</div>')
+    told = [sweeps.LEGEND, *sweeps.answers(document.sweeps, document.results.info)] if tables else []
+    return "".join([*tables, *(f"<p>{escape(text)}</p>" for text in told)])
+
+
+def _swept_row(row: Sequence[str]) -> str:
+    name, *figures = row
+    return f"<th>{escape(name.strip())}</th>" + "".join(f"<td>{escape(text.strip())}</td>" for text in figures)
 
 
 def _table_row(cell: Cell, columns: Sequence[Column], findings: Sequence[Finding]) -> str:

@@ -22,9 +22,10 @@ LATEX_SPECIAL = {
 
 
 def markdown(
-    info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()
-) -> str:
-    """`info` as in `run.json`, with its `command` and `environment`."""
+    info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = (),
+    swept: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """`info` as in `run.json`, with its `command` and `environment`; `swept` are paragraphs on sweeps."""
     suites = labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in cells))
     told = legend(cells, findings)
     parts = [
@@ -36,6 +37,7 @@ def markdown(
         *(["; ".join(told) + "."] if told else []),
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
+        *swept,
         "## Findings",
         "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)
         or "None.",

@@ -94,7 +94,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
     found = {
         "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
         "draft": ", ".join(_draft(name, each, identity) for name, each in _drafting(identity)),
-        "suite": "; ".join(_suite(name, each) for name, each in identity.get("suites", {}).items()),
+        "suite": "; ".join(_suite(name, each, info) for name, each in identity.get("suites", {}).items()),
         "machine": environment.one_line(env).partition(";")[0],
         "settings": ", ".join(_settings(identity)),
         "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
@@ -128,10 +128,13 @@ def _revision(text: str | None) -> str:
     return f" ({text[:12] if re.fullmatch('[0-9a-f]{40,64}', text) else text})" if text else ""
 
 
-def _suite(name: str, suite: Mapping[str, Any]) -> str:
+def _suite(name: str, suite: Mapping[str, Any], info: Mapping[str, Any]) -> str:
     """With the whole source where its name for people leaves something out: a commit, or the way to a folder."""
     _, _, place = suite["source"].partition(" ")
-    return f"{labels.named(name, suite['source'])} v{suite['version']}, {suite['prompts']:,} prompts" + (
+    number = f"{suite['prompts']:,}"
+    if "measured" in info:
+        number = f"{info['measured'].get(name, 0):,} of {number}"
+    return f"{labels.named(name, suite['source'])} v{suite['version']}, {number} prompts" + (
         f" from {place}" if place else ""
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -81,7 +81,20 @@ def recorded(info: Mapping[str, Any], where: str) -> Plan | None:
     stored, expected = info.get("plan"), info["identity"].get("plan")
     if (None if stored is None else sha256(stored)) != expected:
         raise UserError(f"{where}: its plan is not the one that the run was started with; put back what was there")
-    return None if stored is None else of_json(stored, settings_of(info["identity"], where), where)
+    if stored is None:
+        return None
+    plan = of_json(stored, settings_of(info["identity"], where), where)
+    return _cut(plan, info["measured"], where) if "measured" in info else plan
+
+
+def _cut(plan: Plan, measured: Mapping[str, int], where: str) -> Plan:
+    """What a run that had only so much time measured of its plan: of each suite the first so many prompts."""
+    if measured.keys() != plan.prompts.keys() or any(
+        not 0 <= number <= len(plan.prompts[suite]) for suite, number in measured.items()
+    ):
+        raise UserError(f"{where}: what it measured is not of its plan; put back what was there")
+    prompts = {suite: own[: measured[suite]] for suite, own in plan.prompts.items() if measured[suite]}
+    return replace(plan, prompts=prompts)
 
 
 def of_json(stored: Mapping[str, Any], settings: tuple[Settings, ...], where: str) -> Plan:

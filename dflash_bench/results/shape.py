@@ -66,6 +66,7 @@ STORED: dict[str, Any] = {
     "sandbox?": (str, None),
     "options?": {"target?": (str, None), "model?": (str, None)},
     "resumed?": [{"sandbox?": (str, None)}],
+    "measured?": {ANY: int},
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
 }
 """What `run.json` must be like for the run to be continued."""

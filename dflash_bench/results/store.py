@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -86,6 +87,8 @@ def resume(folder: Path, info: Mapping[str, Any]) -> Run:
     run = Run(folder, stored)
     more = {name: value for name, value in now.items() if name not in ("identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
+    # What it had time for is what it holds when it is finished again.
+    stored = {name: value for name, value in stored.items() if name != "measured"}
     _write_info(folder, stored | {"state": "running", "resumed": [*stored.get("resumed", []), more]})
     return run
 
@@ -131,6 +134,8 @@ class Run(AbstractContextManager["Run"]):
             self._next = parts.span(found[-1])[1] + 1 if found else 0
             self._small = [part for part in found if len(set(parts.span(part))) == 1]
             self.stored: dict[Key, Record] = {key(record): record for record in parts.records(found, self.identity)}
+            self.spent_s = _spent_s(info, list(self.stored.values()))
+            """Seconds that earlier processes worked on it."""
             self._began = time.monotonic() - self._elapsed(info)
         except parts.DamagedError as error:
             self.close()
@@ -150,11 +155,8 @@ class Run(AbstractContextManager["Run"]):
     def _elapsed(self, info: Info) -> float:
         """Seconds since the run was started, as this process begins."""
         last = max((record.end_s or 0.0 for record in self.stored.values()), default=0.0)
-        try:
-            started = datetime.fromisoformat(str(info.get("started"))).timestamp()
-        except ValueError:
-            return last
-        return max(last, time.time() - started)
+        started = _timestamp(info)
+        return last if started is None else max(last, time.time() - started)
 
     def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """What was asked, once a run: `asked.COLUMNS` of each prompt."""
@@ -220,6 +222,25 @@ class Run(AbstractContextManager["Run"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _timestamp(process: Mapping[str, Any]) -> float | None:
+    """When a process started; None where it is not said."""
+    try:
+        return datetime.fromisoformat(str(process.get("started"))).timestamp()
+    except ValueError:
+        return None
+
+
+def _spent_s(info: Info, records: Sequence[Record]) -> float:
+    """Of each process from its start to the end of the last answer that it stored: so it holds after a kill, too."""
+    first = _timestamp(info)
+    if first is None:
+        return 0.0
+    starts = sorted(at - first for process in (info, *info.get("resumed", ())) if (at := _timestamp(process)))
+    ends = [record.end_s for record in records if record.end_s is not None]
+    spans = pairwise([*starts, float("inf")])
+    return sum(max((end - start for end in ends if start < end <= after), default=0.0) for start, after in spans)
 
 
 def key(record: Record) -> Key:

@@ -46,16 +46,22 @@ class Progress(AbstractContextManager["Progress"]):
     """A bar in a terminal, which only it can draw over; elsewhere a line every few seconds."""
 
     def __init__(
-        self, total: int, num_stored: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        num_stored: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        left_s: Callable[[], float] | None = None,
     ) -> None:
+        """`left_s` says how much time is left where the run ends by time and not when all is measured."""
         self.total, self.num_stored, self.num_new = total, num_stored, 0
-        self.stream, self.clock = stream or sys.stderr, clock
+        self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
         self.begun = self.shown = clock()
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.doing = ""
         self.bar = bar(self.stream) if self.stream.isatty() else None
         if self.bar is not None:
-            self.task = self.bar.add_task("", total=total, completed=num_stored, doing="", left="")
+            self.task = self.bar.add_task("", total=None if left_s else total, completed=num_stored, doing="", left="")
 
     def __enter__(self) -> Progress:
         if self.bar is not None:
@@ -84,13 +90,20 @@ class Progress(AbstractContextManager["Progress"]):
             self.bar.update(self.task, completed=done, doing=self.doing, left=self._left(), refresh=True)
         elif self.clock() - self.shown >= LINE_EVERY_S:
             self.shown = self.clock()
-            self.stream.write(f"{done}/{self.total} {self.doing}, {self._left() or 'time left unknown'}\n")
+            of = "" if self.left_s else f"/{self.total}"
+            self.stream.write(f"{done}{of} {self.doing}, {self._left() or 'time left unknown'}\n")
             self.stream.flush()
 
     def _left(self) -> str:
         """From what this process did: what an earlier one stored says nothing about speed now."""
+        if self.left_s is not None:
+            return _in_words(max(self.left_s(), 0.0))
         if not self.num_new:
             return ""
         each = (self.clock() - self.begun) / self.num_new
-        minutes, seconds = divmod(round(each * (self.total - self.num_stored - self.num_new)), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        return _in_words(each * (self.total - self.num_stored - self.num_new))
+
+
+def _in_words(left_s: float) -> str:
+    minutes, seconds = divmod(round(left_s), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"

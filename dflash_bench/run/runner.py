@@ -6,7 +6,7 @@ generation is saved once the plain answer that it is judged by is there; a resum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Protocol
@@ -76,13 +76,19 @@ class Plan:
         order = 0
         for loaded in self.suites:
             last = len(loaded.prompts) - 1
-            for number, prompt in enumerate(loaded.prompts):
-                for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
-                    # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
-                    methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
-                    is_control = repeat == 0 and number in (0, last // 2, last)
-                    yield Item(loaded, prompt, number == 0, is_control, repeat, settings, methods, order)
-                    order += len(prompt.turns) * len(methods)
+            for number in range(len(loaded.prompts)):
+                for item in self.of_prompt(loaded, number, number in (0, last // 2, last), order):
+                    yield item
+                    order += len(item.prompt.turns) * len(item.methods)
+
+    def of_prompt(self, loaded: Loaded, number: int, is_control: bool, order: int) -> Iterator[Item]:
+        """One prompt of a suite through all methods under all settings; its first answer has the place `order`."""
+        prompt = loaded.prompts[number]
+        for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
+            # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
+            methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
+            yield Item(loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order)
+            order += len(prompt.turns) * len(methods)
 
 
 def to_store(plan: Plan) -> dict[str, Any]:
@@ -143,18 +149,21 @@ class Item:
         )  # fmt: skip
 
 
-def execute(plan: Plan, backend: Backend, run: Run, watcher: Watcher) -> None:
-    """Run what is not stored yet. Killed at any time, it loses what `Conversation.answer` holds back, no more."""
-    warm: WarmUp | None = None
+def execute(plan: Plan, backend: Backend, run: Run, watcher: Watcher, items: Iterable[Item] | None = None) -> None:
+    """Run what of `items`, of all of the plan's if absent, is not stored yet.
+
+    Killed at any time, it loses what `Conversation.answer` holds back, no more.
+    """
+    warm: dict[str, WarmUp] = {}
     named = short_names(plan.settings)
-    for item in plan.items():
+    for item in plan.items() if items is None else items:
         turns = range(len(item.prompt.turns))
         if all(item.key(method, turn) in run.stored for method in item.methods for turn in turns):
             continue
-        if warm is None or warm.suite != item.suite:
+        if item.suite not in warm:
             watcher.begins(item.suite, "warming up")
-            warm = _warm_up(plan, backend, item)
-        conversation = Conversation(item, plan, backend, run, watcher, warm, named[item.settings])
+            warm[item.suite] = _warm_up(plan, backend, item)
+        conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], named[item.settings])
         for turn in turns:
             conversation.answer(turn)
 

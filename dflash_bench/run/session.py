@@ -7,9 +7,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -20,7 +21,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.records import CODE_SCORERS, SCHEMA_VERSION, Audit, Settings, is_greedy
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_of, settings_to_json
-from dflash_bench.run import runner
+from dflash_bench.run import budget, runner, sweeping
 from dflash_bench.run.progress import Progress
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
 
@@ -51,12 +52,18 @@ class Request:
     seed: int | None = None
     max_new_tokens: int | None = None
     temperatures: tuple[float, ...] = (0.0,)
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    block_size: int | None = None
-    draft_steps: int | None = None
+    top_k: tuple[int, ...] = ()
+    top_p: tuple[float, ...] = ()
+    min_p: tuple[float, ...] = ()
+    repetition_penalty: tuple[float, ...] = ()
+    block_size: str | None = None
+    """One, or several with commas between them; and so `draft_steps`."""
+    draft_steps: str | None = None
+    budget: str | None = None
+    """How long to measure, such as 5m; all prompts if absent."""
+    over: tuple[str, ...] = ()
+    """NAME=VALUE,VALUE, of an option or a setting."""
+    one_at_a_time: bool = False
     repeats: int = 1
     threads: int | None = None
     device: str | None = None
@@ -77,7 +84,7 @@ class Request:
 
 def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], object]) -> None:
     """Run or continue, into `folder`; `tell` gets notes for the user. Raises UserError before anything is written."""
-    chosen = _methods(request)
+    request, chosen = _swept(request, _methods(request))
     _refuse_what_has_no_effect(request)
     _refuse_unknown_values(request)
     model = _model(request, chosen)
@@ -87,6 +94,8 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     scoring.require({each.suite.scorer for each in loaded})
     for each in loaded:
         scoring.check_references(each.suite.scorer, each.prompts)
+    if request.budget is not None:
+        loaded = [suites.as_drawn(each) for each in loaded]
     cage = _cage(request, loaded)
     identity, backend = _open(request, model, chosen, loaded)
     plan = runner.Plan(
@@ -104,30 +113,72 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     for each in loaded:
         for note in each.notes:
             tell(f"note: {note}")
+    if resume and request.budget is not None:
+        _refuse_other_order(store.read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         run.keep_prompts(runner.asked_of(plan))
-        with Progress(plan.num_generations, len(run.stored)) as progress:
-            runner.execute(plan, backend, run, progress)
-        run.mark_finished({})
+        if request.budget is None:
+            with Progress(plan.num_generations, len(run.stored)) as progress:
+                runner.execute(plan, backend, run, progress)
+            run.mark_finished({})
+        else:
+            _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
+
+
+def _refuse_other_order(stored: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
+    """What was measured without --for is in the order of the rows, of which the first ones are no fair draw."""
+    then, now = stored.get("plan", {}).get("prompts", {}), plan["prompts"]
+    if any(
+        then[suite] != now[suite] and sorted(then[suite]) == sorted(now[suite]) for suite in then.keys() & now.keys()
+    ):
+        raise UserError(f"{folder} was started without --for; leave it out to finish it, or choose another --out")
+
+
+def _execute_within(
+    budget_s: float, plan: runner.Plan, backend: runner.Backend, run: store.Run, tell: Callable[[str], object]
+) -> None:
+    """What there is time for; the run then holds just that."""
+    end_s = run.seconds() + budget_s - run.spent_s
+    with Progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
+        runner.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
+    counts = budget.measured(plan, run)
+    for suite in [suite for suite, number in counts.items() if not number]:
+        tell(f"note: there was no time for {suite}; raise --for")
+    run.mark_finished({"measured": counts})
 
 
 def _methods(request: Request) -> list[methods.Method]:
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
-    if request.block_size is not None:
-        if not any(method.leaves_open("block") for method in chosen):
-            raise UserError("--block-size has no effect without --method dflash, or another that leaves its block open")
-        chosen = _with_option(chosen, "block", request.block_size)
-    if request.draft_steps is not None:
-        if not any(method.leaves_open("steps") for method in chosen):
-            raise UserError("--draft-steps has no effect without --method dflash, or where it says its steps itself")
-        chosen = _with_option(chosen, "steps", request.draft_steps)
+    for name, text, drafter in (
+        ("block", request.block_size, "--method dflash, or another that leaves its block open"),
+        ("steps", request.draft_steps, "--method dflash, or where it says its steps itself"),
+    ):
+        flag = {"block": "--block-size", "steps": "--draft-steps"}[name]
+        if text is not None and not any(method.leaves_open(name) for method in chosen):
+            raise UserError(f"{flag} has no effect without {drafter}")
+        if text is not None:
+            chosen = sweeping.laid_out(chosen, [sweeping.Axis(name, sweeping.split(text, flag), flag=flag)], False)
     return chosen
 
 
-def _with_option(chosen: list[methods.Method], name: str, value: int) -> list[methods.Method]:
-    """A method that says its own value keeps it."""
-    given = [method.with_option(name, value) if method.leaves_open(name) else method for method in chosen]
-    return methods.chosen([method.label for method in given])
+def _swept(request: Request, chosen: Sequence[methods.Method]) -> tuple[Request, Sequence[methods.Method]]:
+    """The request with the settings that `--over` names, and the methods with the options."""
+    axes = sweeping.parse(request.over)
+    of_methods, of_settings = sweeping.divided(axes, chosen)
+    if request.one_at_a_time and not axes:
+        raise UserError("--one-at-a-time has no effect without --over")
+    if request.one_at_a_time and of_settings:
+        raise UserError(
+            "--one-at-a-time varies options of methods, and all methods run under all settings; "
+            f"leave it out, or --over {of_settings[0].name}"
+        )
+    for axis in of_settings:
+        field = "temperatures" if axis.name == "temperature" else axis.name
+        if getattr(request, field) not in ((), None, (0.0,)):
+            flag = f"--{axis.name.replace('_', '-')}"
+            raise UserError(f"{flag} and --over {axis.name} both say what it is; give one of them")
+        request = replace(request, **{field: sweeping.setting_values(axis)})
+    return request, sweeping.laid_out(chosen, of_methods, request.one_at_a_time)
 
 
 def _refuse_what_has_no_effect(request: Request) -> None:
@@ -145,7 +196,7 @@ def _refuse_what_has_no_effect(request: Request) -> None:
             "--seed has no effect at temperature 0; it seeds sampling (prompts are drawn by the suite's own seed)"
         )
     for flag in ("top_k", "top_p", "min_p"):
-        if getattr(request, flag) is not None and not _samples(request):
+        if getattr(request, flag) and not _samples(request):
             raise UserError(f"--{flag.replace('_', '-')} has no effect at temperature 0, where the best token is taken")
 
 
@@ -250,18 +301,16 @@ def _identity_of_models(request: Request, model: Preset, models: Models) -> dict
 
 
 def _settings(request: Request, modes: Sequence[bool | None]) -> list[Settings]:
-    """One for each mode of thinking and temperature; what only changes sampling is left out at temperature 0."""
-    penalty = request.repetition_penalty or 1.0
-    of_sampling = {name: getattr(request, name) for name in ("top_k", "top_p", "min_p")}
-    given = {name: value for name, value in of_sampling.items() if value is not None}
-    return [
-        Settings(
-            temperature=temperature, repetition_penalty=penalty, thinking=mode,
-            **({} if is_greedy(temperature) else given),
-        )
-        for mode in modes
-        for temperature in request.temperatures
-    ]  # fmt: skip
+    """One for each combination of what is given; what only changes sampling is left out at temperature 0."""
+    usual, several = Settings(), []
+    values = [
+        getattr(request, name) or (getattr(usual, name),) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+    ]
+    for mode, temperature, top_k, top_p, min_p, penalty in product(modes, request.temperatures, *values):
+        if is_greedy(temperature):
+            top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode))
+    return list(dict.fromkeys(several))
 
 
 def _thinking(request: Request, model: Preset, tokenizer: Any) -> tuple[bool | None, ...]:
@@ -349,6 +398,8 @@ def _refuse_unknown_values(request: Request) -> None:
         raise unknown("audit", request.audit, list(get_args(Audit)))
     if request.audit is not None and not any(map(is_greedy, request.temperatures)):
         raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
+    if request.budget is not None:
+        budget.seconds(request.budget)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
     if request.threads is not None and request.threads > (os.cpu_count() or 1):
@@ -367,14 +418,16 @@ def _refuse_unknown_values(request: Request) -> None:
 
 
 def _refuse_unknown_sampling(request: Request) -> None:
-    for flag, value in (("--top-p", request.top_p), ("--min-p", request.min_p)):
-        if value is not None and not 0 < value < 1:
+    if any(value < 1 for value in request.top_k):
+        raise UserError(f"--top-k is a number of tokens from 1 up, not {_listed(request.top_k)}")
+    for flag, value in [*(("--top-p", p) for p in request.top_p), *(("--min-p", p) for p in request.min_p)]:
+        if not 0 < value < 1:
             raise UserError(f"{flag} is a share between 0 and 1, not {value:g}; leave it out to draw from all tokens")
-    penalty = request.repetition_penalty
-    if penalty is not None and (not math.isfinite(penalty) or penalty <= 0 or penalty == 1):
-        raise UserError(
-            f"--repetition-penalty is a number above 0 other than 1, which changes nothing; not {penalty:g}"
-        )
+    for penalty in request.repetition_penalty:
+        if not math.isfinite(penalty) or penalty <= 0 or (penalty == 1 and len(request.repetition_penalty) == 1):
+            raise UserError(
+                f"--repetition-penalty is a number above 0 other than 1, which changes nothing; not {penalty:g}"
+            )
 
 
 def _listed(numbers: Sequence[float]) -> str:

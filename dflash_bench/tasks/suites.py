@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -164,10 +164,19 @@ def draw(
         first = row_numbers.setdefault(prompt.prompt_id, number)
         if first != number:
             raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
-    ranked_ids = sorted(row_numbers, key=lambda key: hashlib.sha256(f"{suite.seed}:{key}".encode()).digest())
-    drawn_ids = set(ranked_ids[:limit])
+    drawn_ids = set(sorted(row_numbers, key=lambda prompt_id: _rank(suite, prompt_id))[:limit])
     drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
     return Loaded(suite, drawn, source, _sha256([prompt.row for prompt in drawn]), len(prompts), notes)
+
+
+def _rank(suite: Suite, prompt_id: str) -> bytes:
+    return hashlib.sha256(f"{suite.seed}:{prompt_id}".encode()).digest()
+
+
+def as_drawn(loaded: Loaded) -> Loaded:
+    """The same prompts in a new order: those that a smaller limit would draw come first."""
+    ranked = sorted(loaded.prompts, key=lambda prompt: _rank(loaded.suite, prompt.prompt_id))
+    return replace(loaded, prompts=tuple(ranked))
 
 
 # From a row to a prompt.

@@ -25,10 +25,10 @@ from dflash_bench.models.packed import PackedDFlash
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     draft: DFlashDraft = models.draft_of(method)
-    steps = method.number("steps")
+    steps, rule = method.number("steps"), str(method.option("rule"))
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(draft, target.embedding, target.head, steps=steps)
-    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), steps=steps)
+        return AutoDFlashDrafter(draft, target.embedding, target.head, rule, steps)
+    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), rule, steps)
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.report.plots import acceptance, speed
+from dflash_bench.report.plots import acceptance, speed, sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
 from dflash_bench.report.plots.trend import trend
 
-__all__ = ["CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "svg", "write", "write_trend"]
+__all__ = [
+    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write",
+    "write_trend",
+]  # fmt: skip
 
 KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
+    "sweep": sweep.sweep,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Plain decoding's seconds per token over the method's, on the same answers.",
@@ -25,6 +29,7 @@ CAPTIONS = {
     "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
     "output": "A line that falls means that the draft loses its way in long answers.",
     "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",
+    "sweep": "Where acceptance still rises and the speed-up no longer does, the engine pays for what the draft gains.",
     "prompts": "Each point is a prompt: the lower it lies for how far right it is, the more drafting gained.",
 }
 
@@ -32,6 +37,11 @@ CAPTIONS = {
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise unknown("format", kind, list(KINDS))
+
+
+def names_for(material: Material) -> list[str]:
+    """Those that such a run has: in most runs no option has several values."""
+    return [name for name in PLOTS if name != "sweep" or material.sweeps]
 
 
 def write(material: Material, name: str, folder: Path, kind: str) -> Path:

@@ -10,6 +10,7 @@ from functools import cached_property
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.sweeps import Sweep
 from dflash_bench.errors import UserError
 from dflash_bench.records import Settings
 from dflash_bench.report.document import Document
@@ -47,6 +48,10 @@ class Material:
     def groups(self) -> list[Group]:
         """What has a panel of its own: each suite under each settings."""
         return list(dict.fromkeys((cell.suite, str(cell.settings)) for cell in self.cells))
+
+    @property
+    def sweeps(self) -> Sequence[Sweep]:
+        return self.document.sweeps
 
     def label(self, group: Group) -> str:
         """The suite, and on a line of its own what tells its settings from the others of the run."""

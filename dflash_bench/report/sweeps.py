@@ -1,0 +1,134 @@
+"""A sweep in words: a table by the values of an option, and which value was the best on this engine and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash_bench import environment
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.sweeps import LENGTH, SPEEDUP, Curve, Point, Sweep
+from dflash_bench.kinds import Value
+from dflash_bench.report.tables import aligned, markdown, number, with_interval
+
+BEST, RIVAL = "*", "~"
+LEGEND = (
+    f"{BEST} = highest {SPEEDUP}; {RIVAL} = cannot be told apart from it: on the same prompts, the interval of their "
+    "ratio contains 1, or p >= 0.05 (Holm, over all pairs)"
+)
+
+
+def tables(sweeps: Sequence[Sweep]) -> Iterator[str]:
+    """For a terminal, a table for each option."""
+    for sweep in sweeps:
+        yield from [f"sweep over {heading(sweep)}", *aligned(*table(sweep)).splitlines(), ""]
+
+
+def in_markdown(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+    """Its paragraphs."""
+    tables = [part for sweep in sweeps for part in (f"## Sweep over {heading(sweep)}", markdown(*table(sweep)))]
+    told = "\n".join(f"- {text}" for text in answers(sweeps, info))
+    return [*tables, f"{LEGEND}.".replace("*", r"\*"), told] if sweeps else []
+
+
+def answers(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+    """A sentence for each method that was swept, and on what all that was measured."""
+    told = [_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
+    return [*told, f"That is so on {engine(info)}. A faster or slower engine can have another best."]
+
+
+def engine(info: Mapping[str, Any]) -> str:
+    """What decides which value is the best: `this engine (local, ...) and machine (...)`."""
+    identity, env = info["identity"], info["environment"]
+    packages = env.get("packages", {})
+    software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]
+    threads = identity.get("threads")
+    how = [str(identity.get("device") or "cpu"), identity["dtype"], *([f"threads {threads}"] if threads else [])]
+    machine = environment.one_line(env).partition(";")[0]
+    return f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and machine ({machine})"
+
+
+def heading(sweep: Sweep) -> str:
+    return f"{sweep.option} ({sweep.unit})" if sweep.unit else sweep.option
+
+
+def value_text(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def where(curve: Curve) -> str:
+    """The suites of a curve."""
+    return curve.suites[0] if len(curve.suites) == 1 else f"geometric mean over {len(curve.suites)} suites"
+
+
+def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """A suite's name once, and below it the values."""
+    several = len(sweep.answers) > 1
+    rows = []
+    for curve in sweep.curves:
+        name = f"{where(curve)} · {curve.series}" if several else where(curve)
+        rows.append([name, "", "", "", ""])
+        rows += [_row(curve, number, point) for number, point in enumerate(curve.points)]
+    return [sweep.option, "prompts", f"{LENGTH} [95 %]", f"{SPEEDUP} [95 %]", "best / this [95 %]"], rows
+
+
+def _row(curve: Curve, number: int, point: Point) -> list[str]:
+    mark = BEST if number == curve.best else RIVAL if number in curve.rivals else " "
+    ratio = curve.over[number].ratio if number in curve.over else None
+    return [
+        f"  {value_text(point.value)}", f"{point.num_prompts:,}", with_interval(point.length),
+        f"{with_interval(point.speedup)} {mark}", with_interval(ratio) if ratio else "",
+    ]  # fmt: skip
+
+
+def _answer(sweep: Sweep, curve: Curve) -> str:
+    if curve.best is None:
+        return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} is the best."
+    best = curve.points[curve.best]
+    assert best.speedup is not None
+    parts = [
+        f"{curve.series}: {SPEEDUP} is highest at {sweep.option} {value_text(best.value)}, "
+        f"{with_interval(best.speedup)} ({where(curve)})"
+    ]
+    if curve.rivals:
+        rivals = ", ".join(value_text(curve.points[number].value) for number in curve.rivals)
+        parts.append(f"{value_text(best.value)} and {rivals} cannot be told apart")
+    behind = [number for number in curve.over if number not in curve.rivals]
+    if behind:
+        ratios = ", ".join(
+            f"{value_text(curve.points[n].value)} ({number(curve.over[n].ratio.value)}x)" for n in behind
+        )
+        parts.append(f"it is faster than {ratios}")
+    if not _is_faster(best.speedup):
+        parts.append("it is not shown to be faster than plain decoding")
+    return "; ".join(parts) + "."
+
+
+def _is_faster(speedup: Interval) -> bool:
+    return speedup.low is not None and speedup.low > 1
+
+
+def as_json(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
+    return [
+        {"option": sweep.option, "unit": sweep.unit or None, "curves": [_curve_json(curve) for curve in sweep.curves]}
+        for sweep in sweeps
+    ]
+
+
+def _curve_json(curve: Curve) -> dict[str, Any]:
+    """`ratio` is the best one's speed-up over this one's."""
+    return {
+        "series": curve.series,
+        "suites": list(curve.suites),
+        "best": None if curve.best is None else curve.points[curve.best].value,
+        "not_told_apart": [curve.points[number].value for number in curve.rivals],
+        "points": [_point_json(curve, number, point) for number, point in enumerate(curve.points)],
+    }
+
+
+def _point_json(curve: Curve, number: int, point: Point) -> dict[str, Any]:
+    over = curve.over.get(number)
+    return {
+        "value": point.value, "method": point.method, "num_prompts": point.num_prompts, "al_pooled": point.length,
+        "speedup_decode": point.speedup, "best_over_this": over and over.ratio, "p": over and over.p,
+    }  # fmt: skip
