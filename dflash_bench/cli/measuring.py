@@ -144,9 +144,9 @@ def suites() -> None:
     """List the suites: where their rows come from, how many are shipped, how they are scored."""
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
-    from dflash_bench.tasks.suites import known_groups, table
+    from dflash_bench.tasks.suites import known_groups, listings
 
-    say(report.suites_text(table(), known_groups()))
+    say(report.suites_text(listings(), known_groups()))
     cage = sandbox.strongest()
     here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
     say(f"\ncode that a model wrote {here}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dflash_bench import methods
-from dflash_bench.bars import late
+from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import presets
 from dflash_bench.records import Cell, Draws, Message, Settings
@@ -118,10 +118,10 @@ def measure(
     distinct = list(dict.fromkeys(place for some in places.values() for place in some))
     cells = {
         place: expected(model, place.tokens, LENGTH, settings, num_draws)
-        for place in late(distinct, "asking the published model")
+        for place in with_bar(distinct, "asking the published model")
     }
     tallies = {(label, place): _Tally() for label, some in places.items() for place in some}
-    for job in late(list(_jobs(list(tallies), num_draws, seed)), "drawing"):
+    for job in with_bar(list(_jobs(list(tallies), num_draws, seed)), "drawing"):
         prompts = [job.place.tokens] * len(job.seeds)
         for answer in drawn(backend.target, backend.drafters[job.method], prompts, LENGTH, sampling, job.seeds):
             tallies[job.method, job.place].add(answer, cell_of(answer.tokens, cells[job.place]))
@@ -147,7 +147,7 @@ def chosen_places(backend: LocalBackend, label: str, settings: Settings, seed: i
     places, drafter, sampling = _candidates(backend, settings, seed), backend.drafters[label], Sampling.of(settings)
     prompts = [place for place in places for _ in range(PILOT)]
     kept: Counter[Place] = Counter()
-    for start in late(range(0, len(prompts), ROWS), "choosing prompts"):
+    for start in with_bar(range(0, len(prompts), ROWS), "choosing prompts"):
         batch = prompts[start : start + ROWS]
         seeds = range(PILOT_SEEDS + start, PILOT_SEEDS + start + len(batch))
         for place, answer in zip(

@@ -121,7 +121,7 @@ def prompts_of(request: Request, model: Preset) -> list[Loaded]:
     known = suites.expand(request.suites)
     # `datasets` reads this when it is imported; its bars would tear ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    loaded = [suites.load(suite, request.data or model.data, request.limit) for suite in known]
+    loaded = [suites.load_prompts(suite, request.data or model.data, request.limit) for suite in known]
     if request.prompts is not None:
         scorer = request.score or "none"
         loaded.append(prompts.load(request.prompts, request.limit, scorer, list(scoring.COLUMNS.get(scorer, ()))))
