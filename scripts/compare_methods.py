@@ -1,0 +1,116 @@
+"""What scripts/compare_methods needs of Python: texts for a datastore, and the table.
+
+Usage: python scripts/compare_methods.py corpus > FILE, or table RUNS
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from dflash_bench import environment
+from dflash_bench.analysis.metrics import FORMULAS, Cell
+from dflash_bench.methods import is_lossy
+from dflash_bench.records import Settings
+from dflash_bench.report import document
+from dflash_bench.report.document import Document, Line, over_all
+from dflash_bench.report.tables import ABSENT, markdown, number, with_interval
+
+NUM_TEXTS = 4000
+"""Of the corpus that nano was trained on, none of them shipped as a prompt."""
+HEADS = ["method", "speedup.decode [95 %]", "al.pooled", "exact or drawn as the model", "passed"]
+HEAD = """# All methods on nano
+
+```
+scripts/compare_methods FOLDER
+```
+
+{machine}. float32, one thread, 8 prompts a suite: `speedup.decode` is the geometric
+mean over suites, and its interval covers the choice of prompts alone. **On so few prompts methods whose intervals
+overlap are not told apart**, and nano decodes on a CPU, where every place of a wide draft costs time: on a GPU, where
+width is nearly free, trees are worth more than here. `oracle` and `random` measure the engine, not a draft: no draft of
+15 tokens can be better or worse.
+
+- `al.pooled`: {al}
+- exact: answers equal to plain decoding, and answers that the published model, read by transformers, confirms
+- drawn as the model: the verdict of `verify-distribution` at temperature {tested.temperature:g} and top-p
+  {tested.top_p:g} over {draws:,} draws from each of its prompts; p is adjusted by Holm over all tests of all methods
+  (level {level})
+- passed: answers that the suite's scorer calls right, of those that it scores
+"""
+
+
+def corpus() -> None:
+    from dflash_bench.train.data import segments, training_tasks
+
+    for task in islice(training_tasks(1), NUM_TEXTS):
+        print(json.dumps({"text": "".join(text for text, _ in segments(task))}))
+
+
+def table(folder: str) -> None:
+    runs = Path(folder)
+    tested = json.loads((runs / "distribution.json").read_text(encoding="utf-8"))
+    verdicts = {verdict["method"]: verdict["state"] for verdict in tested["verdicts"]}
+    documents = [document.read(runs / name) for name in ("embedded", "real") if (runs / name).exists()]
+    machine = environment.one_line(documents[0].results.info["environment"])
+    settings = Settings(**tested["settings"])
+    print(HEAD.format(machine=machine, al=FORMULAS["al.pooled"], tested=settings, draws=tested["draws"],
+                      level=tested["level"]))  # fmt: skip
+    for run in documents:
+        for settings in dict.fromkeys(cell.settings for cell in run.cells):
+            print(_section(run, settings, verdicts))
+
+
+def _section(run: Document, settings: Settings, verdicts: Mapping[str, str]) -> str:
+    source = "embedded prompts" if "embedded" in run.cells[0].label else "real prompts"
+    cells = [cell for cell in run.cells if cell.settings == settings]
+    lines = [line for line in run.lines if line.settings == settings]
+    rows = [_row(line, line.cells_of(cells), verdicts) for line in lines]
+    plain = [cell for cell in cells if cell.method == "ar"]
+    rows.insert(0, ["ar", "1.00", "1.00", _exactness(plain, "ar", verdicts), _passed(plain)])
+    suites = list(dict.fromkeys(cell.suite for cell in cells))
+    by_suite = [
+        [_name(line), *(_short(cell) for suite in suites for cell in line.cells_of(cells) if cell.suite == suite)]
+        for line in lines
+    ]
+    return (
+        f"## {source.capitalize()}, temperature {settings.temperature:g}\n\n{markdown(HEADS, rows)}\n\n"
+        f"Speed-up and, in brackets, `al.pooled` by suite:\n\n{markdown(['method', *suites], by_suite)}\n"
+    )
+
+
+def _row(line: Line, cells: Sequence[Cell], verdicts: Mapping[str, str]) -> list[str]:
+    speedup, al = over_all(cells, line)
+    judged = _exactness(cells, line.method, verdicts)
+    return [_name(line), with_interval(speedup), number(al), judged, _passed(cells)]
+
+
+def _name(line: Line) -> str:
+    """The method without the path of its datastore, which says nothing elsewhere."""
+    return line.method.partition(":datastore=")[0]
+
+
+def _short(cell: Cell) -> str:
+    return f"{number(cell.value('speedup.decode'))} ({number(cell.value('al.pooled'))})"
+
+
+def _exactness(cells: Sequence[Cell], method: str, verdicts: Mapping[str, str]) -> str:
+    if is_lossy(method):
+        return "lossy"
+    if not cells[0].settings.greedy:
+        return "the model itself" if method == "ar" else verdicts.get(method, ABSENT)
+    return f"{_sum([cell.exact for cell in cells])}, audit {_sum([cell.audit for cell in cells])}"
+
+
+def _passed(cells: Sequence[Cell]) -> str:
+    return _sum([cell.passed for cell in cells])
+
+
+def _sum(tallies: Sequence[tuple[int, int] | None]) -> str:
+    counted = [tally for tally in tallies if tally is not None]
+    return f"{sum(good for good, _ in counted)}/{sum(of for _, of in counted)}" if counted else ABSENT
+
+
+if __name__ == "__main__":
+    {"corpus": corpus, "table": table}[sys.argv[1]](*sys.argv[2:])
