@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-BASELINE = Path(__file__).parent.parent / "results" / "baselines" / "nano.json"
+BASELINE = Path(__file__).parents[2] / "results" / "baselines" / "nano.json"
 ASKED = "--suite gsm8k --method dflash --method eagle3 --limit 4 --max-new-tokens 48".split()
 
 

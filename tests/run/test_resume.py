@@ -18,7 +18,7 @@ from fake import main
 from dflash_bench.records import Record
 from dflash_bench.results import store
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 WORDS = (
     "--suite gsm8k --suite humaneval --prompts p.jsonl --limit 2 --model model --method dflash --method eagle3:2 "

@@ -491,7 +491,7 @@ def test_nothing_found_is_said() -> None:
 
 def test_importing_the_report_loads_nothing_heavy() -> None:
     code = "import sys, dflash_bench.report, dflash_bench.results.store; print(*sys.modules)"
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root}
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert not {"torch", "pyarrow", "pandas", "scipy", "rich"} & set(loaded.stdout.split())

@@ -28,7 +28,7 @@ from dflash_bench.results import store
 from dflash_bench.run import progress
 from dflash_bench.tasks import sandbox, scoring
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 

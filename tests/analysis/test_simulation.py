@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "results" / "intervals.md").read_text(encoding="utf-8")
 Table = dict[str, dict[str, float]]
 """By row and column, shares."""

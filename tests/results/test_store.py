@@ -479,7 +479,7 @@ MOMENTS = {
 
 
 def spawned(code: str, folder: Path) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     environment = os.environ | {"PYTHONPATH": paths}
     return subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, env=environment)
 

@@ -29,7 +29,7 @@ from dflash_bench.run.runner import Plan
 
 Main = Callable[..., tuple[int, str, str]]
 GREEDY, SAMPLED = Settings(0.0, thinking=False), Settings(1.0, top_p=0.9, thinking=False)
-OLD = Path(__file__).parent / "data" / "schema2"
+OLD = Path(__file__).parents[1] / "data" / "schema2"
 
 
 def both(seed: int = 0, **changes: Any) -> list[Record]:
