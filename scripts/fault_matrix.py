@@ -21,7 +21,7 @@ METHODS = ("ar", *matrix.METHODS)
 HEAD = """# Mistakes planted in the engine, and whether a run finds them
 
 {machine}.
-`scripts/fault_matrix results/faults.md` makes this table in about ten minutes; `tests/engine/test_faults.py` checks the same,
+`scripts/fault_matrix results/faults.md` makes this table in about ten minutes; `tests/engine/test_faults.py` checks it,
 and plants faults that this target cannot have (windows, recurrent states, rows of a batch) in small models.
 
 Each row is one `dflash-bench run` of nano with one mistake in the engine: {suites}, {limit} prompts each, {most} tokens
