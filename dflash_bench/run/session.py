@@ -21,6 +21,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.records import CODE_SCORERS, SCHEMA_VERSION, Audit, Settings, is_greedy
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_of, settings_to_json
+from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, runner, sweeping
 from dflash_bench.run.progress import Progress
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
@@ -114,7 +115,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
         for note in each.notes:
             tell(f"note: {note}")
     if resume and request.budget is not None:
-        _refuse_other_order(store.read_info(folder), info["plan"], folder)
+        _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         run.keep_prompts(runner.asked_of(plan))
         if request.budget is None:
