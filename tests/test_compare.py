@@ -137,9 +137,7 @@ def test_unlike_runs_are_refused_and_allowed_by_name(
 ) -> None:
     stored(tmp_path / "then", answers())
     stored(tmp_path / "now", answers(), **changes)
-    assert f"then and now are unlike: {kind}: {text}. To compare all the same: --allow {kind}" in told(
-        main, "then", "now"
-    )
+    assert f"then and now differ: {kind}: {text}. To compare them anyway: --allow {kind}" in told(main, "then", "now")
     notes = found(main, "then", "now", "--allow", kind)["notes"]
     assert notes == [f"allowed, though unlike: {kind}: {text}"]
 
@@ -148,7 +146,7 @@ def test_other_prompts_under_the_same_ids_are_refused(tmp_path: Path, main: Main
     stored(tmp_path / "then", answers())
     rows = [replace(row, prompt_hash="other") if row.prompt_id == "p003" else row for row in answers()]
     stored(tmp_path / "now", rows)
-    assert "prompts: 1 of 24 have another text, first gsm8k p003" in told(main, "then", "now")
+    assert "prompts: 1 of 24 have other texts, first gsm8k p003" in told(main, "then", "now")
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path, main: Main) -> None:

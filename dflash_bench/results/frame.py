@@ -20,7 +20,8 @@ from dflash_bench.results import parts, shape, whole
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import Identity, settings_numbers, settings_of
 from dflash_bench.results.run_json import FILE, Info, carried, check_shape, read_info
-from dflash_bench.results.slices import SLICES, STRETCHES, part_of, sliced, stretch_of
+from dflash_bench.results.segments import LISTS, Segments, lengths_of
+from dflash_bench.results.slices import SLICES, STRETCHES, sliced
 from dflash_bench.results.whole import Account, Flaw
 from dflash_bench.results.witness import Witness, witness
 
@@ -31,7 +32,6 @@ KEPT = (
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens",
 )  # fmt: skip
 """Columns taken over as they are stored."""
-LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit")
 """Columns with few different values: kept as pandas categories."""
 COLUMNS = (*KEPT, *SETTINGS, *LISTS, "token_ids")
@@ -41,7 +41,7 @@ ALLOWED = ("damaged", *whole.REMEDIES)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, and those of `_Rounds.sums`."""
+    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, and `Segments.sums`."""
 
     name: str
     info: Info
@@ -168,15 +168,15 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
     """An Arrow table with a row per answer; by output position or part, a row per stretch of an answer."""
     import pyarrow as pa
 
-    rounds = _Rounds.of(batch, by)
+    segments = Segments.of(batch, by)
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
     kept["settings"] = _setting_names(settings_numbers(batch, run_settings), run_settings)
     kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
     table = pa.table(kept)
-    sums = rounds.sums()
+    sums = segments.sums()
     if by in STRETCHES:
-        table = _without_wholes(table.take(pa.array(rounds.rows)))
+        table = _without_wholes(table.take(pa.array(segments.rows)))
         of_answer = {
             "num_tokens": sums["num_emitted"],
             "decode_tokens": sums["num_emitted"],
@@ -184,7 +184,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
         }
     else:
         of_answer = _num_tokens(batch)
-    sums |= of_answer | {"stretch": rounds.stretches}
+    sums |= of_answer | {"stretch": segments.stretches}
     for name, values in sums.items():
         column = pa.array(values)
         at = table.schema.get_field_index(name)
@@ -201,7 +201,7 @@ def _setting_names(numbers: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def _num_tokens(batch: Any) -> dict[str, Any]:
-    counts = _lengths(batch.column("token_ids"))
+    counts = lengths_of(batch.column("token_ids"))
     # An answer is empty if its first token was a stop.
     return {"num_tokens": counts, "decode_tokens": np.maximum(counts - 1, 0)}
 
@@ -214,89 +214,3 @@ def _without_wholes(table: Any) -> Any:
         at = table.schema.get_field_index(name)
         table = table.set_column(at, name, pa.nulls(len(table), table.schema.field(name).type))
     return table
-
-
-@dataclass(frozen=True, slots=True)
-class _Rounds:
-    """The rounds of a batch one after another, cut into segments: answers, or stretches of answers."""
-
-    values: dict[str, Any]
-    """Each list of `LISTS`, [rounds]; NaN where a row does not have it."""
-    starts: Any
-    """Where each segment that has rounds starts, [segments with rounds]."""
-    filled: Any
-    """The indices of these segments in `rows`."""
-    rows: Any
-    """The row of the batch that each segment belongs to, [segments]."""
-    hidden: Any
-    """Whether the backend hid the rounds, [segments]."""
-    stretches: Any
-
-    @classmethod
-    def of(cls, batch: Any, by: str) -> _Rounds:
-        lengths = _lengths(batch.column("accepted"))
-        has_rounds = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
-        owners = np.repeat(np.arange(len(lengths)), lengths)
-        values = {name: _flat(batch.column(name), lengths) for name in LISTS}
-        if by not in STRETCHES:
-            filled = np.flatnonzero(lengths)
-            starts = (np.cumsum(lengths) - lengths)[filled]
-            rows = np.arange(len(lengths))
-            return cls(values, starts, filled, rows, ~has_rounds, np.zeros(len(rows), dtype=np.int64))
-        before = np.cumsum(values["emitted"]) - values["emitted"]
-        firsts = np.repeat(before[(np.cumsum(lengths) - lengths)[lengths > 0]], lengths[lengths > 0])
-        # Tokens emitted before each round of an answer, including the one from prefill.
-        out = 1 + before - firsts
-        stretch = stretch_of(out) if by == "output-position" else part_of(out, _thinking(batch)[owners])
-        cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0)
-        starts = np.flatnonzero(cuts)
-        places = np.arange(len(starts))
-        return cls(values, starts, places, owners[starts], np.zeros(len(starts), dtype=bool), stretch[starts])
-
-    def sums(self) -> dict[str, Any]:
-        drafted, accepted = self.values["drafted"], self.values["accepted"]
-        drafting = drafted > 0
-        sums = {
-            "num_rounds": self._filled(np.diff(self.starts, append=len(accepted))),
-            "num_drafted": self._sum(drafted),
-            "num_accepted": self._sum(accepted),
-            "num_emitted": self._sum(self.values["emitted"]),
-            "num_drafting": self._sum(drafting),
-            "num_whole": self._sum(drafting & (drafted == accepted)),
-            "num_first_kept": self._sum(accepted > 0),
-            "first_draft_s": np.zeros(len(self.rows)),
-        }
-        sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
-        return sums | {name: self._sum(self.values[name]) for name in ("draft_s", "verify_s", "round_s")}
-
-    def _sum(self, values: Any) -> Any:
-        return self._filled(np.add.reduceat(values, self.starts, dtype=np.float64) if len(self.starts) else 0)
-
-    def _filled(self, values: Any) -> Any:
-        total = np.zeros(len(self.rows))
-        total[self.filled] = values
-        total[self.hidden] = np.nan
-        return total
-
-
-def _thinking(batch: Any) -> Any:
-    """Thinking tokens of each answer; 0 if the model does not think, or if it is not known."""
-    return batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)
-
-
-def _lengths(column: Any) -> Any:
-    """The length of each list; 0 for null."""
-    from pyarrow import compute
-
-    return compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _flat(column: Any, lengths: Any) -> Any:
-    """The values of all lists one after another; a list that is null counts as NaNs of its length in `lengths`."""
-    values = column.flatten().to_numpy(zero_copy_only=False)
-    stored = _lengths(column)
-    if np.array_equal(stored, lengths):
-        return values
-    spread = np.full(int(lengths.sum()), np.nan)
-    spread[np.repeat(stored > 0, lengths)] = values
-    return spread
