@@ -15,7 +15,7 @@ from runs import SUITES, answers, asked, changed, frame_of, slower, stored
 
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.records import SCHEMA_VERSION
-from dflash_bench.results import parts, store
+from dflash_bench.results import columns, store
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -169,7 +169,7 @@ def test_a_damaged_part_is_named_and_left_out_only_when_allowed(tmp_path: Path, 
     assert "cannot read run/part-000001.parquet: " in line
     assert line.endswith("--allow damaged uses the other parts\n")
     shown = found(main, "run", "--allow", "damaged")
-    assert shown["notes"][0].startswith("left out, damaged: cannot read run/part-000001.parquet")
+    assert shown["notes"][0].startswith("left out because it is damaged: cannot read run/part-000001.parquet")
     assert shown["cells"][0]["num_prompts"] == 24 - 5
 
 
@@ -177,7 +177,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
     tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        for module in (store, parts):
+        for module in (store, columns):
             newer.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         stored(tmp_path / "run", answers())
     assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")

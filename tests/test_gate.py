@@ -203,7 +203,7 @@ def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"temperature": 1.0}, "sampling: temperature 0.0 and 1.0. To compare all the same: --allow sampling"),
+        ({"temperature": 1.0}, "sampling: temperature 0.0 and 1.0. To compare them anyway: --allow sampling"),
         (
             {"revisions": {"target": "t2", "dflash": "d2"}},
             "model: revision of target t1 and t2; draft: rev",
@@ -249,9 +249,9 @@ def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> N
     for name, text, told in [
         ("a", "{}", "a is not a baseline; write one with: dflash-bench baseline RUN... -o FILE"),
         ("b", "{", "b: not valid JSON"),
-        ("c", '{"format": 99, "cells": []}', "c has format 99, this is 2; update dflash-bench"),
+        ("c", '{"format": 99, "cells": []}', "c has format 99, but this version reads up to 2; update dflash-bench"),
         ("d", '{"format": 1, "cells": []}', "d holds no cells"),
-        ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 2; update dflash-bench"),
+        ("e", '{"format": "1", "cells": [1]}', "e has format '1', but this version reads up to 2; update dflash-bench"),
         ("f", '{"format": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
     ]:
         (tmp_path / name).write_text(text)
@@ -267,7 +267,7 @@ def test_an_unfinished_run_is_refused(tmp_path: Path, main: Main) -> None:
         run.append(answers())
     code, _, err = main("check", "run")
     assert code == 2
-    assert "run is still being written, or was stopped: finish it with --resume, or --allow unfinished" in err
+    assert "run is still being written, or was stopped: finish it with --resume, or add --allow unfinished" in err
 
 
 # Formats

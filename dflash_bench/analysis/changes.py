@@ -79,8 +79,8 @@ def within(cells: Sequence[Cell]) -> list[Versus]:
     comparisons: list[Versus] = []
     for _, members in groupby(cells, key=lambda cell: (cell.suite, cell.settings, cell.slice)):
         pairs = combinations([cell for cell in members if cell.num_prompts], 2)
-        made = (_versus(before, after, before.method, after.method) for before, after in pairs)
-        comparisons += [versus for versus in made if versus]
+        compared = (_versus(before, after, before.method, after.method) for before, after in pairs)
+        comparisons += [versus for versus in compared if versus]
     return _adjusted(comparisons)
 
 

@@ -62,10 +62,11 @@ PLACES = {
 FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "settings", *PLACES))
 
 
-def schema(version: int = SCHEMA_VERSION, nullable: bool = False) -> Any:
-    """The Arrow schema. Lists hold no nulls, though files of the first runs declared that they might (`nullable`)."""
+def schema(version: int | None = None, nullable: bool = False) -> Any:
+    """The Arrow schema, by default the newest. Lists hold no nulls, though files of the first runs declared that they might (`nullable`)."""
     import pyarrow as pa
 
+    version = SCHEMA_VERSION if version is None else version
     kinds = {name: kind for name, kind in COLUMNS.items() if SINCE.get(name, 1) <= version}
     kinds |= UNTIL if version == 1 else {}
     columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in kinds.items()}
