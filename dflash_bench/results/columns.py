@@ -63,7 +63,10 @@ FLAT = tuple(field.name for field in fields(Record) if field.name not in ("gener
 
 
 def schema(version: int | None = None, nullable: bool = False) -> Any:
-    """The Arrow schema, by default the newest. Lists hold no nulls, though files of the first runs declared that they might (`nullable`)."""
+    """The Arrow schema, by default the newest.
+
+    Lists hold no nulls, but files of the first runs declared that they might (`nullable`).
+    """
     import pyarrow as pa
 
     version = SCHEMA_VERSION if version is None else version
