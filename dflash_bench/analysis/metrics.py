@@ -27,7 +27,7 @@ FORMULAS = {
     "al.pooled": "sum(a_i + 1) / sum(S), over all rounds of all prompts",
     "al.request_mean": "mean over answers of the mean over rounds of (a_i + 1)",
     "al.emitted": "sum(e_i) / sum(S), after truncation",
-    "accept_rate": "sum(a_i) / sum(d_i), of chains: the nodes of a tree are alternatives, of which most must fail",
+    "accept_rate": "sum(a_i) / sum(d_i), for chains only: the nodes of a tree are alternatives, and most must fail",
     "accept_at[k]": "P(a >= k), and P(a >= k given a >= k-1), over rounds",
     "forwards_per_token": "sum(S) / sum(T - 1): target forwards for each token after the first",
     "exact": "answers that are the plain output, token for token / answers that were compared",
