@@ -139,7 +139,7 @@ class Run(AbstractContextManager["Run"]):
             asked.write(self.folder, rows)
 
     def _mend(self, info: Info) -> None:
-        """Drops what the plan does not ask for, and replaces all parts by one with what is left.
+        """Drops answers that are not the plan's, if there are any, by replacing all parts with a single new one.
 
         If it is killed half-way, the run is as before or mended: the new part replaces all others once it exists.
         """
