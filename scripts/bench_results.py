@@ -17,6 +17,7 @@ import pyarrow as pa
 from dflash_bench.environment import describe
 from dflash_bench.records import Settings
 from dflash_bench.results import parts, store
+from dflash_bench.results.columns import to_table
 
 LIMIT_S, LIMIT_MB = 10.0, 1500
 SUITES, REPEATS, METHODS = 8, 4, {"ar": 0, "dflash": 15, "eagle3": 6}
@@ -59,7 +60,7 @@ def make(folder: Path, num_answers: int) -> None:
 
 
 def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
-    schema = parts.to_table([], {}).schema
+    schema = to_table([], {}).schema
     at = np.arange(start, start + size)
     method = at % len(METHODS)
     suite, repeat = at // 3 % SUITES, at // (3 * SUITES) % REPEATS

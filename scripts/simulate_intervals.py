@@ -18,7 +18,8 @@ from dflash_bench.analysis.gate import against
 from dflash_bench.analysis.gate.baselines import LIMITS
 from dflash_bench.analysis.gate.outcome import adjusted
 from dflash_bench.analysis.gate.spread import METHOD_NOISE
-from dflash_bench.analysis.metrics import FIGURES, TERMS, Cell
+from dflash_bench.analysis.metrics import FIGURES, Cell
+from dflash_bench.analysis.terms import TERMS
 
 NUM_COVERED, NUM_QUIET, NUM_LOST = 1_000, 1_000, 500
 SPEEDUP, ANSWER_NOISE, SLOW = 3.0, 0.05, 1.3

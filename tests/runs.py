@@ -11,7 +11,7 @@ import numpy as np
 from rows import pair
 
 from dflash_bench.records import GREEDY, Divergence, Generation, Record
-from dflash_bench.results import frame, parts, rounds, slices, store
+from dflash_bench.results import columns, frame, rounds, slices, store
 from dflash_bench.results.identity import settings_of
 
 SUITES: dict[str, Any] = {
@@ -102,13 +102,13 @@ def stored(
 def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
     """What a reader makes of the rows that these would be."""
     several = tuple(dict.fromkeys(row.settings for row in records))
-    table = frame._table(parts.to_table(records, {}).to_batches(), several, by)
+    table = frame._table(columns.to_table(records, {}).to_batches(), several, by)
     return slices.sliced(frame._frame([table], several), by)
 
 
 def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
-    return rounds._counted(parts.to_table(records, {}).to_batches(), (GREEDY,))["gsm8k", str(GREEDY), method]
+    return rounds._counted(columns.to_table(records, {}).to_batches(), (GREEDY,))["gsm8k", str(GREEDY), method]
 
 
 def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Record]:

@@ -1,4 +1,4 @@
-"""What do the rows say, and how sure is that? Figures, intervals, findings, changes and the gate.
+"""What do the rows say, and how certain is it? Figures, intervals, findings, changes and the gate.
 
-It reads finished runs, and knows nothing of how they were made.
+It reads finished runs and does not depend on how they were made.
 """

@@ -1,4 +1,4 @@
-"""Methods against each other within a run, and the same cells before and after; always on the same prompts."""
+"""Compares methods within a run, and the same cells of two runs; always on the prompts that both sides answered."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import numpy as np
 
 from dflash_bench import labels
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, TERMS, Cell, summarise
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, summarise
 from dflash_bench.analysis.stats import Change, Interval
+from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.results.frame import ALLOWED, Results
 from dflash_bench.results.identity import settings_of, settings_to_json
 
 ALPHA = 0.05
 MIN_EFFECT = 0.02
-"""A smaller change is called none, however sure."""
+"""A smaller change does not count, however certain it is."""
 EQUAL = 0.05
-"""Sides are called the same where the whole interval is no further from 1."""
+"""Two sides count as the same if the whole interval is within this distance of 1."""
 GAINS = ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e", "speedup.decode", "speedup.e2e")
-"""What two sides are compared by; each falls or rises on its own."""
+"""The figures that two sides are compared by; each can change without the others."""
 UNLIKE = {
     "suite": "suites.{}.version",
     "prompts": "prompt hashes",
@@ -34,18 +35,18 @@ UNLIKE = {
     "dtype": "dtype, attention",
     "device": "device, threads, processor, GPUs",
 }
-"""What makes runs unlike, as `--allow` names it, and where it is seen."""
+"""What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """`after` over `before` on the prompts that both have."""
+    """`after` divided by `before`, on the prompts that both answered."""
 
     suite: str
     setting: str
-    """What tells the settings from the others of the run after; empty in a run of one."""
+    """What distinguishes the settings from the others of the run after; empty if there is only one."""
     label: str
-    """The suite for people: with where the prompts of both sides came from, and under which settings."""
+    """The suite, for people, with the sources of the prompts on both sides and the settings."""
     sources: tuple[str, str]
     slice: str
     before: str
@@ -61,7 +62,10 @@ class Versus:
 
 
 def verdict(figure_id: str, change: Change) -> str:
-    """One word. "better" and "worse" need a small p, an interval without 1 and an effect; "same" a narrow interval."""
+    """In one word. "better" and "worse" take a small p, an interval without 1 and a large enough effect.
+
+    "same" takes an interval close to 1; "unclear" is neither, and "unknown" has no interval.
+    """
     low, high = change.ratio.low, change.ratio.high
     if change.p is None or low is None or high is None:
         return "unknown"
@@ -71,57 +75,63 @@ def verdict(figure_id: str, change: Change) -> str:
 
 
 def within(cells: Sequence[Cell]) -> list[Versus]:
-    """Every method over every one before it, suite by suite and settings by settings; the baseline comes first."""
-    found = []
+    """For each suite and settings, every method compared with each one before it; plain decoding comes first."""
+    comparisons: list[Versus] = []
     for _, members in groupby(cells, key=lambda cell: (cell.suite, cell.settings, cell.slice)):
         pairs = combinations([cell for cell in members if cell.num_prompts], 2)
-        found += [made for before, after in pairs if (made := _versus(before, after, before.method, after.method))]
-    return _adjusted(found)
+        compared = (_versus(before, after, before.method, after.method) for before, after in pairs)
+        comparisons += [versus for versus in compared if versus]
+    return _adjusted(comparisons)
 
 
 def between(before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str]) -> list[Versus]:
-    """The cells that both runs have. Raises UserError where these share no prompt."""
+    """Compares the cells that both runs have. Raises UserError if these share no prompt."""
     shared = in_common(before, after)
     if not shared:
-        raise UserError(f"{names[0]} and {names[1]} have no suite and method in common, under the same settings")
-    found = [made for old, new in shared if (made := _versus(old, new, *names, cell=new))]
-    if not found:
-        raise UserError(f"{names[0]} and {names[1]} have no prompt in common that was answered as often in both")
-    return _adjusted(found)
+        raise UserError(f"{names[0]} and {names[1]} have no suite and method in common under the same settings")
+    comparisons = [versus for old, new in shared if (versus := _versus(old, new, *names, cell=new))]
+    if not comparisons:
+        raise UserError(f"{names[0]} and {names[1]} have no prompt in common that both answered equally often")
+    return _adjusted(comparisons)
 
 
 def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
-    """Cells of the same suite, slice, method and settings; of runs of one settings each these may differ.
+    """Pairs of cells with the same suite, slice, method and settings.
 
-    That they do was then refused, or allowed.
+    If each run has only one settings, these may differ: `refuse_unlike` has then refused or allowed it.
     """
     by_settings = len({cell.settings for cell in before}) > 1 or len({cell.settings for cell in after}) > 1
 
     def key(cell: Cell) -> tuple[str, ...]:
         return cell.place if by_settings else (cell.suite, cell.slice, cell.method)
 
-    then = {key(cell): cell for cell in before}
-    return [(then[key(cell)], cell) for cell in after if key(cell) in then]
+    cells_before = {key(cell): cell for cell in before}
+    return [(cells_before[key(cell)], cell) for cell in after if key(cell) in cells_before]
 
 
-def _adjusted(found: Sequence[Versus]) -> list[Versus]:
-    """With p by Holm over all that is compared: of many lines without a change, one in twenty would look like one."""
-    known = [(v, name) for v, versus in enumerate(found) for name, each in versus.changes.items() if each.p is not None]
-    ps = stats.holm([found[v].changes[name].p or 0.0 for v, name in known])
-    adjusted = [dict(versus.changes) for versus in found]
-    for (v, name), p in zip(known, ps, strict=True):
-        adjusted[v][name] = replace(adjusted[v][name], p=p)
-    return [replace(versus, changes=changes) for versus, changes in zip(found, adjusted, strict=True)]
+def _adjusted(comparisons: Sequence[Versus]) -> list[Versus]:
+    """With Holm's p over all comparisons: otherwise one in twenty without a change would look like a change."""
+    known = [
+        (number, name)
+        for number, versus in enumerate(comparisons)
+        for name, change in versus.changes.items()
+        if change.p is not None
+    ]
+    ps = stats.holm([comparisons[number].changes[name].p or 0.0 for number, name in known])
+    adjusted = [dict(versus.changes) for versus in comparisons]
+    for (number, name), p in zip(known, ps, strict=True):
+        adjusted[number][name] = replace(adjusted[number][name], p=p)
+    return [replace(versus, changes=changes) for versus, changes in zip(comparisons, adjusted, strict=True)]
 
 
 def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = None) -> Versus | None:
     old_sums, new_sums = on_common_prompts(old, new)
     if not len(old_sums):
         return None
-    # Within a run all seconds are compared as speed-ups; over plain decoding that is the speed-up itself.
+    # Within a run, comparing seconds is comparing speed-ups, so speed-ups are left out.
     ids: tuple[str, ...] = GAINS if cell else ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e")
     if BASELINE in (old.method, new.method):
-        # Of plain decoding there is only time: its acceptance and speed-up are 1.
+        # Plain decoding has only times: its acceptance and its speed-up are always 1.
         ids = ("tps.decode", "tps.e2e")
     changes = over(ids, old_sums, new_sums)
     right, scored = COLUMN["passed"], COLUMN["scored"]
@@ -137,50 +147,50 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
 
 
 def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
-    """The sums of each, prompt by prompt; a prompt that is not answered as often in all is left out.
+    """The sums of each cell, [prompts, terms], on the prompts that all cells answered equally often.
 
-    So is one whose plain counterpart is missing on one side, where all sides know of counterparts.
+    If all cells have plain counterparts, prompts with fewer of them on one side are left out as well.
     """
     places = [{prompt: place for place, prompt in enumerate(cell.prompts)} for cell in cells]
     shared = [prompt for prompt in cells[-1].prompts if all(prompt in known for known in places)]
     rows = [np.array([known[prompt] for prompt in shared], dtype=np.int64) for known in places]
     sums = np.array([cell.sums[chosen] for cell, chosen in zip(cells, rows, strict=True)])
     answers, paired = sums[..., COLUMN["answers"]], sums[..., COLUMN["paired"]]
-    alike = (answers == answers[0]).all(axis=0)
+    equally_often = (answers == answers[0]).all(axis=0)
     if paired.any(axis=1).all():
-        alike &= (paired == paired[0]).all(axis=0)
-    return tuple(sums[:, alike])
+        equally_often &= (paired == paired[0]).all(axis=0)
+    return tuple(sums[:, equally_often])
 
 
 def over(figure_ids: Sequence[str], old_sums: Any, new_sums: Any) -> dict[str, Change]:
-    """The figures of `new_sums` over those of `old_sums`; one that has no value is left out."""
+    """The figures of `new_sums` divided by those of `old_sums`; figures without a value are left out."""
     columns = np.concatenate([new_sums, old_sums], axis=1)
-    found = stats.changes(columns, [ratio_of(name) for name in figure_ids])
-    return {name: change for name, change in zip(figure_ids, found, strict=True) if change is not None}
+    changes = stats.changes(columns, [ratio_of(name) for name in figure_ids])
+    return {name: change for name, change in zip(figure_ids, changes, strict=True) if change is not None}
 
 
 def ratio_of(figure_id: str) -> stats.Ratio:
-    """Of a figure after over before, in the columns of both: those after come first."""
+    """A figure after divided by the figure before; columns are the terms after, then the terms before."""
     (top, bottom), shift = FIGURES[figure_id].places, len(TERMS)
     return [*top, *(shift + at for at in bottom)], [*bottom, *(shift + at for at in top)]
 
 
 def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
-    """By method and settings, the geometric mean over suites; only where there are several and each has the figure."""
-    found = {}
+    """By method and settings the geometric mean over suites, if there are several and all have the figure."""
+    means = {}
     lines: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.method != BASELINE and cell.num_prompts:
             lines.setdefault(labels.under(cell.method, cell.setting), []).append(cell)
-    for name, own in lines.items():
-        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in own])
-        if mean is not None and len(own) > 1:
-            found[name] = mean
-    return found
+    for name, of_suites in lines.items():
+        mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in of_suites])
+        if mean is not None and len(of_suites) > 1:
+            means[name] = mean
+    return means
 
 
 def summarised(results: Results) -> list[Cell]:
-    """Raises UserError where a suite has no answer by plain decoding: there is nothing to compare with."""
+    """The cells of a run. Raises UserError if a suite has no plain answers to compare with."""
     cells = summarise(results.rows, results.info["identity"])
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))
@@ -190,15 +200,14 @@ def summarised(results: Results) -> list[Cell]:
 
 
 def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list[str]:
-    """What differs and was allowed, to be printed. Raises UserError that names every other difference."""
-    found = list(differences(before, after))
-    told = [f"{kind}: {text}" for kind, text in found if kind not in allow]
-    if told:
-        kinds = " ".join(dict.fromkeys(f"--allow {kind}" for kind, _ in found if kind not in allow))
-        raise UserError(
-            f"{before.name} and {after.name} are unlike: {'; '.join(told)}. To compare all the same: {kinds}"
-        )
-    return [f"{kind}: {text}" for kind, text in found]
+    """The allowed differences, in words. Raises UserError that names all other differences."""
+    unlike = list(differences(before, after))
+    refused = [(kind, text) for kind, text in unlike if kind not in allow]
+    if refused:
+        what = "; ".join(f"{kind}: {text}" for kind, text in refused)
+        options = " ".join(dict.fromkeys(f"--allow {kind}" for kind, _ in refused))
+        raise UserError(f"{before.name} and {after.name} differ: {what}. To compare them anyway: {options}")
+    return [f"{kind}: {text}" for kind, text in unlike]
 
 
 def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None:
@@ -208,10 +217,10 @@ def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None
 
 
 def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
-    """What makes two runs unlike: the kind of it, and the two values."""
+    """What two runs differ in: a key of `UNLIKE`, and the two values in words."""
     yield from _prompt_differences(before, after)
     yield from _other_settings(before, after)
-    sides = [_decisive(each.info) for each in (before, after)]
+    sides = [_decisive(run.info) for run in (before, after)]
     for kind in UNLIKE:
         then, now = (side.get(kind, {}) for side in sides)
         for name in then:
@@ -238,12 +247,12 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]]:
-    """Where no settings are in common; of several, those that are compared."""
+    """If two runs have no settings in common, how they differ."""
     then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
     if set(then) & set(now):
         return
     if len(then) > 1 or len(now) > 1:
-        yield "sampling", " and ".join(" / ".join(map(str, several)) for several in (then, now))
+        yield "sampling", " and ".join(" / ".join(map(str, run_settings)) for run_settings in (then, now))
         return
     (old,), (new,) = settings_to_json(then), settings_to_json(now)
     for name, value in old.items():
@@ -251,19 +260,22 @@ def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]
             yield "model" if name == "thinking" else "sampling", f"{name} {value} and {new[name]}"
 
 
-def _named(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: found.get(name) for name in names}
+def _named(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: identity.get(name) for name in names}
 
 
 def _prompt_differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
-    """Prompts of the same id with other texts."""
+    """Prompts with the same id but different texts."""
     keys = ["suite", "prompt_id"]
-    then, now = (hashes(each.rows) for each in (before, after))
+    then, now = (hashes(run.rows) for run in (before, after))
     both = then.merge(now, on=keys)
     other = both[both["prompt_hash_x"] != both["prompt_hash_y"]]
     if len(other):
         first = other.iloc[0]
-        yield "prompts", f"{len(other)} of {len(both)} have another text, first {first['suite']} {first['prompt_id']}"
+        yield (
+            "prompts",
+            f"{len(other)} of {len(both)} have other texts, first {first['suite']} {first['prompt_id']}",
+        )
 
 
 def hashes(rows: Any) -> Any:

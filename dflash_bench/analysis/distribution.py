@@ -1,8 +1,8 @@
-"""Does a method draw tokens as often as the published model says? Goodness-of-fit tests of counts.
+"""Does a method draw each token as often as the published model would? Goodness-of-fit tests of counts.
 
-The G-test compares counts with expected ones; cells that are expected fewer than five times are pooled, and Williams'
-correction (1976) keeps its level where many cells are small. Holm's correction makes all tests together alarm falsely
-as seldom as stated. Total variation says how far off a distribution is, whatever the number of draws.
+The G-test compares counts with expected counts. Cells with fewer than five expected draws are pooled, and Williams'
+correction (1976) keeps the test at its level when many cells are small. Holm's correction keeps all tests together at
+the stated rate of false alarms. Total variation says how far off a distribution is, whatever the number of draws.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dflash_bench.analysis.stats import holm
 from dflash_bench.records import OTHER, Cell, Draws
 
 LEVEL = 1e-3
-"""How likely one or more of all tests fail where every method is right."""
+"""The probability that any test fails when every method is right."""
 LEAST_EXPECTED = 5.0
 LEAST_SEEN = 20
-"""So many first drafts must be kept, and so many refused: a rule that never had to decide is not tested."""
+"""At least this many first drafts must be kept and refused: otherwise the verify rule was never put to the test."""
 VIEWS: dict[str, tuple[int, int]] = {"token 2": (1, 2), "tokens 2-3": (1, 3), "tokens 1-3": (0, 3)}
-"""What is tested, as places in the answer. Token 1 comes from prefill; the others passed through verification."""
+"""What is tested, as ranges of positions in the answer. Token 1 comes from prefill, later ones from verification."""
 
 State = Literal["as the model", "differs", "not tested"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well counts fit what is expected; `num_cells` after pooling. Fewer than two cells say nothing, and p is 1."""
+    """How well counts fit expected counts; `num_cells` is after pooling. A single cell cannot be tested: p is 1."""
 
     num_cells: int
     g: float
@@ -37,12 +37,12 @@ class Fit:
     distance: float
     """Total variation between counts and expectation: the largest difference in probability of any set of outcomes."""
     noise: float
-    """What the total variation would be on average if the expectation were right."""
+    """The total variation to expect on average by chance alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One test of one method on one prompt; `adjusted` is its p for all tests made together."""
+    """One test of one method on one prompt; `adjusted` is its p corrected for the number of tests."""
 
     method: str
     prompt: str
@@ -57,7 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one method. `why` says what went wrong, or what was not tested."""
+    """The result for one method. `why` says what went wrong, or what was not tested."""
 
     method: str
     state: State
@@ -65,10 +65,13 @@ class Verdict:
 
 
 def compared(draws: Sequence[Draws]) -> list[Comparison]:
-    """Every view of every prompt under every method, corrected for their number."""
-    fits = [(drawn, view, fit(*projected(drawn, *places))) for drawn in draws for view, places in VIEWS.items()]
-    adjusted = holm([made.p for _, _, made in fits])
-    return [Comparison(d.method, d.prompt, view, made, p) for (d, view, made), p in zip(fits, adjusted, strict=True)]
+    """Tests every view of every prompt under every method, and corrects for the number of tests."""
+    tests = [(drawn, view, fit(*projected(drawn, *places))) for drawn in draws for view, places in VIEWS.items()]
+    adjusted = holm([result.p for _, _, result in tests])
+    return [
+        Comparison(drawn.method, drawn.prompt, view, result, p)
+        for (drawn, view, result), p in zip(tests, adjusted, strict=True)
+    ]
 
 
 def verdicts(draws: Sequence[Draws], tests: Sequence[Comparison]) -> list[Verdict]:
@@ -82,7 +85,7 @@ def _verdict(method: str, draws: Sequence[Draws], tests: Sequence[Comparison]) -
         worst = min(failed, key=lambda test: (test.adjusted, -test.fit.distance))
         return Verdict(
             method, "differs",
-            f"{worst.view} of prompt {worst.prompt} is {worst.fit.distance:.1%} off, where chance explains "
+            f"{worst.view} of prompt {worst.prompt} is {worst.fit.distance:.1%} off; chance explains "
             f"{worst.fit.noise:.1%}",
         )  # fmt: skip
     kept, refused = (
@@ -93,12 +96,15 @@ def _verdict(method: str, draws: Sequence[Draws], tests: Sequence[Comparison]) -
         return Verdict(method, "as the model")
     for what, number in (("kept", kept), ("refused", refused)):
         if number < LEAST_SEEN:
-            return Verdict(method, "not tested", f"drafts were almost never {what}: this proves nothing")
+            return Verdict(method, "not tested", f"drafts were almost never {what}, so the test proves nothing")
     return Verdict(method, "as the model")
 
 
 def projected(drawn: Draws, first: int, last: int) -> tuple[dict[Cell, float], dict[Cell, int]]:
-    """Expected shares and counts of the tokens at places first .. last - 1; what is not followed so far is one cell."""
+    """Expected shares and counts of the tokens at positions first .. last - 1.
+
+    Answers that are not tracked that far share one cell.
+    """
     shares: dict[Cell, float] = defaultdict(float)
     counts: dict[Cell, int] = defaultdict(int)
     for cell, share in drawn.expected.items():
@@ -110,12 +116,12 @@ def projected(drawn: Draws, first: int, last: int) -> tuple[dict[Cell, float], d
 
 def _view(cell: Cell, first: int, last: int) -> Cell:
     if first == 0:
-        return cell  # nothing is added up, and a cell of what cannot be stays by itself
+        return cell  # nothing is merged, and impossible tokens keep their own cell
     return cell[first:last] if len(cell) >= last and OTHER not in cell[:last] else (OTHER,)
 
 
 def fit(shares: Mapping[Cell, float], counts: Mapping[Cell, int]) -> Fit:
-    """A G-test of counts against shares, which sum to 1; a count where nothing can be has p 0."""
+    """A G-test of counts against shares, which sum to 1. Any count in a cell with share 0 makes p 0."""
     from scipy.special import chdtrc
 
     total = sum(counts.values())
@@ -133,7 +139,7 @@ def fit(shares: Mapping[Cell, float], counts: Mapping[Cell, int]) -> Fit:
 
 
 def _pooled(pairs: Sequence[tuple[float, int]]) -> list[tuple[float, int]] | None:
-    """Expected and seen, cells of small expectation in one; None where something was seen that cannot be."""
+    """Pairs of expected and actual count, with small cells pooled; None if an impossible cell was drawn."""
     if any(seen and due <= 0 for due, seen in pairs):
         return None
     kept = sorted(pair for pair in pairs if pair[0] >= LEAST_EXPECTED)

@@ -1,7 +1,7 @@
-"""Sweeps: acceptance and speed-up by one option of a method, or by one of the settings, where a run has several values.
+"""Sweeps: acceptance and speed-up as a function of one option of a method, or of one setting.
 
-A sweep is read off a run: methods that differ in one option alone make one, and so do settings that differ in one,
-however they were asked for.
+Sweeps are derived from the cells of a run, whatever command made it: methods that differ only in one option form a
+sweep, and so do settings that differ only in one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dflash_bench.results.identity import OF_SAMPLING
 
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
 Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
-"""By what all of a group have in common: its name, and the method and settings of each value."""
+"""For each group, keyed by what its members have in common: its name, and each value's method and settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of the option, over the suites of its curve."""
+    """One value of the option; figures are over the suites of the curve."""
 
     value: Value
     method: str
@@ -45,21 +45,21 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The points of one method, all else equal, on one suite or over all of them."""
+    """The points of one method with everything else equal, on one suite or over all suites."""
 
     series: str
-    """What is equal at all its points: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
+    """What all points have in common: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
     suites: tuple[str, ...]
-    """For people; figures of several are geometric means, each suite counting once."""
+    """Names for people. With several suites, figures are geometric means in which each suite counts once."""
     points: tuple[Point, ...]
     best: int | None = None
-    """The number of the point with the highest speed-up; None where there is none."""
+    """The index of the point with the highest speed-up; None if no point has one."""
     over: Mapping[int, Change] = field(default_factory=dict)
-    """The best point's speed-up over each other's, on the prompts that both answered; p by Holm over all pairs."""
+    """By index, the best point's speed-up divided by that point's, on common prompts; p is Holm's over all pairs."""
 
     @property
     def rivals(self) -> list[int]:
-        """The points that cannot be told apart from the best."""
+        """The points that are not significantly slower than the best."""
         return [number for number, change in self.over.items() if not _is_apart(change)]
 
 
@@ -68,36 +68,36 @@ class Sweep:
     option: str
     unit: str
     curves: tuple[Curve, ...]
-    """By series; of each its suites, and last the mean over them."""
+    """Series by series: a curve per suite, then the mean over suites if there are several."""
 
     @property
     def answers(self) -> list[Curve]:
-        """What decides for each series: the mean over suites, or the only suite."""
+        """The curve that counts for each series: the mean over suites, or the only suite."""
         return list({curve.series: curve for curve in self.curves}.values())
 
 
 def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
-    """Those of a run, its methods' options before its settings; `cells` and `identity` are the run's."""
+    """The sweeps of a run: first those over options of methods, then those over settings."""
     answered = [cell for cell in cells if cell.num_prompts and not cell.slice and cell.method != BASELINE]
     known = _methods(answered)
     options = {option.name: option.unit for method in known.values() for option in method.kind.options}
     of_options = {name: _by_option(name, answered, known, identity) for name in options}
-    made = [Sweep(name, options[name], _curves(groups, answered)) for name, groups in of_options.items()]
-    made += [Sweep(name, "", _curves(_by_setting(name, answered), answered)) for name in SETTINGS]
-    return [sweep for sweep in made if sweep.curves]
+    candidates = [Sweep(name, options[name], _curves(groups, answered)) for name, groups in of_options.items()]
+    candidates += [Sweep(name, "", _curves(_by_setting(name, answered), answered)) for name in SETTINGS]
+    return [sweep for sweep in candidates if sweep.curves]
 
 
 def _methods(cells: Sequence[Cell]) -> dict[str, Method]:
-    """By label; one that an earlier version wrote and this one cannot read has no options to compare."""
-    read: dict[str, Method] = {}
+    """By label, without those that an older version wrote and this one cannot parse."""
+    parsed: dict[str, Method] = {}
     for label in dict.fromkeys(cell.method for cell in cells):
         with suppress(UserError):
-            read[label] = methods.parse(label)
-    return read
+            parsed[label] = methods.parse(label)
+    return parsed
 
 
 def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], identity: Mapping[str, Any]) -> Groups:
-    """By what else the methods are: the place of each value of this option."""
+    """Groups of methods that are equal but for this option."""
     groups: Groups = {}
     settings = list(dict.fromkeys(cell.settings for cell in cells))
     for under, (label, method) in product(settings, known.items()):
@@ -112,20 +112,24 @@ def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], id
 
 
 def _value(method: Method, name: str, known: Mapping[str, Method], identity: Mapping[str, Any]) -> Value | None:
-    """As given, by default, or as the draft or the preset had it; None for a method without the option."""
+    """The option as the user gave it, by default, or as the draft or preset set it; None if it is not known."""
     if all(option.name != name for option in method.kind.options):
         return None
     if (value := method.option(name)) is not None:
         return value
     if not method.leaves_open(name) or not _counts_drafts(method, name):
         return None
-    # Where it is known of a sibling, a token more drafted is one more of it.
-    drafts = {label: one.get("num_drafts") for label, one in identity.get("methods", {}).items()}
+    # If a method of the same draft gave the option, it follows: one more of it is one more drafted token.
+    drafts: dict[str, int | None] = {
+        label: method.get("num_drafts") for label, method in identity.get("methods", {}).items()
+    }
     for other in known.values():
-        given = other.options.get(name)
-        if (other.name, other.tag) == (method.name, method.tag) and isinstance(given, int):
-            own, others = drafts.get(method.label), drafts.get(other.label)
-            return None if own is None or others is None else given + own - others
+        value = other.options.get(name)
+        if (other.name, other.tag) == (method.name, method.tag) and isinstance(value, int):
+            num_drafts, num_drafts_of_other = drafts.get(method.label), drafts.get(other.label)
+            if num_drafts is None or num_drafts_of_other is None:
+                return None
+            return value + num_drafts - num_drafts_of_other
     return None
 
 
@@ -135,27 +139,27 @@ def _counts_drafts(method: Method, name: str) -> bool:
 
 
 def _without(method: Method, name: str) -> str:
-    """Its label, but for this option."""
+    """The method's label without this option."""
     rest = {key: value for key, value in method.options.items() if key != name}
     head = f"{method.name}@{method.tag}" if method.tag else method.name
     return f"{head}:{method.kind.write(rest)}" if rest else head
 
 
 def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
-    """By method and all other settings: the place of each value of this setting."""
+    """Groups of cells that are equal but for this setting."""
     groups: Groups = {}
     settings = list(dict.fromkeys(cell.settings for cell in cells))
-    one_way_of_sampling = len({_sampling(one) for one in settings if not one.greedy}) < 2
+    one_way_of_sampling = len({_sampling(sampled) for sampled in settings if not sampled.greedy}) < 2
     for cell in cells:
         one, value = cell.settings, getattr(cell.settings, name)
         if value is None or (one.greedy and name in OF_SAMPLING):
             continue
         rest: Settings = replace(one, **{name: getattr(GREEDY, name)})
-        if name == "temperature" and one_way_of_sampling:  # where the best token is taken, sampling is left out
-            rest = replace(rest, **{each: getattr(GREEDY, each) for each in OF_SAMPLING})
+        if name == "temperature" and one_way_of_sampling:  # sampling settings have no effect in greedy decoding
+            rest = replace(rest, **{sampling: getattr(GREEDY, sampling) for sampling in OF_SAMPLING})
         series = labels.under(cell.method, _words(one, settings, name))
-        shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-        groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(shown, (cell.method, one))
+        label = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(label, (cell.method, one))
     return groups
 
 
@@ -163,23 +167,23 @@ def _sampling(settings: Settings) -> tuple[Any, ...]:
     return tuple(getattr(settings, name) for name in OF_SAMPLING)
 
 
-def _words(settings: Settings, several: Sequence[Settings], without: str) -> str:
-    """What tells settings from the others of a run, but for one of them."""
-    sampled = [one for one in several if not one.greedy]
-    compared = {name: sampled if name in OF_SAMPLING else several for name in SETTINGS if name != without}
-    differing = [name for name, those in compared.items() if len({getattr(one, name) for one in those}) > 1]
+def _words(settings: Settings, run_settings: Sequence[Settings], without: str) -> str:
+    """What distinguishes settings from the others of a run, apart from `without`."""
+    sampled = [other for other in run_settings if not other.greedy]
+    compared = {name: sampled if name in OF_SAMPLING else run_settings for name in SETTINGS if name != without}
+    differing = [name for name, those in compared.items() if len({getattr(other, name) for other in those}) > 1]
     return settings.words([name for name in differing if not (settings.greedy and name in OF_SAMPLING)])
 
 
 def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[Curve, ...]:
-    """For each group of several values one a suite, and where there are several suites their mean."""
+    """For each group with several values a curve per suite and, if there are several suites, their mean."""
     of_place = {(cell.suite, cell.method, cell.settings): cell for cell in cells}
     suites = dict.fromkeys(cell.suite for cell in cells)
     curves = []
     for series, places in groups.values():
         values = sorted(places, key=lambda value: (isinstance(value, str), value))
         rows = [[cell for value in values if (cell := of_place.get((suite, *places[value])))] for suite in suites]
-        # A suite in which a value has no answer cannot be compared.
+        # Suites without answers for some value are left out.
         whole = [row for row in rows if len(row) == len(values) > 1]
         parts = [[row] for row in whole] + ([whole] if len(whole) > 1 else [])
         curves += [_curve(series, values, part) for part in parts]
@@ -187,7 +191,7 @@ def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[Curve, ...]:
 
 
 def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]]) -> Curve:
-    """`rows` are suites, each with a cell for each value."""
+    """`rows` has a row per suite, with a cell for each value."""
     points = tuple(
         Point(
             value, column[0].method, sum(cell.num_prompts for cell in column), _figure(LENGTH, column),
@@ -209,7 +213,7 @@ def _figure(figure_id: str, cells: Sequence[Cell]) -> Interval | None:
 
 
 def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
-    """Holm over all pairs, not only those with the best: which one is the best was chosen by the same answers."""
+    """The best point over each other, with Holm's p over all pairs: the same answers decided which point is best."""
     pairs = {pair: _change(*pair, points) for pair in combinations(range(len(points)), 2)}
     changes = {pair: change for pair, change in pairs.items() if change is not None}
     known = [pair for pair, change in changes.items() if change.p is not None]
@@ -229,7 +233,7 @@ def _upwards(ratio: Interval, is_upwards: bool) -> Interval:
 
 
 def _change(before: int, after: int, points: Sequence[Point]) -> Change | None:
-    """How many times as fast, on common prompts; the geometric mean over suites. None where that cannot be had."""
+    """How many times as fast on common prompts, as the geometric mean over suites; None if they share no prompts."""
     sides = ratio_of(SPEEDUP)
     parts = []
     for old, new in zip(points[before].cells, points[after].cells, strict=True):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dflash_bench.analysis.findings import Finding, badges
 from dflash_bench.analysis.findings.badges import Badge
-from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Tally
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
 from dflash_bench.methods import is_lossy
 from dflash_bench.report.tables import ABSENT, number, with_interval
 
@@ -28,11 +28,11 @@ class Column:
         return self.head.replace(".\n", ".").replace("\n", " ")
 
 
-def _tally(tally: Tally | None) -> str:
+def _tally(tally: Share | None) -> str:
     return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
 
 
-def _percent(tally: Tally | None) -> str:
+def _percent(tally: Share | None) -> str:
     return ABSENT if tally is None else f"{100 * tally[0] / tally[1]:.1f}"
 
 

@@ -11,9 +11,10 @@ from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings import Finding, badges, findings
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.findings.speed import contains_one
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import Sweep, sweeps
+from dflash_bench.analysis.terms import COLUMN
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Settings
 from dflash_bench.results import frame

@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dflash_bench.analysis.gate.baselines import Runs
-from dflash_bench.analysis.gate.outcome import Check, Outcome
+from dflash_bench.analysis.gate.outcome import Check, GateOutcome
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
@@ -21,12 +21,12 @@ HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pa
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def text(outcome: Outcome) -> str:
+def text(outcome: GateOutcome) -> str:
     table = aligned(HEADS, [_row(check) for check in outcome.checks], left=4)
     return "\n".join([table, "", *(f"note: {note}" for note in outcome.notes), headline(outcome)])
 
 
-def headline(outcome: Outcome) -> str:
+def headline(outcome: GateOutcome) -> str:
     num_checks, failures = len(outcome.checks), outcome.failures
     if not failures:
         return f"passed: {num_checks} checks"
@@ -52,7 +52,7 @@ def _row(check: Check) -> list[str]:
     ]
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: GateOutcome) -> str:
     """For $GITHUB_STEP_SUMMARY."""
     sign = "❌" if outcome.failures else "✅"
     heads = ["result", *HEADS[1:]]
@@ -61,12 +61,12 @@ def summary(outcome: Outcome) -> str:
     return f"### dflash-bench check {sign}\n\n{in_markdown(headline(outcome))}\n\n{table}\n{notes}\n"
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: GateOutcome) -> dict[str, Any]:
     checks = [asdict(check) | {"change": check.change} for check in outcome.checks]
     return {"passed": not outcome.failures, "checks": checks, "notes": list(outcome.notes)}
 
 
-def junit(outcome: Outcome, name: str) -> str:
+def junit(outcome: GateOutcome, name: str) -> str:
     """A test case for each check, a suite for each of ours."""
     root = ElementTree.Element("testsuites", _counts(outcome.checks) | {"name": "dflash-bench check"})
     for suite in dict.fromkeys(check.suite for check in outcome.checks):

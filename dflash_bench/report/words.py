@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import badges
-from dflash_bench.analysis.metrics import BASELINE, Tally
+from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import draft_of
 from dflash_bench.records import Settings
@@ -43,7 +43,7 @@ def sentences(document: Document) -> list[str]:
     return told
 
 
-def _not_plain(document: Document, exact: Tally) -> str:
+def _not_plain(document: Document, exact: Share) -> str:
     others = exact[1] - exact[0]
     ties = sum(cell.num_near_ties for cell in document.cells if cell.method != BASELINE)
     explained = "rounding explains that" if ties >= others else f"rounding explains {ties or 'none'} of them"
@@ -78,7 +78,7 @@ def over_suites(document: Document) -> str:
     return f", geometric mean over {num_suites} suites" if num_suites > 1 else ""
 
 
-def tally(document: Document, name: str, line: Line | None = None) -> Tally | None:
+def tally(document: Document, name: str, line: Line | None = None) -> Share | None:
     """Over all suites, of one drafting method or of all."""
     cells = [cell for cell in document.cells if cell.method != BASELINE]
     cells = line.cells_of(cells) if line else cells

@@ -1,7 +1,7 @@
-"""The prompts of a run, once beside its parts: what was asked, and what is expected.
+"""The prompts of a run, stored once beside its parts: what was asked, and the expected answer.
 
-Rows name their prompt by suite and id. What the model was asked in a later turn is the turns up to it, and between them
-the plain answers of the same settings and repeat, which stand in the rows.
+Rows refer to their prompt by suite and id. In a later turn the model was asked all turns so far, with the plain answers
+of the same settings and repeat between them; those answers are in the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dflash_bench.errors import UserError
 
 FILE = "prompts.parquet"
 COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference")
-"""`opening` are the messages before the first turn, with their roles; `turns` are what the user says."""
+"""`opening` holds the messages before the first turn, with their roles; `turns` what the user says."""
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -30,7 +30,7 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """None of a run of schema 1 or 2, which kept no prompts. Raises UserError for a file that cannot be read."""
+    """Empty for a run of schema 1 or 2, which stored no prompts. Raises UserError for a file that cannot be read."""
     import pyarrow as pa
     from pyarrow import parquet
 

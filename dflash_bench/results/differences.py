@@ -1,4 +1,4 @@
-"""Where two values that were read from JSON differ, for people."""
+"""Where two values read from JSON differ, in words for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rounds drafted so many tokens and kept so many of them, counted part by part for every cell."""
+"""For every cell a histogram of rounds by how many tokens they drafted and accepted, counted part by part."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from dflash_bench.methods import is_tree
 from dflash_bench.records import Settings
 from dflash_bench.results import parts
+from dflash_bench.results.identity import checked_settings, needed_for
 
 Place = tuple[str, str, str]
 """Suite, settings in words, and method."""
@@ -24,31 +25,31 @@ WIDEST = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class AcceptAt:
-    """Of all rounds, the share that accepts at least `k`; and of those that accept at least `k - 1`."""
+    """The share of rounds that accept at least `k` tokens: of all rounds, and of those that accept at least `k - 1`."""
 
     k: int
     unconditional: float
     conditional: float | None
 
 
-def histograms(part: Path, several: Sequence[Settings], left_out: Any | None = None) -> dict[Place, Histogram]:
-    """By place; answers that failed are left out, and rows that are `left_out`, [rows]. `several` are the run's."""
-    columns = ["suite", "method", "error", "drafted", "accepted", *parts.needed_for(several)]
-    return _counted(parts.batches(part, columns, left_out=left_out), several)
+def histograms(part: Path, run_settings: Sequence[Settings], left_out: Any | None = None) -> dict[Place, Histogram]:
+    """Without answers that failed, and without the rows of the mask `left_out`, [rows]."""
+    columns = ["suite", "method", "error", "drafted", "accepted", *needed_for(run_settings)]
+    return _counted(parts.batches(part, columns, left_out=left_out), run_settings)
 
 
-def of_run(folder: Path, several: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[Place, Histogram]:
-    """The same of a whole run that was read already, so that a damaged part is one that was allowed to be."""
-    found: dict[Place, Counter[tuple[int, int]]] = {}
+def of_run(folder: Path, run_settings: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[Place, Histogram]:
+    """The histograms of a run that `frame.read` has read: a damaged part is therefore one that `--allow` skips."""
+    totals: dict[Place, Counter[tuple[int, int]]] = {}
     for part in parts.of(folder):
         with suppress(parts.DamagedError):
-            for place, counts in histograms(part, several, left_out.get(part)).items():
-                found.setdefault(place, Counter()).update(counts)
-    return dict(found)
+            for place, counts in histograms(part, run_settings, left_out.get(part)).items():
+                totals.setdefault(place, Counter()).update(counts)
+    return dict(totals)
 
 
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
-    """For k from 1 to the longest draft; of trees, whose depth is not recorded, to the longest way that was kept."""
+    """For k from 1 to the longest draft; for trees, whose depth is not recorded, to the longest accepted path."""
     longest = max((kept if is_tree(method) else drafted for drafted, kept in histogram), default=0)
     reached = [sum(n for (_, kept), n in histogram.items() if kept >= k) for k in range(longest + 1)]
     return [
@@ -57,13 +58,13 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     ]
 
 
-def _counted(batches: Iterable[Any], several: Sequence[Settings]) -> dict[Place, Histogram]:
-    found: dict[Place, Counter[tuple[int, int]]] = {}
+def _counted(batches: Iterable[Any], run_settings: Sequence[Settings]) -> dict[Place, Histogram]:
+    totals: dict[Place, Counter[tuple[int, int]]] = {}
     for batch in batches:
         good = batch.filter(batch.column("error").is_null())
         suites, methods = (good.column(name).dictionary_encode() for name in ("suite", "method"))
-        under = suites.indices.to_numpy() * len(several) + parts.checked_settings(good, several)
-        cells = under * len(methods.dictionary) + methods.indices.to_numpy()
+        lines = suites.indices.to_numpy() * len(run_settings) + checked_settings(good, run_settings)
+        cells = lines * len(methods.dictionary) + methods.indices.to_numpy()
         drafted, accepted = (good.column(name) for name in ("drafted", "accepted"))
         lengths = np.nan_to_num(accepted.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
         kinds = np.repeat(cells, lengths).astype(np.int64) * WIDEST + drafted.flatten().to_numpy()
@@ -71,8 +72,8 @@ def _counted(batches: Iterable[Any], several: Sequence[Settings]) -> dict[Place,
         for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
             cell, (num_drafted, num_accepted) = kind // WIDEST**2, divmod(kind % WIDEST**2, WIDEST)
             rest, method = divmod(cell, len(methods.dictionary))
-            suite, settings = divmod(rest, len(several))
-            words = str(several[settings])
+            suite, settings = divmod(rest, len(run_settings))
+            words = str(run_settings[settings])
             place = suites.dictionary[suite].as_py(), words, methods.dictionary[method].as_py()
-            found.setdefault(place, Counter())[num_drafted, num_accepted] += count
-    return {place: dict(sorted(counts.items())) for place, counts in found.items()}
+            totals.setdefault(place, Counter())[num_drafted, num_accepted] += count
+    return {place: dict(sorted(counts.items())) for place, counts in totals.items()}

@@ -1,7 +1,7 @@
-"""What `run.json` and baselines must look like for the rest to read them; an edited file is told where it does not.
+"""What `run.json` and baselines must look like to be read, and where an edited file does not.
 
-A shape is a type, None, a tuple of shapes that may stand there, a list of one shape for all its items, or a dict of
-shapes by key; the key ANY stands for all others. A key that ends in OPTIONAL may be absent.
+A shape is a type, None, a tuple of alternative shapes, a list with the one shape of all its items, or a dict of shapes
+by key. The key ANY stands for all other keys; a key that ends in OPTIONAL may be absent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 ANY, OPTIONAL = "*", "?"
 MOST = 2**53
-"""Numbers beyond are no counts, and few are exact."""
+"""Larger numbers cannot be counts, and not every whole number above is exact as a float."""
 
 MACHINE: dict[str, Any] = {
     "cpu": (str, None),
@@ -20,7 +20,7 @@ MACHINE: dict[str, Any] = {
     "packages": {"torch?": (str, None), ANY: (str, None)},
     "python": str,
 }
-"""What a baseline keeps of it."""
+"""The part of the environment that a baseline keeps."""
 ENVIRONMENT: dict[str, Any] = MACHINE | {
     "platform": str,
     "num_cores": (int, None),
@@ -69,13 +69,13 @@ STORED: dict[str, Any] = {
     "measured?": {ANY: int},
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
 }
-"""What `run.json` must be like for the run to be continued."""
+"""The shape of `run.json` needed to continue the run."""
 RUN: dict[str, Any] = STORED | {"identity": IDENTITY, "environment": ENVIRONMENT, "command": str}
-"""And for tables to be made of it."""
+"""The shape of `run.json` needed to report on the run."""
 
 
 def faults(shape: Any, value: Any, path: str) -> Iterator[str]:
-    """Where the value is not of that shape, outermost first: "identity.temperature is 'x', not a number"."""
+    """Where the value does not have that shape, outermost first: "identity.temperature is 'x', not a number"."""
     if isinstance(shape, tuple):
         if all(any(faults(one, value, path)) for one in shape):
             yield from faults(shape[0], value, path)
@@ -121,7 +121,7 @@ def _is(kind: Any, value: Any) -> bool:
         return value is None
     if kind in (int, float):
         number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        return number and abs(value) < MOST  # which NaN is not, either
+        return number and abs(value) < MOST  # False for NaN, too
     return isinstance(value, kind)
 
 

@@ -1,23 +1,23 @@
-"""Parts of a run that are told apart: by category, turn, length of the prompt, how far into the answer, thinking."""
+"""How a run is sliced: by category, turn, prompt length, position in the answer, or thinking and answer."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 SLICES = ("suite", "category", "turn", "prompt-length", "output-position", "part")
 STRETCHES = ("output-position", "part")
-"""Those that cut answers, round by round; a round belongs where it begins."""
+"""The slices that divide answers. They do so by rounds: a round belongs to the stretch in which it begins."""
 PARTS = ("thinking", "answer")
 FIRST_EDGE = 32
-"""Lengths and positions are sliced at this and its doubles."""
+"""Lengths and positions are sliced at this number of tokens, twice it, four times it and so on."""
 
 
 def sliced(frame: Any, by: str) -> Any:
-    """The column `slice`, whose values sort as they are to be read."""
-    pandas: Any = import_module("pandas")
+    """Adds the column `slice`, whose categories are in reading order."""
+    import pandas as pd
+
     match by:
         case "suite":
             labels, codes = [""], np.zeros(len(frame), dtype=np.int64)
@@ -32,20 +32,20 @@ def sliced(frame: Any, by: str) -> Any:
             numbers, codes = np.unique(frame["stretch"], return_inverse=True)
             labels = [PARTS[number] for number in numbers]
         case _:
-            found = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
-            edges, codes = np.unique(found, return_inverse=True)
+            stretches = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
+            edges, codes = np.unique(stretches, return_inverse=True)
             labels = [stretch_name(int(edge)) for edge in edges]
-    frame["slice"] = pandas.Categorical.from_codes(codes, labels)
+    frame["slice"] = pd.Categorical.from_codes(codes, labels)
     return frame.drop(columns="stretch")
 
 
 def stretch_of(lengths: Any) -> Any:
-    """0 up to `FIRST_EDGE` tokens, and one more for every doubling."""
+    """0 for up to `FIRST_EDGE` tokens, and one more for every doubling."""
     return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
 
 
 def part_of(num_out: Any, num_thinking: Any) -> Any:
-    """The place in `PARTS` of rounds that begin after so many tokens, in answers whose first tokens are thinking."""
+    """The index in `PARTS` of rounds that begin after `num_out` tokens of an answer that starts with `num_thinking`."""
     return (num_out >= num_thinking).astype(np.int64)
 
 

@@ -15,6 +15,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
+from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, runner
 from dflash_bench.run.opening import open_local
 from dflash_bench.run.progress import Progress
@@ -39,7 +40,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     for note in [note for loaded in resolved.suites for note in loaded.notes]:
         tell(f"note: {note}")
     if resume and request.budget is not None:
-        _refuse_other_order(store.read_info(folder), info["plan"], folder)
+        _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         run.keep_prompts(runner.asked_of(plan))
         if request.budget is None:

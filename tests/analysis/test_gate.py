@@ -61,7 +61,7 @@ def test_too_few_of_the_prompts_are_refused_or_told(main: Main, gate: Main) -> N
     assert f"now has too few of the baseline's prompts: {few}; run them all, or --allow prompts" in err
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--allow", "prompts", "--json")
     assert code == 0
-    assert f"fewer prompts than the baseline's are judged: {few}" in json.loads(shown)["notes"]
+    assert f"fewer prompts are judged than the baseline has: {few}" in json.loads(shown)["notes"]
 
 
 def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main) -> None:
@@ -70,7 +70,7 @@ def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main
     assert code == 0
     # A baseline keeps ten digits of a second.
     assert found["speedup.decode"]["found"] == pytest.approx(found["speedup.decode"]["expected"], rel=1e-9)
-    fewer = "fewer prompts than the baseline's are judged: gsm8k ar 14 of 24, gsm8k dflash 14 of 24"
+    fewer = "fewer prompts are judged than the baseline has: gsm8k ar 14 of 24, gsm8k dflash 14 of 24"
     assert {fewer, "allowed: gsm8k (embedded) ar: 10 answers failed"} < set(json.loads(shown)["notes"])
 
 
@@ -144,12 +144,12 @@ def test_a_limits_file_replaces_what_the_baseline_lets_pass(tmp_path: Path, gate
         ('["al.pooled"]\nfal = 1\n', "unknown key in limits.toml al.pooled: 'fal'; known: at_least, fall"),
         ("[al]\nfall = 1\n", "unknown figure in limits.toml: 'al'; known: al.pooled, exact, passed"),
         ('"al.pooled" = 1\n', 'al.pooled needs a table, such as ["al.pooled"]'),
-        ('["al.pooled"]\nfall = 5\n', "al.pooled fall is a share below 1, such as 0.05 for 5 %, not 5"),
-        ('["al.pooled"]\nfall = nan\n', "al.pooled fall must be a number from 0 up, not nan"),
-        ('["al.pooled"]\nat_least = inf\n', "al.pooled at_least must be a number from 0 up, not inf"),
+        ('["al.pooled"]\nfall = 5\n', "al.pooled fall must be a share below 1, such as 0.05 for 5 %, not 5"),
+        ('["al.pooled"]\nfall = nan\n', "al.pooled fall must be a number of 0 or more, not nan"),
+        ('["al.pooled"]\nat_least = inf\n', "al.pooled at_least must be a number of 0 or more, not inf"),
         ('["al.pooled"]\nfall = 0.1\n', "limits.toml has no effect without --baseline: nothing in it has at_least"),
         ("", "limits.toml holds no limits"),
-        ('["al.pooled"]\nfall = "x"\n', "al.pooled fall must be a number from 0 up, not 'x'"),
+        ('["al.pooled"]\nfall = "x"\n', "al.pooled fall must be a number of 0 or more, not 'x'"),
         ("[", "cannot read limits.toml: "),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, m
     assert set(cell["figures"]) == {"al.pooled", "exact", "passed"}
     stored(tmp_path / "now", slower(answers(), 50))
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
-    assert (code, json.loads(shown)["notes"]) == (0, ["the baseline holds no timings, so none is judged"])
+    assert (code, json.loads(shown)["notes"]) == (0, ["the baseline holds no timings, so no timings are judged"])
 
 
 # Refusals
@@ -203,7 +203,7 @@ def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"temperature": 1.0}, "sampling: temperature 0.0 and 1.0. To compare all the same: --allow sampling"),
+        ({"temperature": 1.0}, "sampling: temperature 0.0 and 1.0. To compare them anyway: --allow sampling"),
         (
             {"revisions": {"target": "t2", "dflash": "d2"}},
             "model: revision of target t1 and t2; draft: rev",
@@ -227,7 +227,7 @@ def test_a_baseline_for_other_cells_is_refused(tmp_path: Path, main: Main) -> No
     stored(tmp_path / "now", answers())
     code, _, err = main("check", "now", "--baseline", "base.json")
     assert code == 2
-    assert "the baseline is for cells that now has not: math500 ar, math500 dflash; --allow cells skips them" in err
+    assert "the baseline has cells that now does not have: math500 ar, math500 dflash; --allow cells skips them" in err
     assert main("check", "now", "--baseline", "base.json", "--allow", "cells")[0] == 0
 
 
@@ -247,11 +247,11 @@ def test_nothing_in_common_or_nothing_to_check_is_refused(tmp_path: Path, main: 
 def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     for name, text, told in [
-        ("a", "{}", "a is no baseline; write one with: dflash-bench baseline RUN... -o FILE"),
+        ("a", "{}", "a is not a baseline; write one with: dflash-bench baseline RUN... -o FILE"),
         ("b", "{", "b: not valid JSON"),
-        ("c", '{"format": 99, "cells": []}', "c has format 99, this is 2; update dflash-bench"),
+        ("c", '{"format": 99, "cells": []}', "c has format 99, but this version reads up to 2; update dflash-bench"),
         ("d", '{"format": 1, "cells": []}', "d holds no cells"),
-        ("e", '{"format": "1", "cells": [1]}', "e has format '1', this is 2; update dflash-bench"),
+        ("e", '{"format": "1", "cells": [1]}', "e has format '1', but this version reads up to 2; update dflash-bench"),
         ("f", '{"format": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
     ]:
         (tmp_path / name).write_text(text)
@@ -267,7 +267,7 @@ def test_an_unfinished_run_is_refused(tmp_path: Path, main: Main) -> None:
         run.append(answers())
     code, _, err = main("check", "run")
     assert code == 2
-    assert "run is still being written, or was stopped: finish it with --resume, or --allow unfinished" in err
+    assert "run is still being written, or was stopped: finish it with --resume, or add --allow unfinished" in err
 
 
 # Formats

@@ -108,7 +108,7 @@ def test_a_tenth_lost_is_seen_by_three_runs_and_not_by_one(gate: Any) -> None:
     assert (code, failures(found)) == (1, SPEED)
     code, found = gate(["quiet0"], ["lost0"])
     assert (code, failures(found)) == (0, set())
-    short = [each for each in found["checks"] if each["reason"] == "below the baseline, but not surely"]
+    short = [each for each in found["checks"] if each["reason"] == "below the baseline, but not significantly"]
     assert {each["kind"] for each in short} == {"speedup.decode", "speedup.e2e"}
 
 
@@ -132,7 +132,7 @@ def test_the_noise_that_was_reckoned_with_is_told(gate: Any) -> None:
     _, found = gate(three("quiet"), ["again0"])
     assert found["notes"] == [
         "noise between runs: 4.2 % (standard deviation) of speedup.decode and speedup.e2e, "
-        "an allowance: 3 + 1 runs cannot show it, five in all can"
+        "assumed, because 3 + 1 runs cannot show it; five in all can"
     ]
     sure = {each["kind"]: each for each in found["checks"] if not each["is_floor"]}
     assert sure["speedup.decode"]["run_noise"] == pytest.approx(0.03 * 2**0.5)
@@ -146,7 +146,7 @@ def test_limits_state_the_noise(tmp_path: Path, gate: Any) -> None:
     code, found = gate(["quiet0"], ["lost0"], "--limits", limits)
     assert (code, failures(found)) == (1, {"dflash speedup.decode"})
     assert (
-        "noise between runs: 0.5 % (standard deviation) of speedup.decode, as run_noise in the limits states"
+        "noise between runs: 0.5 % (standard deviation) of speedup.decode, from run_noise in the limits"
         in found["notes"]
     )
     limits.write_text('["speedup.decode"]\nrun_noise = 0.2\n["speedup.e2e"]\nrun_noise = 0.2\n')
@@ -259,7 +259,7 @@ def test_accuracy_that_falls_by_as_many_answers_as_it_may_by_chance_passes_at_te
     stored(tmp_path / "now", changed(answers(), first=5, passed=False), temperature=1.0)
     found = _against_one_good_run(tmp_path, main, ["now"])
     (lost,) = [each for each in found["checks"] if each["kind"] == "passed" and each["method"] == "dflash"]
-    assert (failures(found), lost["reason"]) == (set(), "below the baseline, but not surely")
+    assert (failures(found), lost["reason"]) == (set(), "below the baseline, but not significantly")
 
 
 def test_an_answer_lost_in_one_run_and_won_in_another_is_neither_at_temperature_1(tmp_path: Path, main: Main) -> None:
@@ -298,11 +298,11 @@ def test_runs_that_are_unlike_or_the_same_make_no_baseline(tmp_path: Path, main:
     stored(tmp_path / "more", [*answers(), *answers(suite="math500")])
     stored(tmp_path / "twice", [*answers(), *answers(repeat=1)])
     for names, told in [
-        (("one", "two"), "one and two are unlike: sampling: temperature 0.0 and 1.0"),
-        (("one", "./one"), "the same run twice says nothing of what changes from run to run; name each once"),
+        (("one", "two"), "one and two differ: sampling: temperature 0.0 and 1.0"),
+        (("one", "./one"), "a run given twice says nothing about the noise between runs; give each run once"),
         (("one", "few"), "the runs did not all answer the same prompts of gsm8k by ar"),
-        (("one", "more"), "more has math500 ar and one has not; give runs of the same command"),
-        (("more", "one"), "more has math500 ar and one has not; give runs of the same command"),
+        (("one", "more"), "more has math500 ar but one does not; give runs of the same command"),
+        (("more", "one"), "more has math500 ar but one does not; give runs of the same command"),
         (("one", "twice"), "the runs did not answer the prompts of gsm8k by ar equally often"),
     ]:
         code, out, err = main("baseline", *names, "-o", "base.json")
@@ -319,7 +319,7 @@ def test_runs_that_are_unlike_or_the_same_are_not_checked_together(tmp_path: Pat
     assert (code, "--allow device" in err) == (2, True)
     code, out, _ = main("check", "one", "two", "--allow", "device")
     assert code == 0
-    assert "note: allowed, though unlike: device: processor" in out
+    assert "note: allowed although it differs: device: processor" in out
 
 
 # Files
@@ -381,7 +381,7 @@ def test_noise_of_what_has_no_clock_is_refused(tmp_path: Path, main: Main) -> No
     stored(tmp_path / "run", answers())
     (tmp_path / "limits.toml").write_text('["al.pooled"]\nrun_noise = 0.1\n')
     code, _, err = main("check", "run", "--limits", "limits.toml")
-    assert (code, "al.pooled has no run_noise: no clock is in it" in err) == (2, True)
+    assert (code, "al.pooled cannot have run_noise, because it is not a timing" in err) == (2, True)
     (tmp_path / "limits.toml").write_text('["speedup.e2e"]\nrun_noise = 0.1\n')
     assert main("check", "run", "--limits", "limits.toml")[0] == 2
 

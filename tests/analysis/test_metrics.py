@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas.testing
 import pytest
@@ -242,9 +243,10 @@ def test_near_ties_are_counted_and_are_not_exact() -> None:
 @pytest.mark.parametrize("by", frame.SLICES)
 def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: str) -> None:
     """Of one token, of none, and of hidden rounds there are too."""
-    single = record("dflash", "b", generation([], token_ids=(5,), drafted=(), emitted=(), round_s=()))
+    verdict: dict[str, Any] = {"exactness": "near_tie", "divergence": Divergence(0, 0.0, 0.1)}
+    single = record("dflash", "b", generation([], token_ids=(5,), drafted=(), emitted=(), round_s=()), **verdict)
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
-    hidden = record("server", "a", generation(None))
+    hidden = record("server", "a", generation(None), **verdict)
     parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
     identity = {"model": "nano", "temperature": 0.0, "dtype": "float32"}
     with store.create(tmp_path / "run", {"identity": identity, "environment": ENVIRONMENT, "command": ""}) as run:

@@ -420,7 +420,7 @@ def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
     monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     ask = ("--suite", "gsm8k", "--out")
     used = write_lines(here / "used/notes.txt", "mine").parent
-    assert refused(*ask, used) == f"{used} is not empty, and holds no run; choose another --out"
+    assert refused(*ask, used) == f"{used} is not empty and holds no run; choose another --out"
     assert refused(*ask, used, "--resume") == f"{used} holds no run (no run.json)"
     assert refused(*ask, here / "none", "--resume") == f"{here / 'none'} holds no run (no run.json)"
     assert refused(*ask, used / "notes.txt/run") == f"cannot write {used / 'notes.txt/run'}: Not a directory"

@@ -15,7 +15,7 @@ from runs import SUITES, answers, asked, changed, frame_of, slower, stored
 
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.records import SCHEMA_VERSION
-from dflash_bench.results import parts, store
+from dflash_bench.results import columns, store
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -137,9 +137,7 @@ def test_unlike_runs_are_refused_and_allowed_by_name(
 ) -> None:
     stored(tmp_path / "then", answers())
     stored(tmp_path / "now", answers(), **changes)
-    assert f"then and now are unlike: {kind}: {text}. To compare all the same: --allow {kind}" in told(
-        main, "then", "now"
-    )
+    assert f"then and now differ: {kind}: {text}. To compare them anyway: --allow {kind}" in told(main, "then", "now")
     notes = found(main, "then", "now", "--allow", kind)["notes"]
     assert notes == [f"allowed, though unlike: {kind}: {text}"]
 
@@ -148,7 +146,7 @@ def test_other_prompts_under_the_same_ids_are_refused(tmp_path: Path, main: Main
     stored(tmp_path / "then", answers())
     rows = [replace(row, prompt_hash="other") if row.prompt_id == "p003" else row for row in answers()]
     stored(tmp_path / "now", rows)
-    assert "prompts: 1 of 24 have another text, first gsm8k p003" in told(main, "then", "now")
+    assert "prompts: 1 of 24 have other texts, first gsm8k p003" in told(main, "then", "now")
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path, main: Main) -> None:
@@ -171,7 +169,7 @@ def test_a_damaged_part_is_named_and_left_out_only_when_allowed(tmp_path: Path, 
     assert "cannot read run/part-000001.parquet: " in line
     assert line.endswith("--allow damaged uses the other parts\n")
     shown = found(main, "run", "--allow", "damaged")
-    assert shown["notes"][0].startswith("left out, damaged: cannot read run/part-000001.parquet")
+    assert shown["notes"][0].startswith("left out because it is damaged: cannot read run/part-000001.parquet")
     assert shown["cells"][0]["num_prompts"] == 24 - 5
 
 
@@ -179,7 +177,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
     tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        for module in (store, parts):
+        for module in (store, columns):
             newer.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         stored(tmp_path / "run", answers())
     assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")

@@ -214,9 +214,7 @@ def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main
     )
     code, shown, told = main("plot", "a", "b", "c", "-o", "there", "--allow", "dtype")
     assert (code, shown) == (2, "")
-    assert told.endswith(
-        "b and c are unlike: suite: version of math500 1 and 2. To compare all the same: --allow suite\n"
-    )
+    assert told.endswith("b and c differ: suite: version of math500 1 and 2. To compare them anyway: --allow suite\n")
     words = ["a", "b", "c", "-o", "there", "--format", "svg", "--allow", "dtype", "--allow", "suite"]
     code, shown, told = main("plot", *words)
     assert (code, shown) == (0, "there/trend.svg\n")

@@ -14,7 +14,7 @@ from runs import answers, stored
 from dflash_bench import reading, report
 from dflash_bench.analysis.gate.checks import checked
 from dflash_bench.errors import UserError
-from dflash_bench.results import parts
+from dflash_bench.results.columns import SINCE
 
 Main = Callable[..., tuple[int, str, str]]
 ODD: tuple[Any, ...] = (None, True, -1, 10**300, 1e300, float("nan"), "", "\x1b[31m", [], [[]], {}, {"": None})
@@ -108,7 +108,7 @@ def _forget_identity(run: Path) -> None:
     from pyarrow import nulls
 
     for part in run.glob("part-*"):
-        table = parquet.read_table(part).drop_columns(list(parts.SINCE))
+        table = parquet.read_table(part).drop_columns(list(SINCE))
         for name in ("divergence_margin", "divergence_drift"):
             table = table.append_column(name, nulls(len(table), "double"))
         parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)
@@ -140,7 +140,8 @@ def test_a_stray_among_the_parts_is_named(name: str, tmp_path: Path, main: Main)
     for command, *options in READERS:
         code, out, err = main(command, "run", *options)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err == f"dflash-bench: run/{name} is none of the run's parts, by its name; move it out of the folder\n"
+        problem = "does not have the name of a part of the run; move it out of the folder"
+        assert err == f"dflash-bench: run/{name} {problem}\n"
 
 
 def test_what_is_only_deep_or_long_enough_is_read(tmp_path: Path) -> None:

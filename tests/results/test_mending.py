@@ -15,6 +15,7 @@ from test_whole import rewritten, without
 
 from dflash_bench.records import Record
 from dflash_bench.results import store
+from dflash_bench.results.run_json import read_info
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -60,7 +61,7 @@ def what_matters(records: list[Record]) -> list[Record]:
 
 def merge(run: Path) -> None:
     """As a run of many answers would have done."""
-    with store.Run(run, store.read_info(run)) as opened:
+    with store.Run(run, read_info(run)) as opened:
         opened._merge(2)
 
 
@@ -130,7 +131,7 @@ def test_what_rests_on_a_plain_answer_that_is_gone_is_made_again(run: Path, monk
     assert code == 0
     assert {messages[0].content for _, messages in backend.calls} == {"hello"}
     assert what_matters(store.load(run)[1]) == before
-    dropped = store.read_info(run)["resumed"][0]["dropped"]
+    dropped = read_info(run)["resumed"][0]["dropped"]
     assert dropped == 2 * 2 * 2 - 1
 
 
@@ -138,7 +139,7 @@ def test_how_many_were_dropped_is_recorded_and_nothing_where_none_was(run: Path,
     assert go(monkeypatch, "--resume")[0] == 0
     keep_a_copy(run)
     assert go(monkeypatch, "--resume")[0] == 0
-    first, second = store.read_info(run)["resumed"]
+    first, second = read_info(run)["resumed"]
     assert ("dropped" in first, second["dropped"]) == (False, 1)
 
 
@@ -147,7 +148,7 @@ def test_a_mended_run_killed_before_its_old_parts_are_gone_is_mended(run: Path, 
     keep_a_copy(run)
     with monkeypatch.context() as killed:
         killed.setattr(store.Run, "_leave_only", lambda *_: None)
-        store.Run(run, store.read_info(run)).close()
+        store.Run(run, read_info(run)).close()
     assert what_matters(store.load(run)[1]) == before
     assert len(list(run.glob("part-*"))) > 2
     assert go(monkeypatch, "--resume")[0] == 0
@@ -160,8 +161,8 @@ def test_an_edited_run_json_is_not_continued_and_says_what_was_edited(
     path = run / "run.json"
     info = json.loads(path.read_text())
     for identity, told in [
-        ({"temperature": 1.0}, "run was started otherwise: temperature was 1.0, now 0.0"),
-        ({"dtype": "bfloat16"}, 'run was started otherwise: dtype was "bfloat16", now "float32"'),
+        ({"temperature": 1.0}, "run was started differently: temperature was 1.0, now 0.0"),
+        ({"dtype": "bfloat16"}, 'run was started differently: dtype was "bfloat16", now "float32"'),
     ]:
         path.write_text(json.dumps(info | {"identity": info["identity"] | identity}))
         before = path.read_text()
@@ -174,9 +175,7 @@ def test_an_edited_run_json_is_not_continued_and_says_what_was_edited(
     backend = FakeBackend()
     install(monkeypatch, backend, info["identity"] | {"dtype": "bfloat16"})
     assert main(monkeypatch, "run", *WORDS, "--out", "run", "--resume") == 2
-    assert 'part-000000.parquet was measured otherwise than run/run.json says: dtype was "float32"' in (
-        capsys.readouterr().err
-    )
+    assert 'part-000000.parquet was not measured as run/run.json says: dtype was "float32"' in (capsys.readouterr().err)
 
 
 def test_a_plan_of_other_prompts_or_turns_is_told_by_its_prompts(
@@ -184,7 +183,7 @@ def test_a_plan_of_other_prompts_or_turns_is_told_by_its_prompts(
 ) -> None:
     Path("p.jsonl").write_text('{"turns": ["hello", "and when?"]}\n{"prompt": "one more"}\n')
     assert go(monkeypatch, "--resume")[0] == 2
-    assert "run was started otherwise: 2 prompts of prompts are not the same, such as 0" in capsys.readouterr().err
+    assert "run was started differently: 2 prompts of prompts differ, such as 0" in capsys.readouterr().err
 
 
 def test_resume_over_a_damaged_part_names_the_remedy_which_works(
@@ -197,7 +196,7 @@ def test_resume_over_a_damaged_part_names_the_remedy_which_works(
     assert go(monkeypatch, "--resume")[0] == 2
     err = capsys.readouterr().err
     assert err.startswith(f"dflash-bench: cannot read run/{part.name}: ") and err.count("\n") == 1
-    assert err.endswith("; delete that file, and --resume makes its answers again\n")
+    assert err.endswith("; delete that file, and --resume generates its answers again\n")
     part.unlink()
     assert go(monkeypatch, "--resume")[0] == 0
     assert what_matters(store.load(run)[1]) == before
@@ -243,4 +242,4 @@ def test_a_clock_that_stands_still_is_said_at_the_end_of_the_run(
     shutil.rmtree(run)
     capsys.readouterr()
     assert go(monkeypatch, faults={"dflash": lambda answer: replace(answer, decode_s=0.0)})[0] == 2
-    assert "run is invalid: gsm8k dflash: 12 answers cannot be: its decode_s is NaN" in capsys.readouterr().err
+    assert "run is invalid: gsm8k dflash: 12 answers cannot be right: decode_s is NaN" in capsys.readouterr().err

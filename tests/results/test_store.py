@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from rows import drafted, generation, pair, plain, record
 
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
-from dflash_bench.results import parts, store
+from dflash_bench.records import GREEDY, SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
+from dflash_bench.results import columns, parts, store
 from dflash_bench.results.identity import OF_RUN
 
 INFO: dict[str, Any] = {
@@ -170,9 +170,9 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Record, Generation, Settings) for field in fields(kind)}
-    places = {column for columns in parts.PLACES.values() for column in columns.values()}
+    places = {column for of_place in columns.PLACES.values() for column in of_place.values()}
     of_run = {*OF_RUN, "method_name", "method_options", "draft", "source"}
-    assert set(parts.COLUMNS) == names - {"generation", "settings", *parts.PLACES} | places | of_run
+    assert set(columns.COLUMNS) == names - {"generation", "settings", *columns.PLACES} | places | of_run
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> N
         run.append([FULL])
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     part = tmp_path / "run" / "part-000000.parquet"
-    old = parts._schema(1)
+    old = columns.schema(1)
     row = parquet.read_table(part).to_pylist()[0] | {"divergence_margin": 1.5, "divergence_drift": 0.1}
     parquet.write_table(arrow.Table.from_pylist([{name: row[name] for name in old.names}], old), part)
     (record,) = store.load(tmp_path / "run")[1]
@@ -228,7 +228,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     message = f"{tmp_path / 'run'} already holds a run; add --resume to continue it, or choose another --out"
     assert refusal(store.create, tmp_path / "run", with_identity(seed=9)) == message
     assert info_of(tmp_path / "run") == before
-    message = f"{tmp_path} is not empty, and holds no run; choose another --out"
+    message = f"{tmp_path} is not empty and holds no run; choose another --out"
     assert refusal(store.create, tmp_path, INFO) == message
 
 
@@ -273,7 +273,8 @@ def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None
         answers = [plain("p0", 3, turn=0), plain("p0", 3, turn=1), drafted("p0", [1], repeat=1)]
         run.append(answers[:2])
         run.append(answers[2:])
-        keys = [("gsm8k", "p0", 0, "ar", 0), ("gsm8k", "p0", 0, "ar", 1), ("gsm8k", "p0", 1, "dflash", 0)]
+        places = ((0, "ar", 0), (0, "ar", 1), (1, "dflash", 0))
+        keys = [("gsm8k", "p0", repeat, GREEDY, method, turn) for repeat, method, turn in places]
         assert list(run.stored) == [store.key(row) for row in answers] == keys
         assert list(run.stored.values()) == store.load(folder)[1]
     (folder / ".part-000002.parquet.tmp").write_bytes(b"half of a part")
@@ -353,8 +354,8 @@ def test_another_identity_is_refused_with_every_difference(tmp_path: Path) -> No
     changed = with_identity(options={"seed": 1, "suites": ["gsm8k"], "limit": 8}, data_sha256="d2")
     message = refusal(store.resume, folder, changed)
     assert message == (
-        f'{folder} was started otherwise: data_sha256 was "d1", now "d2"; options.limit was null, now 8; '
-        "options.seed was 0, now 1; use the same, or choose another --out"
+        f'{folder} was started differently: data_sha256 was "d1", now "d2"; options.limit was null, now 8; '
+        "options.seed was 0, now 1; use the same options, or choose another --out"
     )
     assert info_of(folder) == before
 
@@ -401,8 +402,8 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(info_of(tmp_path) | {"schema_version": SCHEMA_VERSION + 1}))
     for call in (store.load, lambda folder: store.resume(folder, INFO)):
-        message = f"{path} has schema {SCHEMA_VERSION + 1}, this is {SCHEMA_VERSION}; update dflash-bench"
-        assert refusal(call, tmp_path) == message
+        problem = f"has schema {SCHEMA_VERSION + 1}, but this version reads up to {SCHEMA_VERSION}"
+        assert refusal(call, tmp_path) == f"{path} {problem}; update dflash-bench"
 
 
 # Damage

@@ -16,6 +16,7 @@ from runs import SUITES, answers, changed, failing, stored
 
 from dflash_bench.records import Record
 from dflash_bench.results import frame, parts
+from dflash_bench.results.columns import SINCE
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
@@ -207,7 +208,7 @@ def old(folder: Path, records: list[Record], **identity: Any) -> Path:
     del info["plan"], info["identity"]["plan"]
     (run / "run.json").write_text(json.dumps(info | {"schema_version": 1}))
     parquet = import_module("pyarrow.parquet")
-    gone = [name for name, version in parts.SINCE.items() if version > 1]
+    gone = [name for name, version in SINCE.items() if version > 1]
     for part in parts.of(run):
         table = parquet.read_table(part).drop_columns(gone)
         for name in ("divergence_margin", "divergence_drift"):
@@ -241,8 +242,8 @@ EDITED: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "dtype": (("identity", "dtype"), "bfloat16", 'dtype was "float32", now "bfloat16"'),
     "methods": (("identity", "methods", "dflash", "num_drafts"), 15, "methods.dflash.num_drafts was 4, now 15"),
     "revision": (("identity", "revisions", "target"), "t2", 'revisions.target was "t1", now "t2"'),
-    "plan": (("plan", "methods"), ["ar"], "its plan is not the one that the run was started with"),
-    "repeats": (("plan", "repeats"), 2, "its plan is not the one that the run was started with"),
+    "plan": (("plan", "methods"), ["ar"], "the plan is not the one the run was started with"),
+    "repeats": (("plan", "repeats"), 2, "the plan is not the one the run was started with"),
     "plan's hash": (("identity", "plan"), "0" * 64, "run/run.json says: plan was "),
 }
 
@@ -261,14 +262,12 @@ def test_a_plan_cannot_be_taken_away_and_a_part_of_another_run_not_brought_in(tm
     run = stored(tmp_path / "run", answers())
     other = stored(tmp_path / "other", answers(), dtype="bfloat16")
     shutil.copy(other / "part-000000.parquet", run / "part-000007.parquet")
-    assert_refused_by_all(
-        main, 'part-000007.parquet was measured otherwise than run/run.json says: dtype was "bfloat16"'
-    )
+    assert_refused_by_all(main, 'part-000007.parquet was not measured as run/run.json says: dtype was "bfloat16"')
     (run / "part-000007.parquet").unlink()
     info = json.loads((run / "run.json").read_text())
     del info["plan"]
     (run / "run.json").write_text(json.dumps(info))
-    assert_refused_by_all(main, "its plan is not the one that the run was started with")
+    assert_refused_by_all(main, "the plan is not the one the run was started with")
     del info["identity"]["plan"]
     (run / "run.json").write_text(json.dumps(info))
     assert_refused_by_all(main, "run/run.json says: plan was ")
@@ -288,58 +287,58 @@ def set_to(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 NAN, INFINITE = float("nan"), float("inf")
 INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     **{
-        f"{name} {value}": (set_to(**{name: value}), f"its {name} is NaN, infinite, negative, or zero")
+        f"{name} {value}": (set_to(**{name: value}), f"{name} is NaN, infinite, negative, or zero")
         for name in ("decode_s", "prefill_s")
         for value in (NAN, INFINITE, -1.0, 0.0, None)
     },
-    "draft_prefill_s": (set_to(draft_prefill_s=NAN), "its draft_prefill_s is NaN"),
+    "draft_prefill_s": (set_to(draft_prefill_s=NAN), "draft_prefill_s is NaN"),
     **{
-        f"{name} {value}": (first_round(name, value), f"its {name} is NaN, infinite, negative, or zero")
+        f"{name} {value}": (first_round(name, value), f"{name} is NaN, infinite, negative, or zero")
         for name in ("round_s", "verify_s")
         for value in (NAN, INFINITE, -1.0, 0.0)
     },
-    **{f"draft_s {value}": (first_round("draft_s", value), "its draft_s is NaN") for value in (NAN, -INFINITE, -1.0)},
-    "accepted above drafted": (first_round("drafted", 0), "a round accepts more than it drafts"),
-    "accepted below nothing": (first_round("accepted", -1), "a round accepts more than it drafts, or less"),
-    "emitted above accepted + 1": (first_round("emitted", 6), "a round emits other than what it accepts and one more"),
-    "emitted nothing": (first_round("emitted", 0), "a round emits other than what it accepts and one more"),
+    **{f"draft_s {value}": (first_round("draft_s", value), "draft_s is NaN") for value in (NAN, -INFINITE, -1.0)},
+    "accepted above drafted": (first_round("drafted", 0), "a round accepts more tokens than it drafts"),
+    "accepted below nothing": (first_round("accepted", -1), "a round accepts more tokens than it drafts, or fewer"),
+    "emitted above accepted + 1": (first_round("emitted", 6), "a round does not emit one token more than it accepts"),
+    "emitted nothing": (first_round("emitted", 0), "a round does not emit one token more than it accepts"),
     "tokens that no round emitted": (
         lambda row: {"token_ids": [*row["token_ids"], 1]}, "its rounds do not add up to its tokens",
     ),
-    "a list that is shorter": (lambda row: {"draft_s": row["draft_s"][1:]}, "it has more or fewer draft_s than accept"),
+    "a list that is shorter": (lambda row: {"draft_s": row["draft_s"][1:]}, "draft_s has more or fewer entries than"),
     "an unknown exactness": (set_to(exactness="fine"), "its exactness is unknown"),
-    "no exactness": (set_to(exactness=None), "decoded greedily, and not compared with the plain answer"),
+    "no exactness": (set_to(exactness=None), "decoded greedily, but not compared with the plain answer"),
     "other tokens called exact": (
-        lambda row: {"token_ids": [*row["token_ids"][:-1], 999]}, "exact, though its tokens are not the plain answer's",
+        lambda row: {"token_ids": [*row["token_ids"][:-1], 999]}, "marked exact, but its tokens differ from the plain",
     ),
     "the same tokens called a near-tie": (
         set_to(exactness="near_tie", first_divergence=2, divergence_gap=0.0, divergence_tolerance=0.1),
-        "not exact, though its tokens are the plain answer's",
+        "not marked exact, but its tokens are the plain answer's",
     ),
-    "a near-tie of no place": (set_to(exactness="near_tie"), "its exactness is exact and says where it is not, or the"),
+    "a near-tie of no place": (set_to(exactness="near_tie"), "exactness is exact but has a place of divergence, or"),
     "a mismatch called a near-tie": (
         lambda row: {"token_ids": [*row["token_ids"][:-1], 999], "exactness": "near_tie", "first_divergence": 2,
                      "divergence_gap": 1.0, "divergence_tolerance": 0.1},
-        "its exactness is not what its gap and tolerance say",
+        "exactness contradicts its gap and tolerance",
     ),
     "a near-tie by a gap that is none": (
         lambda row: {"token_ids": [*row["token_ids"][:-1], 999], "exactness": "near_tie", "first_divergence": 2,
                      "divergence_gap": NAN, "divergence_tolerance": 0.1},
-        "its exactness is not what its gap and tolerance say",
+        "exactness contradicts its gap and tolerance",
     ),
-    "no audit": (set_to(audit=None), "not audited, though its run is"),
+    "no audit": (set_to(audit=None), "not audited, although the run was"),
     "an unknown audit": (set_to(audit="fine"), "its audit is unknown"),
-    "an audit that departs nowhere": (set_to(audit="near_tie"), "its audit is exact and says where it is not, or the"),
+    "an audit that departs nowhere": (set_to(audit="near_tie"), "audit is exact but has a place of divergence, or"),
     "an audit that is no near-tie": (
         set_to(audit="near_tie", audit_index=1, audit_gap=1.0, audit_tolerance=0.1),
-        "its audit is not what its gap and tolerance say",
+        "audit contradicts its gap and tolerance",
     ),
-    "no score": (set_to(passed=None), "not scored, though its suite is"),
+    "no score": (set_to(passed=None), "not scored, although the suite has a scorer"),
     "an unknown end": (set_to(finish_reason="tired"), "its finish_reason is unknown"),
-    "an error that is only an end": (set_to(finish_reason="error"), "it failed and says so only in error, or only in"),
-    "an error that hides a slow answer": (set_to(error="boom"), "it failed and says so only in error, or only in"),
-    "a failure with a verdict": (set_to(error="boom", finish_reason="error"), "it failed, and has a verdict"),
-    "no order": (set_to(order=None), "its order is absent or negative"),
+    "an error that is only an end": (set_to(finish_reason="error"), "error and finish_reason disagree about"),
+    "an error that hides a slow answer": (set_to(error="boom"), "error and finish_reason disagree about"),
+    "a failure with a verdict": (set_to(error="boom", finish_reason="error"), "it failed, yet it has a verdict"),
+    "no order": (set_to(order=None), "order is missing or negative"),
 }  # fmt: skip
 
 
@@ -358,11 +357,11 @@ def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main
     found = failed_checks(main)
     assert {(method, kind) for method, kind, _ in found} == {("dflash", "invalid")}
     assert any(told in reason and reason.endswith("first p003") for _, _, reason in found)
-    assert_refused_by_all(main, "run is invalid: gsm8k dflash: 1 answer cannot be: ")
+    assert_refused_by_all(main, "run is invalid: gsm8k dflash: 1 answer cannot be right: ")
     code, out, err = main("report", "run", "--allow", "invalid", "--format", "json")
     assert (code, err) == (0, "")
     shown = json.loads(out)
-    assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answer cannot be: ")
+    assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answer cannot be right: ")
     assert [cell["num_prompts"] for cell in shown["cells"]] == [6, 5]
     assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
 

@@ -16,6 +16,7 @@ from test_runner import loaded, prompts
 from dflash_bench.errors import UserError
 from dflash_bench.records import GREEDY, Generation, Message, Record, Settings
 from dflash_bench.results import store
+from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget
 from dflash_bench.run.budget import Spent
 from dflash_bench.run.runner import Plan
@@ -147,7 +148,7 @@ def test_time_is_spent_where_the_spread_is_and_no_more_than_there_is(
     found = prompts_of("out")
     assert clock.now <= 120 and clock.now > 110
     assert len(found["gsm8k"]) < len(found["prompts"]) / 2
-    info = store.read_info(Path("out"))
+    info = read_info(Path("out"))
     assert info["measured"] == {suite: len(found[suite]) for suite in ("gsm8k", "prompts")}
     assert info["state"] == "complete"
     assert main(monkeypatch, "report", "out") == 0
@@ -224,7 +225,7 @@ def test_without_a_time_the_rest_is_measured_too(clock: Clock, monkeypatch: pyte
     assert run(monkeypatch, "--limit", "8", "--out", "out", "--resume") == 0
     records = store.load(Path("out"))[1]
     assert len({(record.suite, record.prompt_id) for record in records}) == 16
-    assert "measured" not in store.read_info(Path("out"))
+    assert "measured" not in read_info(Path("out"))
     assert main(monkeypatch, "report", "out") == 0
 
 
@@ -244,7 +245,7 @@ def test_what_was_measured_cannot_be_of_another_plan(
     path = Path("out/run.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": edit}))
     assert main(monkeypatch, "report", "out") == 2
-    assert "put back what was there" in capsys.readouterr().err
+    assert "restore the original file" in capsys.readouterr().err
 
 
 def test_prompts_that_are_left_out_of_the_count_are_seen(

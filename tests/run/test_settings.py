@@ -25,6 +25,7 @@ from dflash_bench.report.compared import compared
 from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
 from dflash_bench.results.identity import settings_of, settings_to_json, short_names
+from dflash_bench.results.run_json import read_info
 from dflash_bench.run.runner import Plan
 
 Main = Callable[..., tuple[int, str, str]]
@@ -127,7 +128,7 @@ def test_the_runs_clock_never_goes_back_and_a_resumed_run_goes_on_after_the_last
     runs = Runs(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         runs(plan, FakeBackend(fails_at={3: KeyboardInterrupt()}))
-    info = store.read_info(runs.folder)
+    info = read_info(runs.folder)
     with store.resume(runs.folder, info) as run:
         # As if the run had been long, and the wall clock were now behind it.
         late = [replace(row, end_s=5_000.0) for row in run.stored.values()]
@@ -151,7 +152,7 @@ def test_rows_of_many_runs_are_one_table_in_which_no_query_mixes_two_of_them(tmp
     counts = rows.groupby(["run_id", "model", "method", "temperature"]).size()
     assert counts.to_dict() == {
         (run, model, method, temperature): 24
-        for run, model in ((store.read_info(first)["run_id"], "nano"), (store.read_info(second)["run_id"], "qwen3-8b"))
+        for run, model in ((read_info(first)["run_id"], "nano"), (read_info(second)["run_id"], "qwen3-8b"))
         for method in ("ar", "dflash")
         for temperature in (0.0, 1.0)
     }
@@ -187,7 +188,7 @@ def test_what_is_missing_or_foreign_is_told_by_its_settings(tmp_path: Path, main
     of_both(tmp_path / "run", rows)
     assert main("report", "run")[0] == 0
     short = [row for row in rows if (row.settings, row.method, row.prompt_id) != (SAMPLED, "dflash", "p003")]
-    plan = store.read_info(tmp_path / "run")["plan"]
+    plan = read_info(tmp_path / "run")["plan"]
     of_both(tmp_path / "short", short, plan=plan)
     told = main("report", "short")[2]
     assert "gsm8k temperature 1 dflash: 1 of 24 answers missing, first p003" in told
@@ -204,7 +205,7 @@ def test_only_greedy_answers_must_have_been_compared(tmp_path: Path, main: Main)
     rows = [replace(row, exactness=None) if row.prompt_id == "p001" else row for row in both()]
     of_both(tmp_path / "run", rows)
     told = main("report", "run")[2]
-    assert "gsm8k temperature 0 dflash: 1 answer cannot be: decoded greedily, and not compared" in told
+    assert "gsm8k temperature 0 dflash: 1 answer cannot be right: decoded greedily, but not compared" in told
     assert "temperature 1" not in told
 
 

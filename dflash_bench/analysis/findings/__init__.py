@@ -1,7 +1,7 @@
 """Where a number is weak or a run went wrong: what was seen, in numbers, and what to do about it.
 
-A closed list. A check looks at one cell, or at one suite where all methods share the fault, and returns what
-it found or None. It looks at the rows again, because a cell no longer holds what made its numbers weak.
+`CHECKS` is the complete list. A check looks at one cell, or at one suite if all methods share the fault, and returns
+what it saw or None. It reads the rows again, because a cell no longer holds what made its numbers weak.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRUNCATED = 0.10
 
 
 def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
-    """What is wrong, then what is weak; cells that share a kind and a remedy share one finding."""
+    """First what is wrong, then what is weak; cells with the same kind and remedy share one finding."""
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings"]].iloc[int(rows["order"].to_numpy().argmin())])
     cases = [
@@ -59,8 +59,8 @@ def _wheres(others: Sequence[Seen]) -> str:
 
 
 def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
-    own = metrics.select(rows, cell.place)
-    return Case(cell, own, metrics.without_errors(own), identity, has_plain, opens_run)
+    of_cell = metrics.select(rows, cell.place)
+    return Case(cell, of_cell, metrics.without_errors(of_cell), identity, has_plain, opens_run)
 
 
 def _mismatch(case: Case) -> Seen | None:

@@ -29,15 +29,15 @@ BADGES = {
 
 
 def beside(findings: Iterable[Finding], cell: Cell) -> list[Badge]:
-    """Those of one cell's speed-up."""
+    """The badges of one cell's speed-up."""
     places = {(cell.suite, str(cell.settings), method) for method in (cell.method, "")}
     return _of({finding.kind for finding in findings if places.intersection(finding.places)})
 
 
 def beside_mean(findings: Iterable[Finding], settings: str, is_unclear: bool) -> list[Badge]:
-    """Those of a method's mean over all suites under these settings, whose interval contains 1 if it `is_unclear`."""
-    own = [finding for finding in findings if any(place.settings == settings for place in finding.places)]
-    kinds = {finding.kind for finding in own} - {"unclear"}
+    """The badges of a method's mean over suites under these settings; `is_unclear` if its interval contains 1."""
+    here = [finding for finding in findings if any(place.settings == settings for place in finding.places)]
+    kinds = {finding.kind for finding in here} - {"unclear"}
     return _of(kinds | ({"unclear"} if is_unclear else set()))
 
 

@@ -1,4 +1,4 @@
-"""What a check looks at, and what it says."""
+"""What the checks for findings receive, and what they return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_PROMPTS = 20
 
 
 class Place(NamedTuple):
-    """`settings` in words; the method is empty where all of a suite's, under the same settings, share the fault."""
+    """`settings` in words; `method` is empty if all methods of the suite share the fault under these settings."""
 
     suite: str
     settings: str
@@ -34,7 +34,7 @@ class Seen:
 
     kind: str
     label: str
-    """The suite for people, with its settings where the run has several."""
+    """The suite for people, with the settings if the run has several."""
     text: str
     remedy: str
     place: Place
@@ -48,11 +48,11 @@ class Case:
     rows: Any
     good: Any
     identity: Mapping[str, Any]
-    """What the run was made with, as `run.json` has it; empty where that is not known."""
+    """The identity in `run.json`; empty if it is not known."""
     has_plain: bool
-    """Has its suite an answer of plain decoding that did not fail?"""
+    """Whether its suite has a plain answer that did not fail."""
     opens_run: bool
-    """Has its suite the first answers of the run, which alone can be a warm-up?"""
+    """Whether its suite has the first answers of the run, which may include the warm-up."""
 
     @property
     def is_baseline(self) -> bool:
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def first_kept(self) -> float | None:
-        """accept_at[1], over the rounds that draft; None where there are none, or none is shown."""
+        """accept_at[1] over the rounds that draft; None if there are none, or if the backend hides them."""
         num_drafting, num_kept = (float(self.good[name].sum()) for name in ("num_drafting", "num_first_kept"))
         return num_kept / num_drafting if num_drafting else None
 

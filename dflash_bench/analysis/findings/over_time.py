@@ -45,12 +45,12 @@ def outliers(case: Case) -> Seen | None:
 
 
 def _seconds_per_step(good: Any) -> Any:
-    """Of a round where rounds are shown, because how many tokens a round makes differs between prompts."""
+    """Seconds per round, since prompts differ in tokens per round; per token if the backend hides rounds."""
     with np.errstate(divide="ignore", invalid="ignore"):
         by_round = (good["round_s"] / good["num_rounds"]).to_numpy(dtype=np.float64)
         by_token = (good["decode_s"] / good["decode_tokens"]).to_numpy(dtype=np.float64)
-    found = np.where(by_round > 0, by_round, by_token)
-    return np.where(np.isfinite(found), found, np.nan)
+    seconds = np.where(by_round > 0, by_round, by_token)
+    return np.where(np.isfinite(seconds), seconds, np.nan)
 
 
 def drift(case: Case) -> Seen | None:

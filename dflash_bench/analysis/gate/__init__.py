@@ -1,1 +1,1 @@
-"""What a build can fail on: expectations of a run, what falls short of them, and the forms that builds read."""
+"""What a build can fail on: what runs are expected to reach, and which of them fall short."""

@@ -1,4 +1,4 @@
-"""Runs held against a baseline, on the prompts that all of them have."""
+"""Compares runs with a baseline, on the prompts that all of them answered."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from dflash_bench.analysis.gate import spread
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs, cell_name
 from dflash_bench.analysis.gate.outcome import Check
 from dflash_bench.analysis.gate.spread import METHOD_NOISE, RunNoise
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.analysis.terms import COLUMN
 from dflash_bench.errors import UserError
 from dflash_bench.results.frame import Results
 
-TALLIES = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
+COUNTED = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
 
 
 def unlike(runs: Sequence[Results], baseline: Baseline, allow: Sequence[str]) -> list[str]:
-    """What differs, to be told. Another machine is no reason to refuse: less is judged then, and that is said."""
+    """Notes on what differs. Another machine is not refused: fewer figures are judged then, and a note says so."""
     pairs = [changes.refuse_unlike(baseline.as_results(), run, (*allow, "device")) for run in runs]
-    told = list(dict.fromkeys(text for several in pairs for text in several))
-    other = [text for text in told if text.startswith("device")]
+    allowed_differences = list(dict.fromkeys(text for of_run in pairs for text in of_run))
+    other = [text for text in allowed_differences if text.startswith("device")]
     if not other:
-        return told
+        return allowed_differences
     ratios = "only time-free figures and speed-up ratios are judged"
-    return [text for text in told if text not in other] + [
+    return [text for text in allowed_differences if text not in other] + [
         f"the baseline is from another machine: {ratios} ({other[0]})"
     ]
 
 
 def thinner(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
-    """Few prompts prove little: fewer than the baseline's are told, and fewer than half of them refused."""
+    """A note if runs have fewer prompts than the baseline. Raises UserError if they have fewer than half of them."""
     counts = [
         (cell_name(then[0]), len(changes.on_common_prompts(*then, *cells[place])[0]), then[0].num_prompts)
         for place, then in baseline.cells.items()
@@ -44,17 +45,17 @@ def thinner(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) ->
     few = ", ".join(fewer[:4]) + more
     if any(2 * number < wanted for _, number, wanted in counts) and "prompts" not in allow:
         raise UserError(f"{name} has too few of the baseline's prompts: {few}; run them all, or --allow prompts")
-    return [f"fewer prompts than the baseline's are judged: {few}"] if few else []
+    return [f"fewer prompts are judged than the baseline has: {few}"] if few else []
 
 
 def against(
     runs: Sequence[Results], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
 ) -> list[Check]:
     name = runs[0].name
-    missing = [cell_name(several[0]) for place, several in baseline.cells.items() if place not in cells]
+    missing = [cell_name(of_runs[0]) for place, of_runs in baseline.cells.items() if place not in cells]
     if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
         raise UserError(
-            f"the baseline is for cells that {name} has not: {', '.join(missing)}; --allow cells skips them"
+            f"the baseline has cells that {name} does not have: {', '.join(missing)}; --allow cells skips them"
         )
     then = baseline.as_results()
     same_machine = not any(kind == "device" for run in runs for kind, _ in changes.differences(then, run))
@@ -71,7 +72,7 @@ def against(
 
 
 def run_names(runs: Sequence[Results]) -> list[str]:
-    """What a check of one run is called by; a single run needs no name."""
+    """The names of runs in checks; a single run needs none."""
     return [run.name for run in runs] if len(runs) > 1 else [""]
 
 
@@ -83,65 +84,65 @@ def against_cell(
     before: Sequence[Cell], after: Sequence[Cell], kinds: Sequence[str], limits: Mapping[str, Limit],
     names: Sequence[str], fixed: bool,
 ) -> Iterator[Check]:  # fmt: skip
-    """Of one suite, settings and method, a cell for each run on either side.
+    """Checks of one suite, settings and method, with a cell for each run on either side.
 
-    `fixed`: without clocks nothing is random.
+    `fixed` says that nothing is random except times.
     """
     sums = np.array(changes.on_common_prompts(*before, *after))
     suite, method, sides = after[0].suite, after[0].method, (sums[: len(before)], sums[len(before) :])
     if not sums.shape[1]:
-        raise UserError(f"{suite} {method} shares no prompt with the baseline that was answered as often in both")
+        raise UserError(f"{suite} {method} shares no prompt with the baseline that both answered equally often")
     for kind in kinds:
         if method == BASELINE and kind not in ("passed", *ABSOLUTE):
             continue
         is_random = FIGURES[kind].is_timing or not fixed
-        # Where nothing is random, every run must hold by itself.
+        # Where nothing is random, each run is judged by itself.
         parts = [("", sides[1])] if is_random else [(n, sides[1][at : at + 1]) for at, n in enumerate(names)]
-        for run, found in parts:
+        for run, after_sums in parts:
             place = {"suite": suite, "setting": after[0].setting, "method": method, "kind": kind, "run": run}
-            yield from _judged(place, sides[0], found, limits[kind], is_random)
+            yield from _judged(place, sides[0], after_sums, limits[kind], is_random)
 
 
 def _judged(place: Mapping[str, Any], before: Any, after: Any, limit: Limit, is_random: bool) -> Iterator[Check]:
     kind = place["kind"]
-    expected, found = value(kind, before), value(kind, after)
+    expected, actual = value(kind, before), value(kind, after)
     if expected is None:
         return
-    if found is None:
-        raise UserError(f"{place['suite']} {place['method']} has no {kind}, which the baseline holds")
-    # In exact arithmetic, a fall of just the tolerance passes.
-    short = found < expected * (1 - limit.fall) - 1e-12
+    if actual is None:
+        raise UserError(f"{place['suite']} {place['method']} has no {kind}, but the baseline has one")
+    # The small term lets a fall of exactly the tolerance pass in spite of rounding.
+    short = actual < expected * (1 - limit.fall) - 1e-12
     random = _random(kind, before, after, limit) if is_random else {}
     yield Check(
-        **place, found=found, expected=expected, tolerance=limit.fall, failed=short,
+        **place, found=actual, expected=expected, tolerance=limit.fall, failed=short,
         reason="below the baseline" if short else "", **random,
     )  # fmt: skip
 
 
 def value(kind: str, runs: Any) -> float | None:
-    """Over all runs [runs, prompts, terms]: of ratios of seconds the geometric mean, of counts all together."""
+    """A figure over runs, [runs, prompts, terms]: for timings the geometric mean over runs, else from pooled counts."""
     statistic = FIGURES[kind].statistic
     over = spread.value(runs, statistic) if FIGURES[kind].is_timing else float(statistic(runs.sum(axis=(0, 1))))
     return over if np.isfinite(over) else None
 
 
 def _random(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
-    """How likely so large a difference is by chance, and which noise from run to run that reckons with."""
-    if kind in TALLIES:
+    """The probability of so large a difference by chance, and the noise between runs that it allows for."""
+    if kind in COUNTED:
         tallies = [side[..., COLUMN[kind]] for side in (before, after)]
-        # Of means over runs, in whole numbers.
+        # Differences of the means over runs, multiplied by both numbers of runs to stay whole numbers.
         differences = tallies[1].sum(axis=0) * len(before) - tallies[0].sum(axis=0) * len(after)
         return {"p": stats.mcnemar(int((differences < 0).sum()), int((differences > 0).sum()))}
     statistic, noise = FIGURES[kind].statistic, None
     if FIGURES[kind].is_timing:
         noise = spread.run_noise([before, after], statistic, allowed(kind), limit.run_noise)
     difference = spread.difference(after, before, statistic, noise)
-    # One prompt proves nothing: then only what is not random is judged.
+    # With a single prompt nothing can be proven, so p is 1.
     return {"p": 1.0 if difference is None else difference.p} | of_noise(noise)
 
 
 def allowed(kind: str) -> float:
-    """The noise from run to run that is allowed for in a figure; two methods make a ratio."""
+    """The noise between runs assumed for a figure; a ratio has the noise of two methods."""
     return METHOD_NOISE if kind in ABSOLUTE else METHOD_NOISE * 2**0.5
 
 

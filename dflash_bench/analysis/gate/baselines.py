@@ -1,11 +1,13 @@
-"""What runs are expected to reach, as a file to commit: sums per run and prompt, so that later runs pair with it."""
+"""Baselines: what runs are expected to reach, as a file to commit.
+
+It holds sums per run and prompt, so that later runs are compared prompt by prompt.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import numpy as np
 
 from dflash_bench import reading
 from dflash_bench.analysis import changes
-from dflash_bench.analysis.metrics import COLUMN, FIGURES, TERMS, Cell, Place
+from dflash_bench.analysis.metrics import FIGURES, Cell
+from dflash_bench.analysis.terms import COLUMN, TERMS, Place
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Settings
 from dflash_bench.results import shape
@@ -21,35 +24,35 @@ from dflash_bench.results.frame import Results
 from dflash_bench.results.identity import settings_of, short_names
 
 FORMAT = 2
-"""1 held one run, whose sums were a list per figure and not one for each run of it."""
-SHOWN = 10
-"""Digits that are kept of a second: ten digits are more than a clock has."""
+"""Format 1 held a single run, so its sums have no list per run."""
+DIGITS = 10
+"""Significant digits kept of seconds: more than a clock has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much of the baseline's value may be lost, as a share of it; and a floor that holds without a baseline."""
+    """`fall` is the share of the baseline's value that may be lost; `at_least` is a floor that needs no baseline."""
 
     fall: float = 0.0
     at_least: float | None = None
     run_noise: float | None = None
-    """How far runs are apart, as a standard deviation and a share, in place of what they show."""
+    """The standard deviation between runs, as a share, to use in place of the measured one."""
 
 
 LIMITS = {
-    "al.pooled": Limit(0.005),  # where the rounding of another processor turns a draft's choice
+    "al.pooled": Limit(0.005),  # another processor's rounding can change what a draft proposes
     "exact": Limit(0.0),
     "passed": Limit(0.0),
     "speedup.decode": Limit(0.05),
     "speedup.e2e": Limit(0.05),
     "tps.decode": Limit(0.05),
 }
-"""What can be gated, and by how much it may fall where a limits file does not say otherwise."""
+"""What can be gated, and the limits unless a limits file says otherwise."""
 ABSOLUTE = ("tps.decode",)
-"""Gated only where limits name it: a busy or throttled machine is slower by what no test can tell from a loss."""
+"""Gated only if the limits name it: no test can tell a busy or throttled machine from a slower program."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
 Runs = Mapping[Place, tuple[Cell, ...]]
-"""A cell for each run."""
+"""By place, a cell for each run."""
 
 
 SHAPE: dict[str, Any] = {
@@ -74,56 +77,55 @@ SHAPE: dict[str, Any] = {
 class Baseline:
     name: str
     info: Mapping[str, Any]
-    """`identity` and `environment` of the run."""
+    """The `identity` and `environment` of the first run."""
     with_timings: bool
     limits: Mapping[str, Limit]
     cells: Runs
     hashes: Mapping[str, Mapping[str, str]]
-    """By suite and prompt."""
+    """Prompt hashes by suite and prompt id."""
 
     @property
     def num_runs(self) -> int:
         return len(next(iter(self.cells.values())))
 
     def as_results(self) -> Results:
-        """As far as `changes.differences` looks."""
-        pandas: Any = import_module("pandas")
-        rows = [(suite, prompt, text) for suite, found in self.hashes.items() for prompt, text in found.items()]
-        return Results(
-            self.name, dict(self.info), pandas.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"])
-        )
+        """Results with just what `changes.differences` reads."""
+        import pandas as pd
+
+        rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
+        return Results(self.name, dict(self.info), pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
 
 
 def refuse_twins(runs: Sequence[Path]) -> None:
     if len({run.resolve() for run in runs}) < len(runs):
-        raise UserError("the same run twice says nothing of what changes from run to run; name each once")
+        raise UserError("a run given twice says nothing about the noise between runs; give each run once")
 
 
 def by_place(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
-    """Raises UserError where one run has a suite and method that another has not."""
+    """The cells of all runs by place. Raises UserError if one run has a suite and method that another does not."""
     first, *others = [{cell.place: cell for cell in cells} for cells in cells_of_runs]
     for run, cells in zip(runs[1:], others, strict=True):
         if odd := sorted(set(first) ^ set(cells)):
             place, has = odd[0], run if odd[0] in cells else runs[0]
             lacks = runs[0] if has is run else run
             name = cell_name((cells if has is run else first)[place])
-            raise UserError(f"{has.name} has {name} and {lacks.name} has not; give runs of the same command")
+            raise UserError(f"{has.name} has {name} but {lacks.name} does not; give runs of the same command")
     return {place: (cell, *(cells[place] for cells in others)) for place, cell in first.items()}
 
 
 def cell_name(cell: Cell) -> str:
-    """In messages."""
+    """The name of a cell in messages."""
     return " ".join(filter(None, [cell.suite, cell.setting, cell.method]))
 
 
 def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
-    """Raises UserError for a run without plain answers, and for runs that are unlike."""
+    """Writes a baseline. Raises UserError for runs without plain answers, and for runs that differ."""
     for other in runs[1:]:
         changes.refuse_unlike(runs[0], other, ())
     cells = by_place(runs, [changes.summarised(results) for results in runs])
     judged = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
     counts = ["answers", "paired"] if with_timings else ["answers"]
-    kept = list(dict.fromkeys([*counts, *(term for each in judged for term in (*each.top, *each.bottom))]))
+    kept = list(dict.fromkeys([*counts, *(term for figure in judged for term in (*figure.top, *figure.bottom))]))
     hashes: dict[str, dict[str, str]] = {}
     for suite, prompt, text in changes.hashes(runs[0].rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
@@ -136,7 +138,7 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
         "with_timings": with_timings,
         "limits": {name: asdict(limit) for name, limit in (RELATIVE | dict(limits)).items()},
         "prompt_hashes": hashes,
-        "cells": [_cells_as_json(several, kept, with_timings) for several in cells.values() if several[0].num_prompts],
+        "cells": [_cells_as_json(of_runs, kept, with_timings) for of_runs in cells.values() if of_runs[0].num_prompts],
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,30 +148,30 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
 
 
 def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: bool) -> dict[str, Any]:
-    """Of one suite and method; its figures and sums have a list entry for each run."""
+    """The cells of one suite and method, one for each run; figures and sums have an entry per run."""
     first = cells[0]
     if any(set(cell.prompts) != set(first.prompts) for cell in cells):
         raise UserError(f"the runs did not all answer the same prompts of {first.suite} by {first.method}")
     in_order = changes.on_common_prompts(*cells, first)[:-1]
     if len(in_order[0]) < len(first.prompts):
         raise UserError(f"the runs did not answer the prompts of {first.suite} by {first.method} equally often")
-    shown = [name for name in LIMITS if name in first.figures and (with_timings or not FIGURES[name].is_timing)]
+    figures = [name for name in LIMITS if name in first.figures and (with_timings or not FIGURES[name].is_timing)]
     return {
         "suite": first.suite,
         "settings": asdict(first.settings),
         "method": first.method,
-        "figures": {name: [float(f"{cell.value(name):.6g}") for cell in cells] for name in shown},
+        "figures": {name: [float(f"{cell.value(name):.6g}") for cell in cells] for name in figures},
         "prompts": list(first.prompts),
         "sums": {name: [list(map(_short, sums[:, COLUMN[name]].tolist())) for sums in in_order] for name in kept},
     }
 
 
 def _short(value: float) -> float | int:
-    return int(value) if value.is_integer() else float(f"{value:.{SHOWN}g}")
+    return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
 
 
 def _one_cell_a_line(stored: Mapping[str, Any]) -> str:
-    """Whole sums on a line each: a difference is then read figure by figure."""
+    """JSON with one line per list of sums, so that a diff reads figure by figure."""
     cells = stored["cells"]
     head = json.dumps({name: value for name, value in stored.items() if name != "cells"}, indent=1, ensure_ascii=False)
     lines = ",\n".join(_cell_lines(cell) for cell in cells)
@@ -186,9 +188,11 @@ def _cell_lines(cell: Mapping[str, Any]) -> str:
 def read(path: Path) -> Baseline:
     stored = reading.json_of(path)
     if not isinstance(stored, dict) or "cells" not in stored or "format" not in stored:
-        raise UserError(f"{path} is no baseline; write one with: dflash-bench baseline RUN... -o FILE")
+        raise UserError(f"{path} is not a baseline; write one with: dflash-bench baseline RUN... -o FILE")
     if not isinstance(stored["format"], int) or stored["format"] > FORMAT:
-        raise UserError(f"{path} has format {stored['format']!r}, this is {FORMAT}; update dflash-bench")
+        raise UserError(
+            f"{path} has format {stored['format']!r}, but this version reads up to {FORMAT}; update dflash-bench"
+        )
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
     again = "write it again with: dflash-bench baseline RUN... -o FILE"
@@ -204,17 +208,17 @@ def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
     info = {"identity": dict(stored["identity"]), "environment": dict(stored["environment"])}
     is_first_format = stored["format"] == 1
     named = short_names(settings_of(stored["identity"], name))
-    several = [_cells_of_json(cell, named, is_first_format) for cell in stored["cells"]]
+    stored_cells = [_cells_of_json(cell, named, is_first_format) for cell in stored["cells"]]
     limits = _limits(name, stored["limits"])
     if is_first_format:
-        # It had all limits; one that was not asked for cannot be told from one that was, but by its value.
+        # It stored all limits, also those that nobody had set; only their values can tell them apart.
         limits = {name: limit for name, limit in limits.items() if name in RELATIVE or limit != LIMITS[name]}
-    cells = {runs[0].place: runs for runs in several}
+    cells = {runs[0].place: runs for runs in stored_cells}
     return Baseline(name, info, bool(stored["with_timings"]), limits, cells, dict(stored["prompt_hashes"]))
 
 
 def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_first_format: bool) -> tuple[Cell, ...]:
-    """`named` are the settings of the run; before schema 3 there was one, which cells do not repeat."""
+    """`named` has the settings of the run; before schema 3 there was only one, and cells did not repeat it."""
     settings = Settings(**stored["settings"]) if "settings" in stored else next(iter(named))
     if settings not in named:
         raise ValueError(f"the settings of {stored['suite']} {stored['method']} are not the run's")
@@ -225,9 +229,9 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_
     sums = np.zeros((num_runs, len(stored["prompts"]), len(TERMS)))
     for name, values in runs.items():
         if name not in TERMS or len(values) != num_runs or any(shape.faults([[float]], values, "")):
-            raise ValueError(f"the sums {name!r} are unknown, or no list of numbers for each run")
-        if any(len(own) != sums.shape[1] or min(own) < 0 for own in values):
-            raise ValueError(f"the sums {name!r} are below 0 or not one for each prompt")
+            raise ValueError(f"the sums {name!r} are unknown, or not a list of numbers for each run")
+        if any(len(of_run) != sums.shape[1] or min(of_run) < 0 for of_run in values):
+            raise ValueError(f"the sums {name!r} are negative, or not one for each prompt")
         sums[:, :, COLUMN[name]] = values
     if not num_runs:
         raise ValueError(f"no sums in {stored['suite']} {stored['method']}")
@@ -241,7 +245,7 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_
 
 
 def read_limits(path: Path) -> dict[str, Limit]:
-    """A TOML file with a table per figure: ["al.pooled"], and below it `fall = 0.01` or `at_least = 4`."""
+    """Reads a TOML file with a table per figure, such as ["al.pooled"] with `fall = 0.01` or `at_least = 4` in it."""
     return _limits(str(path), reading.toml_of(path))
 
 
@@ -251,17 +255,17 @@ def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
         if name not in LIMITS:
             raise unknown(f"figure in {where}:", name, list(LIMITS))
         if not isinstance(entry, dict):
-            raise UserError(f'{where}: {name} needs a table, such as ["{name}"] and below it fall = 0.02')
+            raise UserError(f'{where}: {name} needs a table, such as ["{name}"] with the line fall = 0.02 below it')
         for key, value in entry.items():
             if key not in known:
                 raise unknown(f"key in {where} {name}:", key, known)
             if value is None and key != "fall":
                 continue
             if key == "run_noise" and not FIGURES[name].is_timing:
-                raise UserError(f"{where}: {name} has no run_noise: no clock is in it")
+                raise UserError(f"{where}: {name} cannot have run_noise, because it is not a timing")
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < shape.MOST
             if not number or value < 0:
-                raise UserError(f"{where}: {name} {key} must be a number from 0 up, not {value!r}")
+                raise UserError(f"{where}: {name} {key} must be a number of 0 or more, not {value!r}")
             if key == "fall" and value >= 1:
-                raise UserError(f"{where}: {name} fall is a share below 1, such as 0.05 for 5 %, not {value!r}")
+                raise UserError(f"{where}: {name} fall must be a share below 1, such as 0.05 for 5 %, not {value!r}")
     return {name: Limit(**({"fall": LIMITS[name].fall} | entry)) for name, entry in stored.items()}

@@ -1,4 +1,4 @@
-"""The gate: do runs fall short of a baseline, or of what any run must reach? To judge nothing is an error."""
+"""The gate: do runs fall short of a baseline, or of what every run must reach? It is an error if nothing is judged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_bench.analysis.findings import DEAD_AL
 from dflash_bench.analysis.gate import against, baselines, spread
 from dflash_bench.analysis.gate.against import run_names
 from dflash_bench.analysis.gate.baselines import Baseline, Limit, Runs
-from dflash_bench.analysis.gate.outcome import Check, Outcome, adjusted
+from dflash_bench.analysis.gate.outcome import Check, GateOutcome, adjusted
 from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, mismatched, select
 from dflash_bench.errors import UserError
 from dflash_bench.methods import is_lossy
@@ -24,37 +24,37 @@ from dflash_bench.results import frame
 from dflash_bench.results.frame import Results
 
 FLOORED = "speedup.decode"
-"""The figure that no method may surely have below 1."""
+"""The figure that may not be significantly below 1 for any method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    outcome: Outcome
+    outcome: GateOutcome
     cells: Runs
 
 
 def checked(runs: Sequence[Path], baseline: Path | None, limits: Path | None, allow: Sequence[str]) -> Checked:
-    """One `check` command: read all, and judge."""
+    """What the `check` command does: reads runs, baseline and limits, and judges."""
     changes.check_allowed(allow, (*frame.ALLOWED, "cells", "failed"))
     baselines.refuse_twins(runs)
     expected = baselines.read(baseline) if baseline else None
-    own_limits = baselines.read_limits(limits) if limits else {}
-    if limits and not own_limits:
+    user_limits = baselines.read_limits(limits) if limits else {}
+    if limits and not user_limits:
         raise UserError(f"{limits} holds no limits")
-    if limits and expected is None and not any(_stands_alone(*entry) for entry in own_limits.items()):
+    if limits and expected is None and not any(_stands_alone(*entry) for entry in user_limits.items()):
         raise UserError(f"{limits} has no effect without --baseline: nothing in it has at_least")
     read = [frame.read(run, allow=allow, judging=True) for run in runs]
     named = zip(read, run_names(read), strict=True)
     if flawed := [check for results, name in named for check in broken(results, allow, name)]:
-        # Figures of what is left would be judged as if they were the run's.
-        return Checked(_with_sources(Outcome(tuple(flawed), ()), read[0]), {})
+        # Judging the rows that are left would pass for judging the run.
+        return Checked(_with_sources(GateOutcome(tuple(flawed), ()), read[0]), {})
     cells = [changes.summarised(results) for results in read]
-    outcome = _with_sources(judge(read, cells, expected, own_limits, allow), read[0])
+    outcome = _with_sources(judge(read, cells, expected, user_limits, allow), read[0])
     return Checked(with_failed_answers(outcome) if "failed" in allow else outcome, baselines.by_place(read, cells))
 
 
 def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]:
-    """A failed check for what is missing, there twice, or none that a run can give, unless it is allowed."""
+    """A failed check for each flaw of the run's rows that is not allowed."""
     allowed = {*allow, "unfinished"} if results.damaged else {*allow}
     return [
         Check(
@@ -67,18 +67,18 @@ def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]
     ]  # fmt: skip
 
 
-def _with_sources(outcome: Outcome, results: Results) -> Outcome:
+def _with_sources(outcome: GateOutcome, results: Results) -> GateOutcome:
     identity = results.info["identity"]
     checks = [replace(check, source=labels.source_of(identity, check.suite)) for check in outcome.checks]
     return replace(outcome, checks=tuple(checks))
 
 
-def with_failed_answers(outcome: Outcome) -> Outcome:
-    """The same, where answers that failed do not count against the run: they are told instead."""
+def with_failed_answers(outcome: GateOutcome) -> GateOutcome:
+    """The outcome with failed answers turned from failures into notes."""
     failed = [check for check in outcome.checks if check.kind == "failed" and check.failed]
-    told = [f"allowed: {check.label} {check.method}: {check.reason}" for check in failed]
+    notes = [f"allowed: {check.label} {check.method}: {check.reason}" for check in failed]
     checks = [replace(check, failed=False) if check in failed else check for check in outcome.checks]
-    return Outcome(tuple(checks), (*outcome.notes, *told))
+    return GateOutcome(tuple(checks), (*outcome.notes, *notes))
 
 
 def _stands_alone(name: str, limit: Limit) -> bool:
@@ -88,39 +88,40 @@ def _stands_alone(name: str, limit: Limit) -> bool:
 def judge(
     runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]], baseline: Baseline | None,
     limits: Mapping[str, Limit] | None = None, allow: Sequence[str] = (),
-) -> Outcome:  # fmt: skip
-    """Raises UserError for a baseline of other cells or prompts, unlike runs, and where nothing can be judged."""
+) -> GateOutcome:  # fmt: skip
+    """Raises UserError for a baseline of other cells or prompts, runs that differ, and if nothing can be judged."""
     cells = baselines.by_place(runs, cells_of_runs)
     notes = [text for run in runs for text in run.missing]
-    unlike = [changes.refuse_unlike(*pair, allow) for pair in combinations(runs, 2)]
-    notes += [f"allowed, though unlike: {text}" for text in dict.fromkeys(text for pair in unlike for text in pair)]
+    unlike = (text for pair in combinations(runs, 2) for text in changes.refuse_unlike(*pair, allow))
+    notes += [f"allowed although it differs: {text}" for text in dict.fromkeys(unlike)]
     with_timings = baseline is None or baseline.with_timings
     if not with_timings:
-        notes.append("the baseline holds no timings, so none is judged")
+        notes.append("the baseline holds no timings, so no timings are judged")
     merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
     named = zip(runs, run_names(runs), cells_of_runs, strict=True)
-    checks = [made for results, name, own in named for cell in own for made in alarms(results, cell, name)]
+    checks = [check for results, name, of_run in named for cell in of_run for check in alarms(results, cell, name)]
     if with_timings:
-        checks += [made for own in cells.values() for made in _slower(own, _before(own, baseline), merged)]
-    checks += [made for own in cells.values() for made in _floors(own, merged, run_names(runs), with_timings)]
+        for of_runs in cells.values():
+            checks += _slower(of_runs, _before(of_runs, baseline), merged)
+    for of_runs in cells.values():
+        checks += _floors(of_runs, merged, run_names(runs), with_timings)
     if baseline is not None:
         notes += against.unlike(runs, baseline, allow)
         notes += against.thinner(runs[0].name, cells, baseline, allow)
         checks += against.against(runs, cells, baseline, merged, allow)
     if not any(check.kind in FIGURES and check.method != BASELINE for check in checks):
-        raise UserError(f"{runs[0].name}: nothing to check: no method but plain decoding has figures")
+        raise UserError(f"{runs[0].name}: nothing to check: only plain decoding has figures")
     sides = [num for num in (baseline and baseline.num_runs, len(runs)) if num]
-    return Outcome(tuple(adjusted(checks)), (*notes, *_of_noise(checks, sides)))
+    return GateOutcome(tuple(adjusted(checks)), (*notes, *_of_noise(checks, sides)))
 
 
 def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
-    """What no run may show, whatever the baseline; `run` is its name where there are several."""
+    """What no run may have, whatever the baseline; `run` is its name if there are several."""
     place: dict[str, Any] = {"suite": cell.suite, "setting": cell.setting, "method": cell.method, "run": run}
     num_wrong = int(mismatched(select(results.rows, cell.place)).sum())
-    told = "not the published model's own output"
-    lost = f"{num_wrong} answers: {told}" if num_wrong else ""
+    wrong = f"{num_wrong} answers are not the published model's own output" if num_wrong else ""
     if not is_lossy(cell.method):
-        yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=lost)
+        yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=wrong)
     failed = f"{cell.num_errors} answers failed" if cell.num_errors else ""
     yield Check(**place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0, reason=failed)
     al = cell.value("al.pooled")
@@ -131,22 +132,22 @@ def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
 
 
 def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, Limit]) -> Iterator[Check]:
-    """Slower than plain decoding: surely so over all runs, with the noise between them, and by each run's interval.
+    """Slower than plain decoding: significantly over all runs, and by the interval of each run.
 
-    The runs `before`, of a baseline, only help to tell that noise.
+    The runs `before`, of a baseline, only help to measure the noise between runs.
     """
-    shown = [cell.figures.get(FLOORED) for cell in cells]
-    if cells[0].method == BASELINE or not all(shown):
+    intervals = [cell.figures.get(FLOORED) for cell in cells]
+    if cells[0].method == BASELINE or not all(intervals):
         return
     statistic, stated = FIGURES[FLOORED].statistic, limits.get(FLOORED, Limit()).run_noise
     sides = [np.array(changes.on_common_prompts(*side)) for side in (cells, before) if side]
     runs, noise = sides[0], spread.run_noise(sides, statistic, against.allowed(FLOORED), stated)
     difference = spread.difference(runs, None, statistic, noise) if runs.shape[1] else None
-    highest = max(interval.value if interval.high is None else interval.high for interval in shown if interval)
+    highest = max(interval.value if interval.high is None else interval.high for interval in intervals if interval)
     slow = highest < 1
     yield Check(
         suite=cells[0].suite, setting=cells[0].setting, method=cells[0].method, kind=FLOORED, is_floor=True, expected=1,
-        found=float(np.exp(np.mean([np.log(interval.value) for interval in shown if interval]))),
+        found=float(np.exp(np.mean([np.log(interval.value) for interval in intervals if interval]))),
         p=1.0 if difference is None else difference.p, failed=slow,
         reason="slower than plain decoding" if slow else "", **against.of_noise(noise),
     )  # fmt: skip
@@ -159,7 +160,7 @@ def _before(cells: Sequence[Cell], baseline: Baseline | None) -> Sequence[Cell]:
 def _floors(
     cells: Sequence[Cell], limits: Mapping[str, Limit], names: Sequence[str], with_timings: bool
 ) -> Iterator[Check]:
-    """Every run must reach what its limits ask for."""
+    """Every run must reach the `at_least` of its limits."""
     for kind, limit in limits.items():
         if limit.at_least is None or cells[0].method == BASELINE or (FIGURES[kind].is_timing and not with_timings):
             continue
@@ -176,12 +177,12 @@ def _floors(
 
 
 def _of_noise(checks: Sequence[Check], sides: Sequence[int]) -> Iterator[str]:
-    """Which noise between runs each figure was judged with, and where that comes from."""
+    """Notes on the noise between runs that figures were judged with, and where it comes from."""
     runs = " + ".join(map(str, sides)) + (" runs" if sum(sides) > 1 else " run")
     why = {
-        "allowed": f"an allowance: {runs} cannot show it, five in all can",
+        "allowed": f"assumed, because {runs} cannot show it; five in all can",
         "measured": f"measured over {runs}",
-        "stated": "as run_noise in the limits states",
+        "stated": "from run_noise in the limits",
     }
     for source in why:
         judged = [check for check in checks if check.run_noise is not None and check.run_noise_source == source]

@@ -1,4 +1,4 @@
-"""What was judged, and what of it surely fell short."""
+"""What was judged, and what significantly fell short."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Check:
 
     suite: str
     source: str = ""
-    """Of the suite's prompts, as the run recorded it."""
+    """Where the suite's prompts came from, as the run recorded it."""
     method: str
     setting: str = ""
-    """What tells the settings from the others of the run; empty in a run of one."""
+    """What distinguishes the settings from the others of the run; empty if there is only one."""
     kind: str
-    """A figure's id; "mismatch", "failed" or a kind of flaw for what must not happen at all."""
+    """The id of a figure, or "mismatch", "failed" or a kind of flaw, none of which may occur at all."""
     run: str = ""
-    """Which of several runs; empty where all are judged together, or there is one."""
+    """Which of several runs; empty if there is one run, or if all are judged together."""
     found: float
     expected: float
     tolerance: float = 0.0
-    """How much less, as a share of `expected`, is let pass."""
+    """The share of `expected` that `found` may fall short by."""
     p: float | None = None
-    """How likely so large a difference is without a cause; None where nothing is random."""
+    """The probability of so large a difference by chance; None where nothing is random."""
     run_noise: float | None = None
-    """The standard deviation from run to run that `p` reckons with, as a share; None of what has no clock in it."""
+    """The standard deviation between runs that `p` allows for, as a share; None for anything but timings."""
     run_noise_source: str = ""
     """"measured", "allowed" or "stated"."""
     failed: bool
     reason: str = ""
     is_floor: bool = False
-    """`expected` is what any run must reach, not what the baseline did."""
+    """Whether `expected` is what every run must reach, rather than the baseline's value."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Check:
 
     @property
     def label(self) -> str:
-        """The suite for people."""
+        """The name of the suite, for people."""
         return labels.under(labels.named(self.suite, self.source), self.setting)
 
     @property
@@ -56,12 +56,12 @@ class Check:
 
     @property
     def change(self) -> float:
-        """As a share of `expected`."""
+        """The difference from `expected`, as a share of it."""
         return self.found / self.expected - 1 if self.expected else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GateOutcome:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
 
@@ -71,11 +71,11 @@ class Outcome:
 
 
 def adjusted(checks: Sequence[Check]) -> list[Check]:
-    """A fall of what is random must be sure, however many cells and figures were looked at (Holm)."""
+    """The checks with p corrected for their number (Holm); a random figure fails only if its fall is significant."""
     random = [number for number, check in enumerate(checks) if check.p is not None]
-    sure = list(checks)
+    corrected = list(checks)
     for number, p in zip(random, stats.holm([checks[n].p or 0.0 for n in random]), strict=True):
         failed, reason = checks[number].failed and p < ALPHA, checks[number].reason
-        unsure = f"{reason}, but not surely" if checks[number].failed else ""
-        sure[number] = replace(checks[number], p=p, failed=failed, reason=reason if failed else unsure)
-    return sure
+        uncertain = f"{reason}, but not significantly" if checks[number].failed else ""
+        corrected[number] = replace(checks[number], p=p, failed=failed, reason=reason if failed else uncertain)
+    return corrected

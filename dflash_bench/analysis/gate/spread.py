@@ -1,7 +1,8 @@
-"""How far apart two sides are, and how sure that is: prompts within runs, and several runs of the same prompts a side.
+"""How far apart two sides are and how certain that is, when each side is several runs of the same prompts.
 
-Two parts add up. One is the choice of prompts: what differs from prompt to prompt, both sides taken on the same ones.
-The other is the run: clocks, neighbours and heat move all its prompts together, so that no number of prompts shows it.
+Two variances add up. One comes from the choice of prompts: how much the difference varies from prompt to prompt. The
+other comes from the run: clocks, neighbours and heat affect all prompts of a run together, so that it can only be seen
+by running again.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Statistic
 
 METHOD_NOISE = 0.03
-"""Standard deviation of a method's seconds from run to run, as a share of them, that is allowed where runs are few."""
+"""The standard deviation between runs of a method's seconds, as a share, that is assumed if runs are few."""
 ENOUGH = 3
-"""Degrees of freedom (runs less sides) from which on the runs themselves say how far they are apart: five runs."""
+"""Degrees of freedom (runs minus sides) that measuring the noise between runs takes: five runs on two sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunNoise:
-    """From run to run, of the logarithm of a figure; 0.01 is about 1 %."""
+    """Noise between runs, of the logarithm of a figure; 0.01 is about 1 %."""
 
     sd: float
     df: float
@@ -32,7 +33,7 @@ class RunNoise:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of logarithms, with its standard error."""
+    """A difference of logarithms, with its standard error."""
 
     log: float
     error: float
@@ -40,14 +41,14 @@ class Difference:
 
     @property
     def p(self) -> float:
-        """Two-sided: how likely so large a difference is without a cause."""
+        """Two-sided: the probability of so large a difference by chance."""
         return stats.p_of_t(self.log, self.error, self.df)
 
 
 def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated: float | None = None) -> RunNoise:
-    """`sides` are [runs, prompts, columns]. What is stated holds; what is measured counts once there are runs enough.
+    """`sides` are [runs, prompts, columns]. `stated` wins; else the noise is measured if there are enough runs.
 
-    Of fewer runs it counts only where it is more than is allowed: a few runs that lie close by chance prove nothing.
+    With fewer runs the measured noise counts only if it exceeds `allowed`: a few runs can be close by chance.
     """
     if stated is not None:
         return RunNoise(stated, inf, "stated")
@@ -58,10 +59,10 @@ def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated:
 
 
 def difference(after: Floats, before: Floats | None, statistic: Statistic, noise: RunNoise | None) -> Difference | None:
-    """Of `statistic`, after over before on the same prompts, or from 1 where there is no before; None for one prompt.
+    """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for one prompt.
 
-    Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. What prompts vary by from run to run
-    is in both parts, which makes the error a little too large rather than too small.
+    Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. The variation of single prompts
+    between runs is in both variances, which makes the error slightly too large rather than too small.
     """
     if after.shape[1] < 2:
         return None
@@ -88,5 +89,5 @@ def _logs(runs: Floats, statistic: Statistic) -> Floats:
 
 
 def _pulls(runs: Floats, statistic: Statistic) -> Floats:
-    """What each prompt adds to the mean over runs, [prompts]."""
+    """How much each prompt contributes to the mean over runs, [prompts]."""
     return np.asarray(np.mean([stats.pulls(sums, statistic) for sums in runs], axis=0))

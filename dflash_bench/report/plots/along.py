@@ -14,6 +14,7 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Settings
 from dflash_bench.results import parts
+from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.rounds import Place
 from dflash_bench.results.slices import stretch_name, stretch_of
 
@@ -26,7 +27,7 @@ MOST_STRETCHES = 32
 
 def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -> Any:
     """A pandas frame of tokens verified and rounds, by `INDEX`; failed answers left out. `several` are the run's."""
-    columns = [*COLUMNS, *parts.needed_for(several)]
+    columns = [*COLUMNS, *needed_for(several)]
     return _added([_of_batch(batch, several) for batch in parts.batches(part, columns, left_out=left_out)])
 
 
@@ -64,7 +65,7 @@ def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
     rounds = np.diff(np.append(cuts, len(owners)))
     tokens = np.add.reduceat(accepted, cuts, dtype=np.int64) + rounds if len(cuts) else rounds
     coded = {name: good.column(name).dictionary_encode() for name in NAMES}
-    under = parts.checked_settings(good, several)
+    under = checked_settings(good, several)
     codes = [*(coded[name].indices.to_numpy() for name in NAMES), under]
     sizes = [*(len(coded[name].dictionary) for name in NAMES), len(several), MOST_STRETCHES]
     of_cuts = [*(own[owners[cuts]] for own in codes), stretch[cuts]]

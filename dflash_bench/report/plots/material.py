@@ -15,8 +15,9 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import Settings
 from dflash_bench.report.document import Document
 from dflash_bench.report.plots import along
-from dflash_bench.results import parts, rounds, store
+from dflash_bench.results import parts, rounds
 from dflash_bench.results.identity import settings_of
+from dflash_bench.results.run_json import Info
 
 Group = tuple[str, str]
 """A suite, and settings in words."""
@@ -31,7 +32,7 @@ class Material:
         return self.document.cells
 
     @property
-    def info(self) -> store.Info:
+    def info(self) -> Info:
         return self.document.results.info
 
     @property

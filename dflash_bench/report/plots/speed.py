@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, Cell
+from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.terms import COLUMN
 from dflash_bench.report.plots.material import Group, Material
 from dflash_bench.report.plots.style import (
     INK,
