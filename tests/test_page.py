@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from dflash_bench.records import Record
 from dflash_bench.report import answers as shown_answers
-from dflash_bench.report import html, read, tokens
+from dflash_bench.report import html, read_document, tokens
 
 Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
@@ -60,8 +60,10 @@ def data(page: str) -> dict[str, Any]:
 
 
 def page_of(folder: Path, **options: Any) -> str:
-    document = read(folder)
-    return html.page(document, {}, shown_answers.read(document, options.get("most", 300), options.get("tokenizer")))
+    document = read_document(folder)
+    return html.page(
+        document, {}, shown_answers.read_answers(document, options.get("most", 300), options.get("tokenizer"))
+    )
 
 
 # Hostile text
@@ -132,9 +134,9 @@ def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Pat
     plain, drafted = stored_page["rows"]
     (pieces,) = stored_page["texts"]
     assert "".join(pieces) == TEXT
-    assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["shown"])
-    assert drafted["shown"][0] == [5, 3, 4, 5.0, 12.0]
-    assert "shown" not in plain
+    assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["by_round"])
+    assert drafted["by_round"][0] == [5, 3, 4, 5.0, 12.0]
+    assert "by_round" not in plain
     assert drafted["speedup"] == pytest.approx(plain["ms"] / drafted["ms"], rel=1e-3)
 
 

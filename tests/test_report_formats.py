@@ -15,7 +15,7 @@ from golden import assert_golden
 from rows import failed, plain
 from runs import IDENTITY, answers, changed, stored
 
-from dflash_bench.report import read
+from dflash_bench.report import read_document
 from dflash_bench.report.texts import latex_escaped
 from dflash_bench.results import store
 
@@ -49,7 +49,7 @@ def test_the_table_is_what_is_shown_without_a_format(run: Path, main: Main) -> N
 def test_a_report_doubts_what_the_run_itself_doubted(tmp_path: Path) -> None:
     drafts = {"dflash": {"trained_thinking": True}}
     folder = stored(tmp_path / "run", answers(24), thinking=False, drafts=drafts)
-    assert "other_mode" in [finding.kind for finding in read(folder).findings]
+    assert "other_mode" in [finding.kind for finding in read_document(folder).findings]
 
 
 def test_the_json_is_as_stored(run: Path, main: Main) -> None:
@@ -60,7 +60,7 @@ def test_the_json_is_as_stored(run: Path, main: Main) -> None:
 
 def test_the_csv_holds_the_figures_of_every_cell(run: Path, main: Main) -> None:
     rows = list(csv.DictReader(io.StringIO(main("report", "run", "--format", "csv")[1])))
-    cells = read(run).cells
+    cells = read_document(run).cells
     assert [(row["suite"], row["method"]) for row in rows] == [(cell.suite, cell.method) for cell in cells]
     for row, cell in zip(rows, cells, strict=True):
         speedup = cell.figures["speedup.decode"]

@@ -49,8 +49,8 @@ def _refuse_undecodable(words: list[str]) -> None:
             raise UserError(f"'{word}' is not UTF-8; rename what it names") from error
 
 
-def _version(shown: bool) -> None:
-    if shown:
+def _version(wanted: bool) -> None:
+    if wanted:
         say(f"dflash-bench {__version__}")
         raise typer.Exit
 

@@ -50,18 +50,18 @@ def verify_distribution(
     from dflash_bench.run import distribution
 
     settings = Settings(temperature, top_k, top_p, min_p, repetition_penalty)
-    made = distribution.perform(
+    draws_of_methods = distribution.perform(
         distribution.Request(
             methods=tuple(dict.fromkeys(method or distribution.METHODS)), settings=settings,
             num_draws=draws or distribution.NUM_DRAWS, seed=seed, model=model, target=target,
             drafts=tuple(draft or ()), device=device, dtype=dtype,
         )
     )  # fmt: skip
-    tests = analysis.compared(made)
-    verdicts = analysis.verdicts(made, tests)
+    tests = analysis.compared(draws_of_methods)
+    verdicts = analysis.verdicts(draws_of_methods, tests)
     if as_json:
-        say(json.dumps(report.as_json(made, tests, verdicts, settings), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(draws_of_methods, tests, verdicts, settings), indent=1, allow_nan=False))
     else:
-        say(report.text(made, tests, verdicts, settings))
+        say(report.text(draws_of_methods, tests, verdicts, settings))
     if any(verdict.state != "as the model" for verdict in verdicts):
         sys.exit(1)

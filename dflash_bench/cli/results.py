@@ -43,8 +43,11 @@ def compare(
     """Compare methods within a run, or the same cells before and after, on the same prompts."""
     from dflash_bench.report.compared import compared
 
-    found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
-    say(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
+    comparison = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
+    say(
+        json.dumps(comparison.json, indent=1, allow_nan=False) if as_json else comparison.text,
+        end="\n" if as_json else "",
+    )
 
 
 @app.command(cls=Command)
@@ -61,8 +64,8 @@ def baseline(
     from dflash_bench.results import frame
 
     baselines.refuse_twins(runs)
-    found = baselines.read_limits(limits) if limits else {}
-    baselines.write([frame.read(run) for run in runs], output, with_timings=not time_free, limits=found)
+    expectations = baselines.read_limits(limits) if limits else {}
+    baselines.write([frame.read(run) for run in runs], output, with_timings=not time_free, limits=expectations)
     say(f"wrote {output}")
 
 
@@ -92,24 +95,24 @@ def check(
     from dflash_bench.analysis.gate.checks import checked
     from dflash_bench.report import gate as formats
 
-    found = checked(runs, baseline, limits, tuple(allow or ()))
-    _save(junit, "w", lambda: formats.junit(found.outcome, "dflash-bench"))
-    _save(summary, "a", lambda: formats.summary(found.outcome))
-    _save(benchmark, "w", lambda: formats.benchmark(found.cells))
+    result = checked(runs, baseline, limits, tuple(allow or ()))
+    _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
+    _save(summary, "a", lambda: formats.summary(result.outcome))
+    _save(benchmark, "w", lambda: formats.benchmark(result.cells))
     if as_json:
-        say(json.dumps(formats.as_json(found.outcome), indent=1, allow_nan=False))
+        say(json.dumps(formats.as_json(result.outcome), indent=1, allow_nan=False))
     else:
-        say(formats.text(found.outcome))
-    if found.outcome.failures:
+        say(formats.text(result.outcome))
+    if result.outcome.failures:
         sys.exit(1)
 
 
-def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
+def _save(path: Path | None, mode: str, text_of: Callable[[], str]) -> None:
     if path is None:
         return
     try:
         with open(path, mode, encoding="utf-8", opener=_opened) as file:
-            file.write(visible(made(), keep="\n\t"))
+            file.write(visible(text_of(), keep="\n\t"))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -144,7 +147,7 @@ def report(
     allow: options.AllowParts = None,
 ) -> None:
     """Show a finished run: as a table, Markdown, JSON, CSV or LaTeX, or as one HTML page."""
-    from dflash_bench.report import FORMATS, MOST_ANSWERS, read, table_by, write_page
+    from dflash_bench.report import FORMATS, MOST_ANSWERS, read_document, table_by, write_page
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
@@ -152,7 +155,7 @@ def report(
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
     if by is not None and (html is not None or kind not in (None, "table")):
         raise UserError("--by cuts the table; leave out --html and --format, or use compare --by --json")
-    document = read(run, allow or ())
+    document = read_document(run, allow or ())
     if by is not None:
         say(table_by(document, by), end="")
         return
@@ -171,7 +174,7 @@ def card(
     """Print a run's result in ten lines, to share."""
     from dflash_bench import report
 
-    say(report.card(report.read(run, allow or ())), end="")
+    say(report.card(report.read_document(run, allow or ())), end="")
 
 
 @app.command(cls=Command)
@@ -192,10 +195,10 @@ def plot(
     if len(runs) > 1:
         _plot_trend(runs, out, kind, allow or [])
         return
-    material = plots.Material(report.read(runs[0], allow or ()))
+    material = plots.Material(report.read_document(runs[0], allow or ()))
     for name in late(plots.names_for(material), "drawing plots"):
         try:
-            say(plots.write(material, name, out or runs[0] / "plots", kind))
+            say(plots.write_plot(material, name, out or runs[0] / "plots", kind))
         except plots.NothingToPlotError as error:
             note(f"no plot '{name}': {error}")
 
@@ -210,8 +213,8 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
         raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
-    read = [plots.Material(report.read(folder, of_parts)) for folder in late(runs, "reading runs")]
-    pairs = combinations([each.document.results for each in read], 2)
+    read = [plots.Material(report.read_document(folder, of_parts)) for folder in late(runs, "reading runs")]
+    pairs = combinations([run.document.results for run in read], 2)
     unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
     for difference in unlike:
         note(f"note: allowed, though unlike: {difference}")

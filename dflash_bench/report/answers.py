@@ -36,11 +36,11 @@ class Answers:
     """Why texts are not cut into tokens; empty where they are."""
 
 
-def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
+def read_answers(document: Document, most: int, tokenizer: Path | None) -> Answers:
     """At most `most` answers, but at least one prompt."""
     wanted = _chosen(document.results.rows, most)
     stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
-    cutter = tokens.load(document.results.info, tokenizer)
+    cutter = tokens.load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
     named = short_names(settings_of(document.results.info["identity"]))
     texts: dict[tuple[Any, ...], int] = {}
@@ -94,10 +94,10 @@ def _settings(row: dict[str, Any]) -> Settings:
 
 
 def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
-    own, theirs = _ms_per_token(row), _ms_per_token(plain) if plain else None
+    ms_per_token, plain_ms_per_token = _ms_per_token(row), _ms_per_token(plain) if plain else None
     accepted = row["accepted"] or []
-    shown = {name: row[name] for name in ("method", "turn", "repeat", "error", "answer", "passed")}
-    shown |= {
+    page_row = {name: row[name] for name in ("method", "turn", "repeat", "error", "answer", "passed")}
+    page_row |= {
         "prompt": row["prompt_id"],
         "exact": row["exactness"],
         "leaves": row["first_divergence"],
@@ -111,17 +111,21 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "tokens": len(row["token_ids"]),
         "rounds": len(accepted) if row["accepted"] is not None else None,
         "al": _short(1 + sum(accepted) / len(accepted)) if accepted else None,
-        "ms": _short(own),
-        "speedup": _short(theirs / own if theirs and own and row["method"] != BASELINE else None),
+        "ms": _short(ms_per_token),
+        "speedup": _short(
+            plain_ms_per_token / ms_per_token
+            if plain_ms_per_token and ms_per_token and row["method"] != BASELINE
+            else None
+        ),
     }
     if any(row["drafted"] or ()):
         # Per round: drafted, accepted, emitted, and the milliseconds of drafting and verifying.
         times = [row[name] or [None] * len(accepted) for name in ("draft_s", "verify_s")]
-        shown["shown"] = [
+        page_row["by_round"] = [
             [drafted, kept, emitted, *(_short(1000 * s if s is not None else None) for s in seconds)]
             for drafted, kept, emitted, *seconds in zip(row["drafted"], accepted, row["emitted"], *times, strict=True)
         ]
-    return {name: value for name, value in shown.items() if value is not None}
+    return {name: value for name, value in page_row.items() if value is not None}
 
 
 def _ms_per_token(row: dict[str, Any]) -> float | None:

@@ -35,12 +35,12 @@ def cells_text(cells: Sequence[Cell]) -> str:
 def _table(
     cells: Sequence[Cell], ids: Sequence[str], more: Sequence[str] = (), extra: Sequence[Sequence[str]] | None = None
 ) -> str:
-    shown = [name for name in ids if any(name in cell.figures for cell in cells)]
+    known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
     rows = [
-        [*_place(cell), f"{cell.num_prompts:,}", *(with_interval(cell.figures.get(name)) for name in shown), *rest]
+        [*_place(cell), f"{cell.num_prompts:,}", *(with_interval(cell.figures.get(name)) for name in known_ids), *rest]
         for cell, rest in zip(cells, extra or [[]] * len(cells), strict=True)
     ]
-    return aligned(["suite", "slice", "method", "prompts", *shown, *more], rows, left=3)
+    return aligned(["suite", "slice", "method", "prompts", *known_ids, *more], rows, left=3)
 
 
 def _place(cell: Cell) -> list[str]:
@@ -51,20 +51,20 @@ def _tally(tally: tuple[int, int] | None) -> str:
     return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
 
 
-def versus_text(found: Sequence[Versus]) -> str:
+def versus_text(comparisons: Sequence[Versus]) -> str:
     """After over before: a line for each figure, the time-free ones first."""
     parts = []
     for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
         rows = [
             [*_sides(versus), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
-            for versus in found
+            for versus in comparisons
             for name, change in versus.changes.items()
             if FIGURES[name].is_timing == is_timing
         ]
         if rows:
             heads = ["suite", "slice", "before", "after", "figure", "ratio [95 %]", "p (Holm)", ""]
             parts += [f"{title}\n{aligned(heads, rows, left=5)}"]
-    answers = [[*_sides(v), str(v.lost), str(v.gained), p_value(v.p_passed)] for v in found if v.lost or v.gained]
+    answers = [[*_sides(v), str(v.lost), str(v.gained), p_value(v.p_passed)] for v in comparisons if v.lost or v.gained]
     if answers:
         heads = ["suite", "slice", "before", "after", "lost", "gained", "p (McNemar)"]
         parts += [f"prompts answered right\n{aligned(heads, answers, left=4)}"]
@@ -100,7 +100,7 @@ def interval_json(interval: Interval) -> list[float | None]:
     return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
 
 
-def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
+def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
     return [
         {
             "suite": versus.suite, "setting": versus.setting or None, "sources": versus.sources,
@@ -112,5 +112,5 @@ def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
                 for name, change in versus.changes.items()
             },
         }
-        for versus in found
+        for versus in comparisons
     ]  # fmt: skip

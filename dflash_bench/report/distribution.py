@@ -83,6 +83,8 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    given = [("temperature", settings.temperature)]
-    given += [(name, getattr(settings, name)) for name, plain in NAMES.items() if getattr(settings, name) != plain]
-    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in given)
+    named_values = [("temperature", settings.temperature)]
+    named_values += [
+        (name, getattr(settings, name)) for name, plain in NAMES.items() if getattr(settings, name) != plain
+    ]
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in named_values)

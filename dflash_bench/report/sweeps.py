@@ -24,17 +24,17 @@ def tables(sweeps: Sequence[Sweep]) -> Iterator[str]:
         yield from [f"sweep over {heading(sweep)}", *aligned(*table(sweep)).splitlines(), ""]
 
 
-def in_markdown(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+def sweep_paragraphs(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """Its paragraphs."""
     tables = [part for sweep in sweeps for part in (f"## Sweep over {heading(sweep)}", markdown(*table(sweep)))]
-    told = "\n".join(f"- {text}" for text in answers(sweeps, info))
-    return [*tables, f"{LEGEND}.".replace("*", r"\*"), told] if sweeps else []
+    items = "\n".join(f"- {text}" for text in best_values(sweeps, info))
+    return [*tables, f"{LEGEND}.".replace("*", r"\*"), items] if sweeps else []
 
 
-def answers(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+def best_values(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """A sentence for each method that was swept, and on what all that was measured."""
-    told = [_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
-    return [*told, f"That is so on {engine(info)}. A faster or slower engine can have another best."]
+    sentences = [_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
+    return [*sentences, f"That is so on {engine(info)}. A faster or slower engine can have another best."]
 
 
 def engine(info: Mapping[str, Any]) -> str:

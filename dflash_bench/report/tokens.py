@@ -14,11 +14,11 @@ NOT_AT_HAND = "the target's tokenizer is not at hand: give --tokenizer FOLDER"
 OTHER = "the tokenizer at hand does not decode the tokens to the text that was stored"
 
 
-def load(info: Mapping[str, Any], given: Path | None) -> Any | None:
+def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
     """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
-    if given is not None and not any(path.is_file() for path in _places(given)):
-        raise UserError(f"{given} holds no tokenizer.json")
-    candidates = _places(given) if given else _known(info)
+    if chosen is not None and not any(path.is_file() for path in _places(chosen)):
+        raise UserError(f"{chosen} holds no tokenizer.json")
+    candidates = _places(chosen) if chosen else _known(info)
     path = next((path for path in candidates if path.is_file()), None)
     return None if path is None else _tokenizer(path)
 
@@ -55,9 +55,9 @@ def _known(info: Mapping[str, Any]) -> Iterator[Path]:
         yield from _places(Path(name))
     repository = str(identity.get("target") or "").partition("@")[0]
     if repository.count("/") == 1:
-        found = try_to_load_from_cache(repository, "tokenizer.json")
-        if isinstance(found, str):
-            yield Path(found)
+        cached = try_to_load_from_cache(repository, "tokenizer.json")
+        if isinstance(cached, str):
+            yield Path(cached)
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:

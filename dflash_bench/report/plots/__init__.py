@@ -13,7 +13,7 @@ from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline,
 from dflash_bench.report.plots.trend import trend
 
 __all__ = [
-    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write",
+    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write_plot",
     "write_trend",
 ]  # fmt: skip
 
@@ -44,7 +44,7 @@ def names_for(material: Material) -> list[str]:
     return [name for name in PLOTS if name != "sweep" or material.sweeps]
 
 
-def write(material: Material, name: str, folder: Path, kind: str) -> Path:
+def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
     """Raises NothingToPlotError where the rows do not hold what it shows."""
     return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
@@ -60,10 +60,10 @@ def svg(material: Material, name: str) -> str:
 
 
 def _write(draw: Callable[[Any], Any], what: Any, path: Path) -> Path:
-    found: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
+    image: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(found)
+        path.write_bytes(image)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     return path

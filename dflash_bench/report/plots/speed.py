@@ -34,21 +34,28 @@ BARS = 0.8
 def speedup(material: Material) -> Any:
     """Bars with intervals by suite and method; figures by the official formula, published and ours, as marks."""
     methods, look = material.drafting, looks(material.methods)
-    found = {_of(cell): cell.figures["speedup.decode"] for cell in material.cells if "speedup.decode" in cell.figures}
-    shown = [group for group in material.groups if any((*group, method) in found for method in methods)]
-    if not shown:
+    speedups = {
+        _of(cell): cell.figures["speedup.decode"] for cell in material.cells if "speedup.decode" in cell.figures
+    }
+    groups = [group for group in material.groups if any((*group, method) in speedups for method in methods)]
+    if not groups:
         raise NothingToPlotError("no method has answers beside those of plain decoding")
-    labels = [material.label(group) for group in shown]
+    labels = [material.label(group) for group in groups]
     # Long names, at a slant, need room.
     figure, axes = _one(5.0 if any("\n" in label for label in labels) else 3.4)
     for method in methods:
-        own = [(place, found[*group, method]) for place, group in enumerate(shown) if (*group, method) in found]
-        xs, intervals = [_place(material, place, method) for place, _ in own], [interval for _, interval in own]
+        bars_of_method = [
+            (place, speedups[*group, method]) for place, group in enumerate(groups) if (*group, method) in speedups
+        ]
+        xs, intervals = (
+            [_place(material, place, method) for place, _ in bars_of_method],
+            [interval for _, interval in bars_of_method],
+        )
         values = [interval.value for interval in intervals]
         axes.bar(xs, values, 0.92 * BARS / len(methods), label=method, **_filled(look[method]))
         axes.errorbar(xs, values, errors(intervals), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
         for x, interval in zip(xs, intervals, strict=True):
-            if len(shown) * len(methods) <= MOST_LABELS:
+            if len(groups) * len(methods) <= MOST_LABELS:
                 axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -57,7 +64,7 @@ def speedup(material: Material) -> Any:
     axes.margins(y=0.12)
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
-    marks = _published_marks(axes, material, shown)
+    marks = _published_marks(axes, material, groups)
     return finish(figure, "Speed-up over plain decoding", [*bars, *marks], "bars: 95 % over prompts; dashed: plain")
 
 
@@ -89,26 +96,28 @@ def _one(height: float) -> tuple[Any, Any]:
     return figure, axes[""]
 
 
-def _published_marks(axes: Any, material: Material, shown: list[Group]) -> list[Any]:
+def _published_marks(axes: Any, material: Material, groups: list[Group]) -> list[Any]:
     """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
-    found = [
-        each
-        for each in material.published
-        if each.published.formula == "speedup.zlab" and (each.suite, each.settings) in shown and each.is_as_long
+    figures = [
+        figure
+        for figure in material.published
+        if figure.published.formula == "speedup.zlab"
+        and (figure.suite, figure.settings) in groups
+        and figure.is_as_long
     ]
-    configs = list(dict.fromkeys(each.published.config for each in found))
+    configs = list(dict.fromkeys(figure.published.config for figure in figures))
     handles = {}
-    for each in found:
-        place = _place(material, shown.index((each.suite, each.settings)), each.method)
+    for figure in figures:
+        place = _place(material, groups.index((figure.suite, figure.settings)), figure.method)
         x = place + 0.3 * BARS / len(material.drafting)
-        config = each.published.config
+        config = figure.published.config
         style = {"linestyle": "none", "zorder": 4}
         theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
         theirs["marker"] = PUBLISHED_MARKERS[configs.index(config) % len(PUBLISHED_MARKERS)]
         ours = {"color": INK, "markeredgecolor": PAPER, "markersize": 9}
-        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, each.published.value, **theirs, **style)[0]
-        if each.own is not None:
-            handles["this run, speedup.zlab"] = axes.plot(x, each.own, "X", **ours, **style)[0]
+        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, figure.published.value, **theirs, **style)[0]
+        if figure.own is not None:
+            handles["this run, speedup.zlab"] = axes.plot(x, figure.own, "X", **ours, **style)[0]
     for label, handle in handles.items():
         handle.set_label(label)
     return list(handles.values())
@@ -146,21 +155,24 @@ def prompts(material: Material) -> Any:
     """Each prompt once: plain milliseconds per token against the method's."""
     look = looks(material.methods)
     points = {_of(cell): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
-    shown = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
-    if not shown:
+    groups = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
+    if not groups:
         raise NothingToPlotError("no prompt was answered both plainly and by a method")
-    figure, axes_of = panels(shown, 2.9, material.label, sharex=True, sharey=True)
+    figure, axes_of = panels(groups, 2.9, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
-            found = points.get((*group, method), np.zeros((0, 2)))
-            axes.plot(*found.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
+            points_of_cell = points.get((*group, method), np.zeros((0, 2)))
+            axes.plot(*points_of_cell.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
                       markersize=5.5, markeredgewidth=0)  # fmt: skip
     name_axes(axes_of, "plain ms / token", "ms / token")
-    lines = _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
+    lines = _speedup_lines(
+        list(axes_of.values()),
+        np.concatenate([points_of_cell for points_of_cell in points.values() if len(points_of_cell)]),
+    )
     notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
     notes += [f"{MOST_POINTS:,} prompts of each cell"] if max(map(len, points.values())) == MOST_POINTS else []
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(shown) - len(axes_of))
+    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(groups) - len(axes_of))
 
 
 def _per_token(cell: Cell) -> Any:
@@ -175,9 +187,9 @@ def _per_token(cell: Cell) -> Any:
 
 def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
     """Draws those that cross the axes, up to the fastest prompt, and says which."""
-    plain, own = points.max(axis=0)
+    plain, drafting = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
-    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
+    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * drafting
     drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and top * times > 1.05 * left]
     for axes in all_axes:
         axes.set_xlim(left, right)
