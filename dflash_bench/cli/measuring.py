@@ -115,7 +115,7 @@ def run(
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
     if num_failed and not allow:
-        note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass")
+        note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; give --allow failed to accept that")
         sys.exit(1)
 
 
@@ -135,7 +135,7 @@ def _stopped(folder: Path) -> str:
         words = [*words, "--out", str(folder)]
     if "--resume" not in words:
         words = [*words, "--resume"]
-    return f"stopped; what was finished is saved. To continue: {shlex.join(['dflash-bench', *words])}"
+    return f"stopped; finished answers are saved. To continue: {shlex.join(['dflash-bench', *words])}"
 
 
 @app.command(cls=Command)

@@ -154,7 +154,7 @@ def report(
     if html is None and (answers is not None or tokenizer is not None):
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
     if by is not None and (html is not None or kind not in (None, "table")):
-        raise UserError("--by cuts the table; leave out --html and --format, or use compare --by --json")
+        raise UserError("--by splits the table; leave out --html and --format, or use compare --by --json")
     document = read_document(run, allow or ())
     if by is not None:
         say(table_by(document, by), end="")
@@ -210,12 +210,12 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
     from dflash_bench.report import plots
 
     if out is None:
-        raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
+        raise UserError("the trend of several runs has no run folder to go to: give -o DIR")
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
     read = [plots.Material(report.read_document(folder, of_parts)) for folder in late(runs, "reading runs")]
     pairs = combinations([run.document.results for run in read], 2)
     unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
     for difference in unlike:
-        note(f"note: allowed, though unlike: {difference}")
+        note(f"note: allowed although it differs: {difference}")
     say(plots.write_trend(read, out, kind, unlike))

@@ -19,8 +19,8 @@ def card(document: Document) -> str:
     meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
     lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in means)
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
-    answers = f"{f'{exact[0]}/{exact[1]} the plain output, token for token' if exact else ABSENT}"
-    answers += f"; {audit[0]}/{audit[1]} the published model's own" if audit else ""
+    answers = f"{f'{exact[0]}/{exact[1]} equal the plain output, token for token' if exact else ABSENT}"
+    answers += f"; {audit[0]}/{audit[1]} are the published model's own choice" if audit else ""
     answers += f"; {passed[0]}/{passed[1]} right" if passed else ""
     commit = f", commit {about['commit']}" if "commit" in about else ""
     lines = {

@@ -16,8 +16,9 @@ from dflash_bench.report.tables import ABSENT, aligned, p_value, with_interval
 TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
 TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
 NO_CHANGE = (
-    "better or worse: p < 0.05 (Holm, over all lines), an interval without 1, and a change of at least "
-    f"{MIN_EFFECT:.0%}\nsame: the whole interval within {EQUAL:.0%} of 1; always on the same prompts"
+    "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
+    f"{MIN_EFFECT:.0%}\nsame = the whole interval is within {EQUAL:.0%} of 1; unclear = neither\n"
+    "ratios are always over the same prompts"
 )
 
 

@@ -20,7 +20,7 @@ from dflash_bench.results.frame import Results
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.slices import STRETCHES
 
-IN_STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
+IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def compared(
     cells_of = {run.name: summarised(run) for run in runs}
     first, *others = cells_of
     changes = [versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name))]
-    notes = [*(f"allowed, though unlike: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
+    notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
     return _with_notes(runs, notes, _cells_and_changes(cells_of, changes if others else within(cells_of[first])))
 
 
@@ -69,7 +69,7 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
     if alone and (len(paths) > 1 or by != "suite"):
         raise UserError(f"{alone[0]} takes one run, and no --by")
     if len(set(paths)) < len(paths):
-        raise UserError("a run compared with itself says nothing; name each once")
+        raise UserError("comparing a run with itself says nothing; name each run once")
     if any(path.is_file() for path in paths) and by != "suite":
         raise UserError("--by has no effect on result files of a server, which hold no answers")
 
@@ -170,14 +170,14 @@ def _against(run: Results, against: str) -> ComparisonText:
     notes = (*_unlike_published(model, target, figures), *published.unlike_conditions(figures, identity))
     text = (
         f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
-        "n/a: not published, or no formula of ours is that one"
+        "n/a = not published, or published by a formula that is not computed here"
     )
     return ComparisonText(text, {"against": "paper", "target": target, "figures": figures_json}, notes)
 
 
 def _unlike_published(model: str, target: str, figures: Sequence[published.Beside]) -> Iterator[str]:
     if not published.is_target(model, target):
-        yield f"the run's target is {model}, the published figures are of {target}"
+        yield f"the run's target is {model}, but the published figures are for {target}"
     longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in figures if not b.is_as_long)
     for method, num_here, num_published in longer:
         here = f"{method} drafts {number(num_here, 0)} tokens a round in this run"
@@ -221,7 +221,7 @@ def _other_models(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Ite
         target = published.model_of(run.info["identity"])
         for bench in served:
             if last_part(bench.model) != last_part(target):
-                yield f"the target of {run.name} is {target}, {bench.name} is of {bench.model}"
+                yield f"the target of {run.name} is {target}, but {bench.name} measured {bench.model}"
 
 
 def _formulas(formulas: dict[str, str]) -> str:

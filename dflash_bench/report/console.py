@@ -85,7 +85,7 @@ def _wrapped(text: str, first: str, others: str) -> str:
 
 def suites_text(listings: Sequence[Listing], groups: Mapping[str, Sequence[str]]) -> str:
     """A suite a line, with its title below it; then the groups."""
-    heads = ("suite", "shipped", "scored by", "licence", "rows on the hub")
+    heads = ("suite", "embedded", "scored by", "licence", "source on the hub")
     rows = [heads, *(_suite_row(listing) for listing in listings)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
     lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

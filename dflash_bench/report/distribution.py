@@ -27,7 +27,7 @@ def text(draws: Sequence[Draws], tests: Sequence[Comparison], verdicts: Sequence
             aligned(heads, rows, left=3),
             "",
             *(_sentence(verdict) for verdict in verdicts),
-            f"one or more of {number} fail by chance, with every method right, in {LEVEL:.1%} of cases",
+            f"if every method is right, one or more of {number} fail by chance in {LEVEL:.1%} of cases",
         ]
     )
 
@@ -77,7 +77,7 @@ def _sentence(verdict: Verdict) -> str:
     said = {
         "as the model": "draws as the published model does",
         "differs": "does NOT draw as the published model does",
-        "not tested": "is not tested",
+        "not tested": "was not tested",
     }[verdict.state]
     return f"{verdict.method} {said}" + (f": {verdict.why}" if verdict.why else "")
 

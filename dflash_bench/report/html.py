@@ -195,16 +195,16 @@ def _pairs(pairs: Mapping[str, str], *, code: bool = False) -> str:
 
 
 def _extent(listed: answers.Answers) -> str:
-    some = f"{len(listed.rows):,} of {listed.num_all:,} answers, the first prompts of each suite."
+    some = f"{len(listed.rows):,} of {listed.num_all:,} answers: those to the first prompts of each suite."
     cut = f"All {listed.num_all:,} answers." if len(listed.rows) == listed.num_all else some
-    return f"{cut} No tokens are coloured where {listed.why_plain}." if listed.why_plain else cut
+    return f"{cut} {listed.why_plain}" if listed.why_plain else cut
 
 
 def _reproduce(document: Document) -> str:
     info = document.results.info
     git = info["environment"].get("git")
     lines = [f"git checkout {git['commit']}"] if git else []
-    lines += ["# the code had changes that were not committed"] if git and git.get("dirty") else []
+    lines += ["# the working tree had uncommitted changes"] if git and git.get("dirty") else []
     return "\n".join([*lines, info["command"]])
 
 

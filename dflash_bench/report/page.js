@@ -146,7 +146,7 @@
     const add = (kind, text, words) => { const span = make("span"); span.append(make("span", kind, text), ` ${words}`); key.append(span); };
     add("t start", "a", "from prefill");
     add("t kept", "a", "drafted and accepted (shade changes with the round)");
-    add("t bonus", "a", "the target's own");
+    add("t bonus", "a", "chosen by the target");
     add("cut", "−9", "drafted and rejected");
     return key;
   };
@@ -155,7 +155,7 @@
     let place = 0;
     const token = (kind) => {
       const span = make("span", `t ${kind}${place === leaves ? " left" : ""}`, pieces[place]);
-      if (place === leaves) span.title = "here it leaves the plain output";
+      if (place === leaves) span.title = "the answer departs from the plain output here";
       place += 1;
       return span;
     };
@@ -200,7 +200,7 @@
     const about = [
       row.finish === "length" ? "cut at the token limit" : "",
       row.answer === undefined ? "" : `answer read as: ${row.answer}`,
-      row.leaves === undefined ? "" : `leaves the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
+      row.leaves === undefined ? "" : `differs from the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
       row.departs === undefined ? "" : `not the model's first choice at token ${row.departs}${behind(row.audit_gap, row.audit_tolerance)}`,
     ];
     if (about.some(Boolean)) box.append(make("p", "sub", about.filter(Boolean).join("; ")));

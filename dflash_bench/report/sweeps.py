@@ -34,18 +34,20 @@ def sweep_paragraphs(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[s
 def best_values(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """A sentence for each method that was swept, and on what all that was measured."""
     sentences = [_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
-    return [*sentences, f"That is so on {engine(info)}. A faster or slower engine can have another best."]
+    return [*sentences, f"This holds for {engine(info)}. On a faster or slower engine another value may be the best."]
 
 
 def engine(info: Mapping[str, Any]) -> str:
-    """What decides which value is the best: `this engine (local, ...) and machine (...)`."""
+    """What decides which value is the best: `this engine (local, ...) and this machine (...)`."""
     identity, env = info["identity"], info["environment"]
     packages = env.get("packages", {})
     software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]
     threads = identity.get("threads")
     how = [str(identity.get("device") or "cpu"), identity["dtype"], *([f"threads {threads}"] if threads else [])]
     machine = environment.one_line(env).partition(";")[0]
-    return f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and machine ({machine})"
+    return (
+        f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and this machine ({machine})"
+    )
 
 
 def heading(sweep: Sweep) -> str:
@@ -83,7 +85,7 @@ def _row(curve: Curve, number: int, point: Point) -> list[str]:
 
 def _answer(sweep: Sweep, curve: Curve) -> str:
     if curve.best is None:
-        return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} is the best."
+        return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} can be called the best."
     best = curve.points[curve.best]
     assert best.speedup is not None
     parts = [

@@ -10,8 +10,8 @@ from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 NANO = Path(__file__).parent.parent / "nano" / "target"
-NOT_AT_HAND = "the target's tokenizer is not at hand: give --tokenizer FOLDER"
-OTHER = "the tokenizer at hand does not decode the tokens to the text that was stored"
+NOT_AT_HAND = "Tokens are not coloured, because the target's tokenizer was not found: give --tokenizer FOLDER."
+OTHER = "Some answers are not coloured, because this tokenizer does not decode their tokens to the stored text."
 
 
 def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
@@ -31,13 +31,13 @@ def _tokenizer(path: Path) -> Any:
         case {"model": dict()}:
             pass
         case _:
-            raise UserError(f"cannot read {path}: no tokenizer (it holds no model)")
+            raise UserError(f"cannot read {path}: not a tokenizer (it holds no model)")
     try:
         return Tokenizer.from_str(text)
     except Exception as error:
         if type(error) is not Exception:  # tokenizers, which is Rust, raises nothing more exact
             raise
-        raise UserError(f"cannot read {path}: no tokenizer ({error})") from error
+        raise UserError(f"cannot read {path}: not a tokenizer ({error})") from error
 
 
 def _places(folder: Path) -> list[Path]:

@@ -21,33 +21,35 @@ def sentences(document: Document) -> list[str]:
     """The headline; a method that cannot be compared is not in it."""
     means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = [
-        f"{line.name} {with_interval(speedup)} times as fast{_weak(document, line)}"
+        f"{line.name} is {with_interval(speedup)} times as fast{_weak(document, line)}"
         for line, speedup, _ in means
         if speedup
     ]
-    longer = [f"{line.name} {number(al)} tokens" for line, _, al in means if al]
+    longer = [f"{line.name} {number(al)}" for line, _, al in means if al]
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
     lines = []
     if faster:
-        lines.append(f"Against plain decoding: {', '.join(faster)} (speedup.decode{geometric_note(document)}, 95 %).")
+        lines.append(
+            f"Compared with plain decoding: {'; '.join(faster)} (speedup.decode{geometric_note(document)}, 95 %)."
+        )
     if longer:
-        lines.append(f"Each forward of the target brings: {', '.join(longer)} (al.pooled).")
+        lines.append(f"Tokens per forward pass of the target: {', '.join(longer)} (al.pooled).")
     if exact and exact[0] == exact[1]:
-        lines.append(f"All {exact[1]:,} answers compared are the plain output, token for token.")
+        lines.append(f"All {exact[1]:,} answers that were compared equal the plain output, token for token.")
     elif exact:
         lines.append(_not_plain(document, exact))
     if audit and audit[0] == audit[1]:
-        lines.append("Every token of theirs is the published model's own choice, by transformers' own forward.")
+        lines.append(f"In all {audit[1]:,} answers that were audited, every token is the published model's own choice.")
     if passed:
-        lines.append(f"{100 * passed[0] / passed[1]:.1f} % of what the drafting methods answered is right.")
+        lines.append(f"{100 * passed[0] / passed[1]:.1f} % of the drafting methods' scored answers are right.")
     return lines
 
 
 def _not_plain(document: Document, exact: Tally) -> str:
     others = exact[1] - exact[0]
     ties = sum(cell.num_near_ties for cell in document.cells if cell.method != BASELINE)
-    explained = "rounding explains that" if ties >= others else f"rounding explains {ties or 'none'} of them"
-    return f"{others:,} of {exact[1]:,} answers compared leave the plain output; {explained}."
+    explained = f"rounding explains {'all' if ties >= others else ties or 'none'} of them"
+    return f"{others:,} of {exact[1]:,} answers that were compared differ from the plain output; {explained}."
 
 
 def speedups(document: Document, is_known: bool) -> str:
@@ -59,7 +61,7 @@ def speedups(document: Document, is_known: bool) -> str:
         if cell.num_prompts and (cell.suite, cell.settings) not in plain
     )
     if bare and not is_known:
-        return f"no answers of plain decoding in {labels.listed(bare)}"
+        return f"no plain answers to compare with on {labels.listed(bare)}"
     return f"speedup.decode{geometric_note(document)}"
 
 
@@ -169,9 +171,9 @@ def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
         for name, of_name in values.items()
         if name != "thinking" and (name == "temperature" or {*of_name} - {getattr(usual, name)})
     }
-    modes = {True: "on", False: "off", None: "not a switch of this model"}
+    modes = {True: "on", False: "off", None: "cannot be switched"}
     return changed | {"thinking": " and ".join(modes[mode] for mode in values["thinking"])}
 
 
 def _commit(git: Mapping[str, Any] | None) -> str:
-    return f"{git['commit'][:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
+    return f"{git['commit'][:12]}{' with uncommitted changes' if git.get('dirty') else ''}" if git else ""

@@ -24,13 +24,13 @@ PLOTS: dict[str, Callable[[Material], Any]] = {
     "sweep": sweep.sweep,
 }  # fmt: skip
 CAPTIONS = {
-    "speedup": "Plain decoding's seconds per token over the method's, on the same answers.",
-    "acceptance": "Most weight far right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
-    "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
-    "output": "A line that falls means that the draft loses its way in long answers.",
-    "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",
-    "sweep": "Where acceptance still rises and the speed-up no longer does, the engine pays for what the draft gains.",
-    "prompts": "Each point is a prompt: the lower it lies for how far right it is, the more drafting gained.",
+    "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
+    "acceptance": "Tall bars on the right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
+    "positions": "Beyond the point where the solid line nears zero, drafting costs time and gains nothing.",
+    "output": "A falling line means that the draft gets worse as the answer gets longer.",
+    "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
+    "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
+    "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
 
 

@@ -32,7 +32,7 @@ def histogram(material: Material) -> Any:
         axes.grid(axis="x", visible=False)
     name_axes(axes_of, "tokens accepted in a round", "% of rounds")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "How many drafted tokens a round keeps", handles, left_out=len(groups) - len(axes_of))
+    return finish(figure, "How many drafted tokens a round accepts", handles, left_out=len(groups) - len(axes_of))
 
 
 def positions(material: Material) -> Any:
@@ -56,7 +56,7 @@ def positions(material: Material) -> Any:
         axes.set_ylim(0, 103)
     name_axes(axes_of, "position in the draft, k", "% accepted")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    note = f"solid: at least k kept; dashed: k kept where k-1 are ({MIN_ROUNDS} rounds or more)"
+    note = f"solid: at least k accepted; dashed: the k-th, where the first k-1 were ({MIN_ROUNDS} rounds or more)"
     return finish(figure, "Acceptance by position", handles, note, len(groups) - len(axes_of))
 
 
@@ -64,7 +64,7 @@ def output(material: Material) -> Any:
     """al.pooled by how many tokens are out already, with its interval."""
     intervals_of = {place: by for place, by in material.along.items() if place[-1] != BASELINE}
     if not intervals_of:
-        raise NothingToPlotError("the backend shows no rounds")
+        raise NothingToPlotError("the backend does not report rounds")
     look = looks(material.methods)
     groups = [group for group in material.groups if any(place[:2] == group for place in intervals_of)]
     stretches = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
@@ -83,13 +83,15 @@ def output(material: Material) -> Any:
     next(iter(axes_of.values())).set_ylim(bottom=1)
     name_axes(axes_of, "tokens into the answer", "al.pooled")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Acceptance along the answer", handles, "band: 95 % over prompts", len(groups) - len(axes_of))
+    return finish(
+        figure, "Acceptance along the answer", handles, "band: 95 % interval over prompts", len(groups) - len(axes_of)
+    )
 
 
 def _groups_with_rounds(material: Material) -> list[Group]:
     with_rounds = {place[:2] for place, counts in material.histograms.items() if place[-1] != BASELINE and counts}
     if not with_rounds:
-        raise NothingToPlotError("the backend shows no rounds")
+        raise NothingToPlotError("the backend does not report rounds")
     return [group for group in material.groups if group in with_rounds]
 
 

@@ -39,7 +39,7 @@ def speedup(material: Material) -> Any:
     }
     groups = [group for group in material.groups if any((*group, method) in speedups for method in methods)]
     if not groups:
-        raise NothingToPlotError("no method has answers beside those of plain decoding")
+        raise NothingToPlotError("no method has answers to compare with plain decoding")
     labels = [material.label(group) for group in groups]
     # Long names, at a slant, need room.
     figure, axes = _one(5.0 if any("\n" in label for label in labels) else 3.4)
@@ -65,7 +65,12 @@ def speedup(material: Material) -> Any:
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
     marks = _published_marks(axes, material, groups)
-    return finish(figure, "Speed-up over plain decoding", [*bars, *marks], "bars: 95 % over prompts; dashed: plain")
+    return finish(
+        figure,
+        "Speed-up over plain decoding",
+        [*bars, *marks],
+        "error bars: 95 % interval over prompts; dashed line: plain decoding",
+    )
 
 
 def _name_groups(axes: Any, labels: Sequence[str]) -> None:
@@ -127,7 +132,7 @@ def rounds(material: Material) -> Any:
     """Milliseconds of a round: draft, verify and the rest, a bar for each suite and method."""
     cells = [cell for cell in material.cells if all(cell.value(f"{name}_ms") is not None for name in PARTS)]
     if not cells:
-        raise NothingToPlotError("the backend does not show what a round spends its time on")
+        raise NothingToPlotError("the backend does not report where a round spends its time")
     figure, axes = _one(0.7 + 0.34 * len(cells))
     # A suite's name once: with its source it is long.
     headings = [cell.heading for cell in cells]
@@ -157,7 +162,7 @@ def prompts(material: Material) -> Any:
     points = {_of(cell): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
     groups = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
     if not groups:
-        raise NothingToPlotError("no prompt was answered both plainly and by a method")
+        raise NothingToPlotError("no prompt was answered both by plain decoding and by a method")
     figure, axes_of = panels(groups, 2.9, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
@@ -170,7 +175,7 @@ def prompts(material: Material) -> Any:
         np.concatenate([points_of_cell for points_of_cell in points.values() if len(points_of_cell)]),
     )
     notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
-    notes += [f"{MOST_POINTS:,} prompts of each cell"] if max(map(len, points.values())) == MOST_POINTS else []
+    notes += [f"a sample of {MOST_POINTS:,} prompts a method"] if max(map(len, points.values())) == MOST_POINTS else []
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(groups) - len(axes_of))
 

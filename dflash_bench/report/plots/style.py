@@ -101,7 +101,7 @@ def errors(intervals: Sequence[Interval]) -> list[list[float]]:
 def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
-    notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
+    notes = [*filter(None, [note]), *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
     for handle in handles:
         handle.set_label(visible(handle.get_label()))
     labels = [len(handle.get_label()) for handle in handles]

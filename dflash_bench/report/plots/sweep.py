@@ -23,7 +23,7 @@ FIGURES = {LENGTH: lambda point: point.length, SPEEDUP: lambda point: point.spee
 def sweep(material: Material) -> Any:
     """Both figures side by side, a row for each option and suite; the mean over suites comes first."""
     if not material.sweeps:
-        raise NothingToPlotError("no method of the run has several values of one option")
+        raise NothingToPlotError("no option has several values in this run")
     rows = {
         (swept.option, curve.suites): swept
         for swept in material.sweeps
@@ -43,8 +43,14 @@ def sweep(material: Material) -> Any:
     handles = {
         handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
     }
-    note = "bars: 95 % over prompts; ring: highest speed-up"
-    return finish(figure, "By the values of an option", list(handles.values()), note, len(names) - len(axes_of))
+    note = "error bars: 95 % interval over prompts; ring: highest speed-up"
+    return finish(
+        figure,
+        "Acceptance and speed-up by the value of an option",
+        list(handles.values()),
+        note,
+        len(names) - len(axes_of),
+    )
 
 
 def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:

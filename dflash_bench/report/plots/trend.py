@@ -31,7 +31,7 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
         axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     kinds = dict.fromkeys(difference.partition(":")[0] for difference in unlike)
-    note = "bars: 95 % over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    note = "error bars: 95 % interval over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
