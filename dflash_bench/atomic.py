@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the process is killed."""
+"""Files that are either complete or absent, no matter when the process is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_bench.errors import UserError
 
 
 def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Written beside its place, synced, and renamed into it. Raises UserError where that fails."""
+    """Write a temporary file beside `path`, sync it and rename it to `path`. Raises UserError if that fails."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -23,13 +23,13 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         sync(path.parent)
     except OSError as error:
         raise cannot("write", path, error) from error
-    finally:  # after an interrupt, too
+    finally:  # also after an interrupt
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def sync(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
+    """Write a folder's entries to disk: only then does a rename in it survive a crash."""
     folder_fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(folder_fd)

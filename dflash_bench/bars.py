@@ -1,4 +1,4 @@
-"""A bar on stderr, for whatever takes a while."""
+"""A progress bar on stderr, for anything that takes a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 def bar(stream: TextIO) -> Progress:
-    """Drawn between generations only: a thread that draws would take its time from what is being measured."""
+    """A bar that is drawn only when updated: a thread that redraws it would slow down what is being measured."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -29,13 +29,13 @@ def bar(stream: TextIO) -> Progress:
     )
 
 
-def late(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
-    """The items one by one; in a terminal under a bar, once they have taken longer than `after_s`."""
-    stream, begun = stream or sys.stderr, time.monotonic()
+def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
+    """The items one by one; in a terminal, a bar appears once they have taken longer than `after_s`."""
+    stream, start_s = stream or sys.stderr, time.monotonic()
     progress = None
     try:
         for number, item in enumerate(items):
-            if progress is None and stream.isatty() and time.monotonic() - begun > after_s:
+            if progress is None and stream.isatty() and time.monotonic() - start_s > after_s:
                 progress = bar(stream)
                 task = progress.add_task("", total=len(items), doing=doing, left="")
                 progress.start()

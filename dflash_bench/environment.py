@@ -1,7 +1,7 @@
 """What a measurement was made on: the machine, the versions and the commit, as a record that JSON can hold.
 
-It ends up in committed tables, so it holds no user, host or folder names; and it never imports what it
-describes, so a report can be written without loading torch.
+It ends up in committed tables, so it holds no user, host or folder names. It never imports the packages that
+it describes, so a report can be written without loading torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "HF_H
 
 
 def describe() -> dict[str, Any]:
-    """None stands for what is absent or cannot be known here."""
+    """Everything below as one record; None stands for what is absent or unknown here."""
     return {
         "platform": platform.system(),
         "kernel": platform.release(),
@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
         "num_usable_cores": _num_usable_cores(),
         "memory_bytes": _memory_bytes(),
         "python": platform.python_version(),
-        # Of the code that runs; the metadata of a checkout can be older than its code.
+        # Our own version is that of the running code: the metadata of a checkout can be older.
         "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES},
         "git": _git(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
@@ -41,12 +41,12 @@ def describe() -> dict[str, Any]:
 
 
 def memory_bytes() -> tuple[int | None, list[int]]:
-    """Of the machine, and of each GPU that says."""
+    """Memory of the machine (None if unknown), and of each GPU that reports its own."""
     return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
 
 
 def one_line(env: dict[str, Any]) -> str:
-    """Such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
+    """A line such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
     cores = env["num_usable_cores"] or env["num_cores"]
     machine = [
         *_counted([gpu["name"] for gpu in env["gpus"]]),
@@ -71,14 +71,14 @@ def _short_cpu(model: str) -> str:
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or None
+        match = None
+    return match[1].strip() if match else platform.processor() or None
 
 
 def _num_usable_cores() -> int | None:
-    """Fewer than there are when the process is pinned; only Linux says."""
+    """Fewer than the machine has if the process is pinned to some; only Linux tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
@@ -99,12 +99,12 @@ def _version(package: str) -> str | None:
 def _git(package: Path = Path(__file__).parent) -> dict[str, Any] | None:
     """The commit of the checkout that the package is part of, or None for an installed package."""
     git = ("git", "--no-optional-locks", "-C", str(package.parent))
-    found = _output(*git, "rev-parse", "--show-toplevel", "HEAD")
-    root, commit = found.splitlines() if found else ("", "")
-    # An installed package may lie inside somebody else's repository, in a virtual environment for instance.
-    if not found or Path(root).resolve() != package.parent.resolve():
+    answer = _output(*git, "rev-parse", "--show-toplevel", "HEAD")
+    root, commit = answer.splitlines() if answer else ("", "")
+    # An installed package may lie inside another repository, for instance in a virtual environment.
+    if not answer or Path(root).resolve() != package.parent.resolve():
         return None
-    # Results written by a run must not make the next run's code look changed.
+    # Only code and suites count: a run's results must not make the next run's code look changed.
     changes = _output(*git, "status", "--porcelain", "--", package.name, "suites")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
@@ -116,14 +116,14 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _gpu(name: str, driver: str, memory: str) -> dict[str, Any]:
-    mebibytes = re.fullmatch(r"(\d+) MiB", memory)  # "[N/A]" where CPU and GPU share their memory
+    mebibytes = re.fullmatch(r"(\d+) MiB", memory)  # "[N/A]" if CPU and GPU share memory
     return {"name": name, "driver": driver, "memory_bytes": int(mebibytes[1]) * 2**20 if mebibytes else None}
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it is not installed, fails or hangs."""
+    """What a command prints; None if it is not installed, fails or hangs."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -133,4 +133,4 @@ def _output(*command: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,4 +1,4 @@
-"""The one kind of error a user is meant to see."""
+"""The one kind of error that users are meant to see."""
 
 
 class UserError(Exception):
@@ -6,5 +6,5 @@ class UserError(Exception):
 
 
 def unknown(kind: str, name: str, known: list[str]) -> UserError:
-    """An unknown name always lists the known ones."""
+    """The error for an unknown name; it lists the known ones."""
     return UserError(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))}")

@@ -1,6 +1,6 @@
-"""What a suite is called where people read it: with the source of its prompts, for `gsm8k (embedded)` is not GSM8K.
+"""How a suite is named for people: with the source of its prompts, because `gsm8k (embedded)` is not GSM8K.
 
-What programs read keeps the bare name, and has the source in a field of its own.
+Output for programs keeps the bare name, and has the source in a separate field.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from dflash_bench.text import visible
 
 LONGEST = 24
-"""Letters of a folder's or a file's name that are shown."""
+"""How many letters of a folder's or file's name are shown."""
 
 
 def source_of(identity: Mapping[str, Any], suite: str) -> str:
-    """As `run.json` records it: "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty where it does not."""
+    """The source in `run.json`: "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty if there is none."""
     recorded = identity.get("suites", {}).get(suite, {})
     return str(recorded.get("source") or "")
 
 
 def named(suite: str, *sources: str) -> str:
-    """`gsm8k (embedded)`; of several runs with different sources `gsm8k (embedded and hub)`."""
+    """`gsm8k (embedded)`; for several runs with different sources `gsm8k (embedded and hub)`."""
     kinds = list(dict.fromkeys(filter(None, map(_kind, sources))))
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
 
@@ -36,13 +36,13 @@ def under(name: str, setting: str) -> str:
 
 
 def listed(suites: Iterable[tuple[str, str]]) -> str:
-    """Pairs of suite and source, each source once after its suites: `gsm8k, math500 (embedded)`."""
+    """Pairs of suite and source as text, each source once, after its suites: `gsm8k, math500 (embedded)`."""
     groups = [(kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: _kind(pair[1]))]
     return visible(", ".join(f"{', '.join(members)}{f' ({kind})' if kind else ''}" for kind, members in groups))
 
 
 def _kind(source: str) -> str:
-    """`folder data` of "folder /sets/data": which folder it was on that machine is in the run's identity."""
+    """`folder data` for "folder /sets/data"; the full path is in the run's identity."""
     kind, _, place = source.partition(" ")
     if kind not in ("folder", "file"):
         return kind

@@ -1,4 +1,4 @@
-"""Files that somebody else made, read whole as text, JSON or TOML: UserError, and no wait, for what is none."""
+"""Files made by others, read whole as text, JSON or TOML. A bad file raises UserError, and never makes us wait."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from dflash_bench.errors import UserError
 
 MOST_NESTED = 100
-"""Levels of JSON: more than any file of ours or of a publisher has, and what every reader and writer of it can hold."""
+"""Levels of JSON: more than our files or any publisher's have, and few enough for every JSON reader and writer."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""The escape of a surrogate: half of a character, unless the other half follows."""
+"""The escape of a surrogate, which is half of a character unless the other half follows."""
 KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -26,14 +26,14 @@ KINDS = (
 
 
 def require_file(path: Path) -> None:
-    """Raises UserError for what is not there, and for what is no file: opening a pipe waits for whoever writes it."""
+    """Raises UserError if nothing is there, or not a file: opening a pipe would wait until someone writes to it."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         raise cannot_read(path, error) from error
     for is_kind, name in KINDS:
         if is_kind(mode):
-            raise UserError(f"cannot read {path}: it is {name} and not a file")
+            raise UserError(f"cannot read {path}: it is {name}, not a file")
 
 
 def text_of(path: Path) -> str:
@@ -51,7 +51,7 @@ def json_of(path: Path) -> Any:
 
 
 def parse_json(where: str, text: str) -> Any:
-    """`where` is what the message of a UserError begins with."""
+    """Raises UserError for text that is not valid JSON; its message begins with `where`."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -59,7 +59,7 @@ def parse_json(where: str, text: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno})") from error
     except RecursionError as error:
         raise _nested(where) from error
-    except ValueError as error:  # Python converts no text of more than a few thousand digits
+    except ValueError as error:  # Python refuses to convert more than a few thousand digits
         raise UserError(f"{where}: a number in its JSON has too many digits") from error
     _refuse_nested(where, value)
     _refuse_halves(where, text, value)
@@ -67,32 +67,32 @@ def parse_json(where: str, text: str) -> Any:
 
 
 def _refuse_nested(where: str, value: Any) -> None:
-    """What is hardly shallow enough for Python to read is too deep for those who work on it."""
+    """Python can read deeper JSON than the code that works on it afterwards can take."""
     level = [value]
     for _ in range(MOST_NESTED):
-        level = [inner for held in level if isinstance(held, dict | list) for inner in _inside(held)]
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
         if not level:
             return
     raise _nested(where)
 
 
 def _refuse_halves(where: str, text: str, value: Any) -> None:
-    """Half of a character can be written as an escape, and never be stored or shown."""
+    """JSON can hold half of a character as an escape, but such text can be neither stored nor shown."""
     if _HALF.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            raise UserError(f"{where}: it holds half of a character, {half!a}") from error
+            raise UserError(f"{where}: it contains half of a character, {half!a}") from error
 
 
-def _inside(held: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    values = held.values() if isinstance(held, dict) else held
+def _inside(outer: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    values = outer.values() if isinstance(outer, dict) else outer
     return (value for value in values if isinstance(value, dict | list))
 
 
 def _nested(where: str) -> UserError:
-    return UserError(f"{where}: nested more than {MOST_NESTED} deep")
+    return UserError(f"{where}: nested more than {MOST_NESTED} levels deep")
 
 
 def toml_of(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit to be shown: nothing in it moves a cursor, turns a line or breaks a file."""
+"""Makes text by others safe to show: nothing in it moves the cursor, reverses a line or breaks a file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
-"""Control characters, marks that turn the direction of writing, and halves of characters, which no encoding has."""
+"""Control characters, marks that change the direction of writing, and halves of characters, which cannot be encoded."""
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""What cannot be seen becomes an escape that JSON has too, such as \u001b, but for the characters in `keep`."""
-    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+    r"""The text with invisible characters as JSON escapes, such as \u001b, except for those in `keep`."""
+    return _UNSEEN.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters and a mark where the middle was left out: what is at the end is often the remedy."""
+    """Cut the middle out of a text longer than `most` characters; the end stays, as it often says what to do."""
     if len(text) <= most:
         return text
     head = most * 2 // 3

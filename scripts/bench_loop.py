@@ -1,7 +1,7 @@
 """Speed of our own decoding loop, as ratios measured in one run on one thread with the nano models.
 
 Three questions: is plain decoding as fast as `transformers.generate`, what does a DFlash round cost in plain steps,
-and how much of a round is spent outside the models? Arms take turns prompt by prompt, so drift hits all of them.
+and how much of a round is spent outside the models? The arms take turns prompt by prompt, so drift affects all equally.
 """
 
 import os
@@ -27,7 +27,7 @@ from dflash_bench.tasks import suites
 NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64
 LIMITS = {
     "plain decoding, our tokens/s over those of transformers.generate": (1.0, "at least"),
-    "a DFlash round in plain steps": (1.6, "at most"),
+    "time of a DFlash round, in plain steps": (1.6, "at most"),
     "share of a DFlash round outside model calls": (0.10, "at most"),
 }
 
@@ -37,10 +37,10 @@ def main() -> int:
     chosen = methods.chosen(["dflash"])
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
     backend = open_backend(models, loading.preset("nano"), chosen, MAX_NEW_TOKENS)
-    loaded = suites.load(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
+    loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     arms: dict[str, Callable[[list[Message]], float]] = {
-        "ours": lambda m: per_token(kept(steps, backend.generate("ar", m))),
+        "ours": lambda m: per_token(record(steps, backend.generate("ar", m))),
         "generate": lambda m: generate(models, backend, m),
     }
     rounds: list[Generation] = []
@@ -58,10 +58,10 @@ def main() -> int:
             seconds[name].append(arms[name](message))
         with inside:
             rounds.append(backend.generate("dflash", message))
-    # Both as rounds are timed: a plain step is the round that drafts nothing.
+    # Both are timed as rounds: a plain step is a round that drafts nothing.
     step, block = ([statistics.median(generation.round_s or ()) for generation in kind] for kind in (steps, rounds))
     whole = [s for g in rounds for s in g.round_s or ()]
-    # Prefill, the target's and the draft's, is model calls too, but no round.
+    # Prefill, of target and draft, is spent in model calls too, but not in a round.
     prefill = sum(g.prefill_s + (g.draft_prefill_s or 0.0) for g in rounds)
     figures = [
         paired(seconds["generate"], seconds["ours"]),
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 class Stopwatch:
-    """Adds up the time spent in model calls while it is entered."""
+    """A context manager that adds up the time spent in model calls inside it."""
 
     def __init__(self) -> None:
         self.seconds, self.running = 0.0, False
@@ -110,7 +110,7 @@ class Stopwatch:
 
 
 def paired(times: list[float], others: list[float]) -> float:
-    """The median over prompts of the ratio within one prompt: a hiccup of the machine spoils one ratio, not the sum."""
+    """The median over prompts of each prompt's ratio, so that a hiccup of the machine spoils only one ratio."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
@@ -118,9 +118,9 @@ def milliseconds(times: list[float]) -> float:
     return statistics.median(times) * 1000
 
 
-def kept(generations: list[Generation], made: Generation) -> Generation:
-    generations.append(made)
-    return made
+def record(generations: list[Generation], generation: Generation) -> Generation:
+    generations.append(generation)
+    return generation
 
 
 def per_token(generation: Generation) -> float:
@@ -128,7 +128,7 @@ def per_token(generation: Generation) -> float:
 
 
 def generate(models: loading.Models, backend: LocalBackend, messages: list[Message]) -> float:
-    """Seconds per token of `generate`, its prefill taken off by timing a one-token answer as well."""
+    """Seconds per token of `generate`, without prefill, which is measured by a one-token answer and subtracted."""
     ids = torch.tensor([backend.encode(messages)])
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
     times = []

@@ -1,6 +1,6 @@
-"""Time and memory to read a run of a million answers and make its tables; the numbers in it are made up.
+"""Time and memory to read a run of a million answers and make its tables; the run's numbers are made up.
 
-Usage: python scripts/bench_results.py [NUM_ANSWERS]. The run is made once per process, in a temporary folder.
+Usage: python scripts/bench_results.py [NUM_ANSWERS]. The run is made in a temporary folder.
 """
 
 import resource
@@ -41,7 +41,7 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 
 
 def make(folder: Path, num_answers: int) -> None:
-    """As a run would leave it: merged parts."""
+    """Write a run as `dflash-bench run` would leave it, with merged parts."""
     identity = {"schema_version": 3, "suites": {}, "dtype": "float32", "model": "made up"}
     identity["settings"] = [asdict(Settings())]
     num_prompts = num_answers // (len(METHODS) * SUITES * REPEATS)
@@ -79,9 +79,9 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
     seconds = np.add.reduceat(step[2], offsets.to_numpy()[:-1])
     token_offsets = pa.array(np.concatenate([[0], np.cumsum(num_decoded + 1)]), pa.int32())
     lists = {"drafted": drafted, "accepted": accepted, "emitted": emitted}
-    values = {name: pa.array(each, pa.int16()) for name, each in lists.items()}
+    values = {name: pa.array(counts, pa.int16()) for name, counts in lists.items()}
     values |= dict(zip(("draft_s", "verify_s", "round_s"), map(pa.array, step), strict=True))
-    columns = {name: pa.ListArray.from_arrays(offsets, each) for name, each in values.items()}
+    columns = {name: pa.ListArray.from_arrays(offsets, array) for name, array in values.items()}
     places = np.arange(int(num_decoded.sum()) + size) - np.repeat(token_offsets.to_numpy()[:-1], num_decoded + 1)
     ids = pa.array((np.repeat(question, num_decoded + 1) * 7919 + places * 31) % 4096, pa.int32())
     columns |= {
@@ -127,7 +127,7 @@ def main() -> int:
             started = time.perf_counter()
             subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - started
-            # The most of all children so far: the second figure is never below the first.
+            # The maximum over all children so far, so the second figure is never below the first.
             peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
             good = seconds < LIMIT_S and peak_mb < LIMIT_MB
             missed += not good

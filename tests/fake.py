@@ -11,8 +11,7 @@ from rows import generation
 
 from dflash_bench import cli
 from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
-from dflash_bench.run import session
-from dflash_bench.tasks.suites import Loaded
+from dflash_bench.run.resolving import Resolved
 
 Fault = Callable[[Generation], Generation]
 
@@ -29,6 +28,14 @@ class FakeBackend:
     departures: Mapping[tuple[int, ...], Divergence] = field(default_factory=dict)
     """By tokens: what the audit finds; nothing for all others."""
     audited: list[tuple[int, ...]] = field(default_factory=list)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    has_thinking: bool = False
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.about
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        pass
 
     def generate(
         self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
@@ -64,14 +71,13 @@ def other_tokens(answer: Generation) -> Generation:
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
     """The command line uses this backend and loads no model."""
 
-    def opened(
-        _request: Any, _model: Any, _chosen: Any, loaded: Sequence[Loaded]
-    ) -> tuple[dict[str, Any], FakeBackend]:
-        suites = {each.suite.name: session._identity(each) for each in loaded}
-        known = {"model": "fake", "temperature": 0.0, "dtype": "float32", "suites": suites}
-        return known | dict(identity or {}), backend
+    def open_fake(resolved: Resolved) -> FakeBackend:
+        labels = [method.label for method in resolved.methods]
+        methods = {label: {"name": label, "num_drafts": 0 if label == "ar" else 4} for label in labels}
+        backend.about = {"model": "fake", "dtype": "float32", "methods": methods, **(identity or {})}
+        return backend
 
-    monkeypatch.setattr(session, "_open", opened)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", open_fake)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

@@ -116,5 +116,5 @@ def _prompts(dtype: str) -> dict[tuple[str, str], list[int]]:
     return {
         (suite.name, prompt.prompt_id): backend.encode([Message("user", prompt.turns[0])])
         for suite in suites.expand(SUITES)
-        for prompt in suites.load(suite, "embedded", None).prompts
+        for prompt in suites.load_prompts(suite, "embedded", None).prompts
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from dflash_bench.bars import late
+from dflash_bench.bars import with_bar
 
 
 class Terminal(io.StringIO):
@@ -14,13 +14,13 @@ class Terminal(io.StringIO):
 
 def test_what_is_quick_shows_no_bar() -> None:
     stream = Terminal()
-    assert list(late("abc", "drawing", stream=stream)) == ["a", "b", "c"]
+    assert list(with_bar("abc", "drawing", stream=stream)) == ["a", "b", "c"]
     assert stream.getvalue() == ""
 
 
 def test_what_takes_longer_shows_how_far_it_is() -> None:
     stream = Terminal()
-    assert list(late("abc", "drawing [plots]", after_s=-1, stream=stream)) == ["a", "b", "c"]
+    assert list(with_bar("abc", "drawing [plots]", after_s=-1, stream=stream)) == ["a", "b", "c"]
     assert "0/3" in stream.getvalue()
     assert "2/3" in stream.getvalue()
     assert "drawing [plots]" in stream.getvalue()
@@ -28,5 +28,5 @@ def test_what_takes_longer_shows_how_far_it_is() -> None:
 
 def test_a_file_gets_no_bar() -> None:
     stream = io.StringIO()
-    assert list(late("abc", "drawing", after_s=-1, stream=stream)) == ["a", "b", "c"]
+    assert list(with_bar("abc", "drawing", after_s=-1, stream=stream)) == ["a", "b", "c"]
     assert stream.getvalue() == ""

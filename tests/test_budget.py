@@ -162,7 +162,7 @@ def test_a_longer_time_extends_a_shorter_one_and_the_prompts_are_those_of_a_limi
     short, long = prompts_of("short"), prompts_of("long")
     for suite in short:
         assert long[suite][: len(short[suite])] == short[suite] and len(long[suite]) > len(short[suite])
-    drawn = suites.load(suites.known_suites()["gsm8k"], "data", len(short["gsm8k"]))
+    drawn = suites.load_prompts(suites.known_suites()["gsm8k"], "data", len(short["gsm8k"]))
     assert {prompt.prompt_id for prompt in drawn.prompts} == set(short["gsm8k"])
 
 

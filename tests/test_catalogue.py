@@ -43,7 +43,7 @@ def test_weights_are_held_in_bfloat16_on_gpus_and_in_float32_beside_the_cpu(
 
 
 def test_of_a_target_of_unknown_size_nothing_is_said() -> None:
-    assert fits(Preset("a/b", {}), Machine(GB, ())) == (None, "size not known")
+    assert fits(Preset("a/b", {}), Machine(GB, ())) == (None, "size unknown")
 
 
 def test_the_list_names_every_model_and_draft_in_100_columns(
@@ -70,7 +70,7 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
     ]
     assert "    target  Qwen/Qwen3.5-9B, thinking on\n" in out
     assert "    dflash  z-lab/Qwen3.6-27B-DFlash, not supported: sliding-window layers\n" in out
-    assert "Needed here (1 x GPU, bfloat16)" in blocks[-1]
+    assert "here (1 x GPU, bfloat16)" in blocks[-1]
 
 
 def test_what_is_in_the_cache_is_marked(

@@ -379,7 +379,7 @@ def test_a_hub_id_without_a_network_is_one_line(here: Path, monkeypatch: Patch, 
     }
     for draft, words in named.items():
         told = refused("--prompts", own, *words)
-        assert told.startswith(f"cannot get {draft} from the hub (") and "give a folder in its place" in told
+        assert told.startswith(f"cannot get {draft} from the hub (") and "give a folder instead" in told
 
 
 def test_threads_have_no_effect_on_a_gpu(monkeypatch: Patch, refused: Callable[..., str]) -> None:
@@ -394,7 +394,7 @@ def test_bad_rows_are_named_by_file_and_line(here: Path, refused: Callable[..., 
     ask = ("--suite", "gsm8k", "--data", here / "data")
     assert refused(*ask).startswith(f"no rows for suite 'gsm8k': looked for {here}/data/gsm8k/test.jsonl and ")
     path = write_lines(here / "data/gsm8k/test.jsonl", {"question": "?", "answer": "1"}, {"question": "?"})
-    assert refused(*ask) == f"{path} line 2: no column 'answer' (it has question)"
+    assert refused(*ask) == f"{path} line 2: no column 'answer' (the row has question)"
     path.write_text('{"question": "?", "answer": "1"}\n{"question": \n')
     assert refused(*ask).startswith(f"{path} line 2: not valid JSON (")
     path.write_text("\n")
@@ -407,7 +407,7 @@ def test_without_a_network_the_hub_points_to_data(monkeypatch: Patch, refused: C
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     told = refused("--suite", "gsm8k", "--data", "hub")
     assert told.startswith("cannot get openai/gsm8k from the hub (")
-    assert told.endswith("use --data PATH, a folder that holds gsm8k/test.jsonl or .parquet")
+    assert told.endswith("use --data PATH with a folder that holds gsm8k/test.jsonl or .parquet")
 
 
 def refuse_to_load(*_: object) -> None:
@@ -417,7 +417,7 @@ def refuse_to_load(*_: object) -> None:
 def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
     here: Path, monkeypatch: Patch, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     ask = ("--suite", "gsm8k", "--out")
     used = write_lines(here / "used/notes.txt", "mine").parent
     assert refused(*ask, used) == f"{used} is not empty, and holds no run; choose another --out"
@@ -434,13 +434,13 @@ def test_a_run_that_is_there_is_not_written_over(
     gsm8k(here / "data", 2)
     assert fake_run(monkeypatch, *ASKED)[0] == 0
     capsys.readouterr()
-    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     told = refused("--out", "out", *ASKED)
     assert told == "out already holds a run; add --resume to continue it, or choose another --out"
 
 
 def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch, refused: Callable[..., str]) -> None:
-    monkeypatch.setattr("dflash_bench.run.session._open", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     told = refused("--suite", "math500")
     assert told == "math_verify is not installed; run: pip install math-verify"
@@ -466,7 +466,9 @@ def test_a_model_folder_without_a_draft_or_target_says_so(here: Path, model: Pat
     told = refused("--suite", "gsm8k", "--model", copy, "--method", "eagle3")
     assert told.startswith(f"target {copy}/target comes with no draft for eagle3 (it has one for dflash); give --draft")
     shutil.rmtree(copy / "target")
-    assert refused("--suite", "gsm8k", "--model", copy).startswith(f"{copy} is no model: it needs target/config.json")
+    assert refused("--suite", "gsm8k", "--model", copy).startswith(
+        f"{copy} is not a model: it needs target/config.json"
+    )
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
 def test_embedded_prompts_are_not_set_beside_the_papers(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(), target="Qwen/Qwen3-8B")
     line = told(main, "run", "--against", "paper")
-    assert "gsm8k (embedded): embedded prompts are samples of this project" in line
+    assert "gsm8k (embedded): embedded prompts are this project's own samples" in line
     assert "run again with --data hub, or --data FOLDER" in line
 
 
@@ -320,19 +320,19 @@ def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path:
            **asked("mbpp", "aime25", source="folder data", prompts=30))  # fmt: skip
     notes = found(main, "other", "--against", "paper")["notes"]
     assert [note for note in notes if "tokens a round" not in note] == [
-        "other numbers of prompts than in the authors' published command: mbpp 30 (theirs: 128); "
-        "how many the paper's figures are of is not stated",
-        "answers end at 192 tokens here, at 2,048 in the paper's main tables",
-        "the rows of mbpp, aime25 are from a folder: whether they are the hub's was not looked at",
-        "the prompts of mbpp are in other words than the authors' harness asks",
-        "in which words the authors ask aime25 is not published",
+        "the number of prompts differs from the authors' published command: mbpp 30 (theirs: 128); "
+        "the paper does not say how many its figures are based on",
+        "answers end at 192 tokens here, but at 2,048 in the paper's main tables",
+        "the rows of mbpp, aime25 are from a folder: we did not check that they are the hub's",
+        "the prompts of mbpp are worded differently in the authors' harness",
+        "the wording of the authors' prompts for aime25 is not published",
     ]
 
 
 def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
-    eagle = {each.formula for each in published.load() if each.method.startswith("eagle3")}
+    eagle = {each.formula for each in published.load_figures() if each.method.startswith("eagle3")}
     assert eagle == {"al.unstated", "speedup.unstated", "al.served", "speedup.served"}
-    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in published.load() if each.method == "dflash"}
+    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in published.load_figures() if each.method == "dflash"}
 
 
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
@@ -401,7 +401,7 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
 
 
 def test_every_published_figure_has_a_formula_and_a_source() -> None:
-    figures = published.load()
+    figures = published.load_figures()
     assert len(figures) > 500
     assert {each.formula for each in figures} == {*published.FORMULAS, "al.zlab", "speedup.zlab"}
     assert all(each.source and each.value > 0 for each in figures)
@@ -477,12 +477,12 @@ def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
 @pytest.mark.parametrize(
     ("text", "told_of"),
     [
-        ("{}", "serve.json is no result of vllm bench serve"),
+        ("{}", "serve.json is not a result of vllm bench serve"),
         ("[", "cannot read serve.json: "),
         (json.dumps(SERVED | {"completed": 0}), "serve.json: no request was completed"),
-        (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it is of another formula"),
+        (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it has another formula"),
         *[
-            (json.dumps(SERVED | {key: value}), f"serve.json: {key} is no ")
+            (json.dumps(SERVED | {key: value}), f"serve.json: {key} is not a ")
             for key, value in {
                 "output_throughput": "fast",
                 "completed": "many",
@@ -496,7 +496,7 @@ def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
                 "spec_decode_per_position_acceptance_rates": {"a": 1},
             }.items()
         ],
-        (json.dumps(SERVED | {"spec_decode_per_position_acceptance_rates": [0.9, "0.8"]}), "rates is no number"),
+        (json.dumps(SERVED | {"spec_decode_per_position_acceptance_rates": [0.9, "0.8"]}), "rates is not a number"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, main: Main, text: str, told_of: str) -> None:

@@ -73,7 +73,7 @@ def test_what_is_left_out_and_what_is_added_is_told(model: Path, tmp_path: Path)
     config["speculators_config"]["verifier"]["name_or_path"] = "Org/Target"
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     assert convert(str(tmp_path / "a"), tmp_path / "b", "zlab", str(model)) == [
-        f"{depth} is that of --target; the draft declares none",
+        f"{depth} is taken from --target; the draft does not declare it",
         f"zlab has no place for {name}: it is left out",
     ]
     assert convert(str(model / "eagle3"), tmp_path / "c", "speculators", str(model)) == []
@@ -81,37 +81,37 @@ def test_what_is_left_out_and_what_is_added_is_told(model: Path, tmp_path: Path)
 
 def test_a_place_that_cannot_be_written_is_told(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*; name another place"):
+    with pytest.raises(UserError, match=r"cannot write .*; name another folder"):
         convert(str(model / "dflash"), tmp_path / "file" / "x", "speculators", str(model))
 
 
 def test_what_cannot_be_converted_is_refused_and_nothing_is_written(model: Path, tmp_path: Path) -> None:
     dflash, eagle3, out = str(model / "dflash"), str(model / "eagle3"), tmp_path / "out"
     refusals = [
-        (dflash, "zlab", None, "is in the zlab format already"),
+        (dflash, "zlab", None, "is already in the zlab format"),
         (dflash, "safeailab", None, "unknown format for a draft of kind dflash: 'safeailab'; known: deepspec, spec"),
-        (dflash, "speculators", None, r"holds embed_tokens\.weight, .* give --target"),
+        (dflash, "speculators", None, r"includes embed_tokens\.weight, .* give --target"),
         (dflash, "deepspec", str(model), "infill_labels"),
         (eagle3, "deepspec", str(model), "draft_vocab_size = 64"),
-        (dflash, "speculators", "nano", "hidden size 32, the target's is 128"),
+        (dflash, "speculators", "nano", "hidden size 32, but the target's is 128"),
     ]
     for source, to, target, message in refusals:
         with pytest.raises(UserError, match=message):
             convert(source, out, to, target)
         assert not out.exists()
     out.mkdir()
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         convert(dflash, out, "speculators", str(model))
 
 
 def test_an_embedding_is_left_out_only_where_it_is_the_targets(model: Path, tmp_path: Path) -> None:
     convert(str(model / "dflash"), tmp_path / "a", "speculators", str(model))
-    with pytest.raises(UserError, match="where they are copies, --target shows it"):
+    with pytest.raises(UserError, match="if they are copies, give --target"):
         convert(str(tmp_path / "a"), tmp_path / "b", "zlab", None)
     convert(str(tmp_path / "a"), tmp_path / "b", "zlab", str(model))
     assert bits(tmp_path / "b") == bits(model / "dflash")
     other = tiny.build(tmp_path / "other", seed=1)
-    with pytest.raises(UserError, match="this draft brings its own"):
+    with pytest.raises(UserError, match="this draft includes its own"):
         convert(str(tmp_path / "a"), tmp_path / "c", "zlab", str(other))
 
 
@@ -125,7 +125,7 @@ def nano() -> loading.Models:
 
 @pytest.fixture(scope="module")
 def prompts(nano: loading.Models) -> list[list[int]]:
-    loaded = suites.load(suites.expand(["gsm8k"])[0], "embedded", 4)
+    loaded = suites.load_prompts(suites.expand(["gsm8k"])[0], "embedded", 4)
     chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in loaded.prompts]
     texts = [nano.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     return [nano.tokenizer.encode(text, add_special_tokens=False) for text in texts]

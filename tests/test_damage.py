@@ -76,7 +76,7 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "an infinite base": ("dflash", config(rope_theta=1e999), "rope_theta cannot be inf"),
     "a factor that is text": ("dflash", scaled(factor="4"), "factor of its rotary scaling cannot be '4'"),
     "a speed that is text": ("dflash", scaled(beta_fast="x"), "beta_fast of its rotary scaling cannot be 'x'"),
-    "a factor of nothing": ("dflash", scaled(factor=0), "no angles come of rotary scaling"),
+    "a factor of nothing": ("dflash", scaled(factor=0), r"rotary scaling .* gives no valid angles"),
     "sliding by the older keys": (
         "dflash",
         config(layer_types=None, use_sliding_window=True, sliding_window=64, max_window_layers=0),
@@ -123,7 +123,7 @@ def test_what_only_looks_odd_is_read(what: str, changed: Callable[[str, Change],
 
 def test_only_scalings_that_start_from_a_length_are_given_one(changed: Callable[[str, Change], Path]) -> None:
     folder = changed("dflash", config(rope_scaling={"rope_type": "linear", "factor": 4.0}))
-    _, checkpoint = formats.read(folder, None, headers_only=True)
+    _, checkpoint = formats.read_checkpoint(folder, None, headers_only=True)
     assert checkpoint.config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 
 
@@ -137,9 +137,9 @@ def nameless(**values: Any) -> Change:
 def test_a_depth_that_is_null_is_not_declared(changed: Callable[[str, Change], Path]) -> None:
     """Layers that are not named are derived from the depth of the target that is given, as z-lab's own reader does."""
     folder = changed("dflash", nameless(num_target_layers=None))
-    _, unknown = formats.read(folder, None, headers_only=True)
+    _, unknown = formats.read_checkpoint(folder, None, headers_only=True)
     assert unknown.derived_taps is not None and inspect(str(folder)).tapped_outputs is None
-    _, known = formats.read(folder, TARGET)
+    _, known = formats.read_checkpoint(folder, TARGET)
     assert known.derived_taps is None and known.config.target_layer_ids == (1, 1)
     assert load_draft(folder, TARGET, torch.float32, "cpu").config.target_layer_ids == (1, 1)
 
@@ -147,7 +147,7 @@ def test_a_depth_that_is_null_is_not_declared(changed: Callable[[str, Change], P
 def test_a_depth_that_is_given_is_not_told_as_the_drafts_own(model: Path) -> None:
     seen = inspect(str(model / "eagle3"), str(model))
     assert seen.trained_for is None and "trained for" not in text(seen)
-    _, checkpoint = formats.read(model / "eagle3", TARGET)
+    _, checkpoint = formats.read_checkpoint(model / "eagle3", TARGET)
     assert checkpoint.config.num_target_layers is None
 
 
@@ -156,7 +156,7 @@ def test_a_depth_that_is_given_is_not_told_as_the_drafts_own(model: Path) -> Non
     [
         (lambda c, _: c["dflash_config"].update(target_layer_ids=[0, 3]), "taps layer 3, but the target has layers 0"),
         (lambda c, _: c["dflash_config"].update(target_layer_ids=[-1, 2]), "taps layer -1"),
-        (lambda c, _: c["dflash_config"].update(mask_token_id=1024), "mask id 1024 is outside the embedding of 1024"),
+        (lambda c, _: c["dflash_config"].update(mask_token_id=1024), "mask id 1024 is outside the target's embedding"),
     ],
 )  # fmt: skip
 def test_without_a_target_a_file_is_held_to_what_it_says_itself(

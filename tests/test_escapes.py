@@ -14,7 +14,7 @@ from cages import BOXES, MARKER, RIGHT, Box, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.cage import syscalls
-from dflash_bench.tasks.sandbox import Limits
+from dflash_bench.tasks.sandbox import ProgramLimits
 
 NUMBERS = syscalls.X86_64 if os.uname().machine == "x86_64" else syscalls.AARCH64
 REFUSED = (
@@ -405,7 +405,7 @@ os._exit(0)
 
 
 def test_the_token_is_not_found_by_frames_names_and_the_garbage_collector(box: Box) -> None:
-    assert box.fails("def HUNT(): pass\n" + HUNT, Limits()) == "did not finish"
+    assert box.fails("def HUNT(): pass\n" + HUNT, ProgramLimits()) == "did not finish"
 
 
 def test_what_a_program_inherits_in_memory_holds_nothing_of_the_caller(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_bench.errors import UserError
-from dflash_bench.models.files import only_maps, read_tensors, write
+from dflash_bench.models.files import only_maps, read_tensors, write_checkpoint
 
 TENSORS = {
     "fc.weight": torch.arange(6.0).view(2, 3).bfloat16(),
@@ -136,7 +136,7 @@ def test_a_pickle_with_any_byte_changed_is_read_or_refused(old: bool, tmp_path: 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n")
-    with pytest.raises(UserError, match=r"is a pointer of git-lfs and not the weights; run 'git lfs pull'"):
+    with pytest.raises(UserError, match=r"is a git-lfs pointer, not the weights; run 'git lfs pull'"):
         read_tensors(tmp_path)
 
 
@@ -149,8 +149,8 @@ def test_a_type_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*file/x .*; name another place"):
-        write(tmp_path / "file" / "x", {}, TENSORS)
+    with pytest.raises(UserError, match=r"cannot write .*file/x .*; name another folder"):
+        write_checkpoint(tmp_path / "file" / "x", {}, TENSORS)
 
 
 def test_safetensors_are_preferred_to_a_pickle(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def indexed(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard less": (lambda folder: (folder / "b.safetensors").unlink(), r"names the file b\.safetensors"),
     "a shard elsewhere": (indexed(lambda m: m.update(d2t="../a.safetensors")), r"names the file \.\./a"),
-    "a tensor too many": (indexed(lambda m: m.pop("d2t")), r"a\.safetensors: tensor d2t is there or in the index"),
-    "a tensor too few": (indexed(lambda m: m.update(x="b.safetensors")), r"b\.safetensors: tensor x is there or"),
+    "a tensor too many": (indexed(lambda m: m.pop("d2t")), r"a\.safetensors: tensor d2t is in this file or in"),
+    "a tensor too few": (indexed(lambda m: m.update(x="b.safetensors")), r"b\.safetensors: tensor x is in this file"),
     "a file that is no name": (indexed(lambda m: m.update(x=3)), "holds no weight_map"),
     "an index without a map": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "holds no weight_map",

@@ -289,7 +289,10 @@ def test_rotary_scaling_is_found_in_either_style(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rotary scaling 'dynamic' is not supported; linear"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rotary scaling 'dynamic' is not supported; only linear",
+        ),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "rotary scaling 'longrope'"),
         ({"rope_scaling": {"type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
@@ -334,8 +337,8 @@ def test_an_eagle3_draft_of_the_whole_vocabulary_may_leave_its_map_out(tmp_path:
 # Refusals.
 
 MISFITS: dict[str, tuple[TargetShape, str]] = {
-    "hidden size": (replace(TARGET, hidden_size=32), "hidden size 16, the target's is 32"),
-    "vocabulary": (replace(TARGET, vocab_size=61), "vocabulary of 60, the target's is 61"),
+    "hidden size": (replace(TARGET, hidden_size=32), "hidden size 16, but the target's is 32"),
+    "vocabulary": (replace(TARGET, vocab_size=61), "vocabulary of 60, but the target's is 61"),
     "tapped layer": (replace(TARGET, num_layers=6), "taps layer [589], but the target has layers 0 to 5"),
 }
 
@@ -348,7 +351,7 @@ def test_a_draft_for_another_target_is_refused(what: str, saved: Path) -> None:
 
 
 def test_a_draft_for_a_deeper_target_is_refused(saved_dflash: Path) -> None:
-    with pytest.raises(UserError, match="made for a target of 12 layers, this one has 14"):
+    with pytest.raises(UserError, match="made for a target of 12 layers, but this one has 14"):
         load(saved_dflash, replace(TARGET, num_layers=14))
 
 
@@ -373,7 +376,7 @@ def test_a_negative_layer_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize("mask", [60, 151669])
 def test_a_mask_outside_the_embedding_is_refused(mask: int, saved_dflash: Path) -> None:
     edit(saved_dflash, lambda c: c["dflash_config"].update(mask_token_id=mask))
-    with pytest.raises(UserError, match=f"mask id {mask} is outside the embedding of 60 rows"):
+    with pytest.raises(UserError, match=f"mask id {mask} is outside the target's embedding of 60 rows"):
         load(saved_dflash)
 
 
@@ -440,7 +443,7 @@ def test_quantised_weights_are_refused(saved: Path) -> None:
 @pytest.mark.parametrize("offset", [60, -1])
 def test_a_map_out_of_the_vocabulary_is_refused(offset: int, saved_eagle: Path) -> None:
     edit_tensors(saved_eagle, lambda t: t["d2t"].__setitem__(0, offset))
-    with pytest.raises(UserError, match="d2t leaves the target's vocabulary of 60"):
+    with pytest.raises(UserError, match="d2t points outside the target's vocabulary of 60"):
         load(saved_eagle)
 
 
@@ -521,7 +524,7 @@ def test_variants_of_dflash_that_would_draft_badly_are_refused(
         load(saved_dflash)
 
 
-LOOKED_FOR = "is no draft we know; looked for config.json with speculators_model_type, dflash_config"
+LOOKED_FOR = "is not a draft that we know; looked for config.json with speculators_model_type, dflash_config"
 
 
 @pytest.mark.parametrize("config", [{}, {"architectures": ["LlamaForCausalLM"]}, {"architectures": None}])
@@ -557,7 +560,10 @@ def test_what_is_known_but_not_supported_is_named(name: str, saved: Path) -> Non
         ({"architectures": ["DFlash2DraftModel"]}, "is DFlash 2"),
         ({"architectures": ["Gemma4DSparkModel"]}, "DFlash for Gemma 4"),
         ({"markov_rank": 256}, "is DSpark"),
-        ({"speculators_model_type": "peagle"}, "speculators draft of type 'peagle' is not supported; dflash, eagle3"),
+        (
+            {"speculators_model_type": "peagle"},
+            "speculators draft of type 'peagle' is not supported; only dflash, eagle3",
+        ),
     ],
 )
 def test_kinds_are_also_told_by_the_config(change: dict[str, Any], message: str, saved: Path) -> None:
@@ -576,7 +582,7 @@ def test_a_mask_with_an_embedding_of_its_own_is_refused(saved_dflash: Path) -> N
     ("content", "message"),
     [
         (b'{\n"block_size": 16,\n', r"config\.json: not valid JSON \(.* at line 3 column 1\)"),
-        (b"[1, 2]", "holds no JSON object"),
+        (b"[1, 2]", "does not hold a JSON object"),
         (b"\x80\x04\x95", "not UTF-8"),
     ],
 )

@@ -99,7 +99,7 @@ def many_tensors(model: Path) -> None:
 
 DEEP, DEEPER = (f'{{"model_type": "qwen3", "x": {"[" * depth + "]" * depth}}}' for depth in (900, 100_000))
 BOTH, ALL = ("run", "inspect"), ("run", "inspect", "convert")
-PIPE, DEEP_SAID = "it is a pipe and not a file", "nested more than 100 deep"
+PIPE, DEEP_SAID = "it is a pipe, not a file", "nested more than 100 levels deep"
 DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a pipe as the draft's weights": (pipe("dflash/model.safetensors"), PIPE, ALL),
     "a pipe as its config": (pipe("dflash/config.json"), PIPE, ALL),
@@ -109,8 +109,8 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a pipe as its settings": (pipe("target/generation_config.json"), PIPE, ALL),
     "a pipe as its tokenizer": (pipe("target/tokenizer.json"), PIPE, ALL),
     "a pipe as its template": (pipe("target/chat_template.jinja"), PIPE, ALL),
-    "a folder as weights": (folder("dflash/model.safetensors"), "it is a folder and not a file", ALL),
-    "a folder as the target's weights": (folder("target/model.safetensors"), "it is a folder and not a file", ALL),
+    "a folder as weights": (folder("dflash/model.safetensors"), "it is a folder, not a file", ALL),
+    "a folder as the target's weights": (folder("target/model.safetensors"), "it is a folder, not a file", ALL),
     "a deep draft": (text("dflash/config.json", DEEP), DEEP_SAID, ALL),
     "a deeper draft": (text("dflash/config.json", DEEPER), DEEP_SAID, ALL),
     "a deep target": (text("target/config.json", DEEP), DEEP_SAID, ALL),
@@ -132,7 +132,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "a shard that writes red": (shards("dflash", "\x1b[31m"), "names the file \\u001b[31m", ALL),
     "300,000 tensors": (many_tensors, "holds 300,000 tensors, more than any model has", ALL),
     "a mask below nothing": (mask(-5), "mask_token_id cannot be -5", ALL),
-    "a mask beyond the vocabulary": (mask(1024), "mask id 1024 is outside the embedding of 1024", ("run", "convert")),
+    "a mask beyond the vocabulary": (mask(1024), "outside the target's embedding of 1024", ("run", "convert")),
     "a mask that is a word": (mask("<mask>"), "mask_token_id cannot be '<mask>'", ALL),
     "a vocabulary of less than nothing": (
         edited("target/config.json", vocab_size=-5), "vocab_size in its config.json cannot be -5", ALL,

@@ -135,7 +135,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
         os.mkfifo(name)
         folder = name.split("/")[0]
         told = refused(main, "run", "--suite", "gsm8k", "--data", folder, "--method", "dflash", "--out", "new")
-        assert "it is a pipe and not a file" in told
+        assert "it is a pipe, not a file" in told
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Mai
     Path("mine.jsonl").write_text('{"prompt": "1 + 6?", "reference": ["7"], "id": "a", "sourc": "b"}\n')
     asked = ("run", "--prompts", "mine.jsonl", "--score", "gsm8k_number", "--out", "new")
     code, out, err = main(*asked)
-    assert code == 0 and err.startswith("note: mine.jsonl: nothing reads sourc (known: ") and err.count("\n") == 1
+    assert code == 0 and err.startswith("note: mine.jsonl: ignored sourc (known: ") and err.count("\n") == 1
     assert next(line.split()[-1] for line in out.splitlines() if line.startswith("  ar ")) == "0.0"
 
 

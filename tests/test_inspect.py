@@ -78,7 +78,7 @@ def test_layers_that_only_the_target_decides_are_a_formula_until_it_is_given(cop
     config = json.loads((copied / "eagle3" / "config.json").read_text())
     del config["eagle_config"]
     (copied / "eagle3" / "config.json").write_text(json.dumps(config))
-    assert "outputs of 1, n//2 - 1, n - 4, n the target's depth" in text(inspect(str(copied / "eagle3")))
+    assert "outputs of 1, n//2 - 1, n - 4, where n is the target's depth" in text(inspect(str(copied / "eagle3")))
     assert inspect(str(copied / "eagle3")).tapped_outputs is None
     # tiny has 4 layers: the lowest default tap is the last but two, the highest the first.
     assert inspect(str(copied / "eagle3"), str(copied / "target")).tapped_outputs == (1, 1, 0)
@@ -110,7 +110,7 @@ def test_weights_are_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_can_be_said(copied: Path) -> None:
     assert command("inspect", str(copied / "dflash"), "--target", str(copied)).returncode == 0
     told = command("inspect", str(copied / "dflash"), "--target", "nano", "--json")
-    assert told.returncode == 1 and "hidden size 32, the target's is 128" in json.loads(told.stdout)["problems"][0]
+    assert told.returncode == 1 and "hidden size 32, but the target's is 128" in json.loads(told.stdout)["problems"][0]
     foreign = command("inspect", str(copied / "target"))
     assert foreign.returncode == 2 and foreign.stdout == "" and len(foreign.stderr.splitlines()) == 1
     assert "looked for config.json with speculators_model_type" in foreign.stderr
@@ -138,7 +138,7 @@ def test_a_target_without_a_tokenizer_does_not_fit(copied: Path) -> None:
 
 def test_another_verifier_is_a_line(copied: Path) -> None:
     edit(copied / "eagle3", speculators_config={"verifier": {"name_or_path": "Org/Other-8B"}})
-    told = "its config names Org/Other-8B as its target, this one is "
+    told = "its config names Org/Other-8B as its target, but this one is "
     assert told + "nano" in inspect(str(copied / "eagle3"), "nano").notes
     assert told + "model" in text(inspect(str(copied / "eagle3"), str(copied)))
     edit(copied / "eagle3", speculators_config={"verifier": {"name_or_path": "Org/Model"}})

@@ -87,7 +87,7 @@ def test_an_unknown_model_lists_the_known() -> None:
 
 
 def test_a_folder_that_is_no_model_says_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no model: it needs target/config\.json"):
+    with pytest.raises(UserError, match=r"is not a model: it needs target/config\.json"):
         load(tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_a_method_without_a_draft_says_what_to_give(whole: Path) -> None:
 def test_a_package_without_its_weights_says_so(whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = presets.Preset(str(whole / "target"), {"dflash": str(tmp_path / "dflash")})
     monkeypatch.setitem(presets.table(), "nano", gone)
-    with pytest.raises(UserError, match=r"dflash is missing"):
+    with pytest.raises(UserError, match=r"no such folder: .*dflash"):
         load("nano", "dflash")
 
 
@@ -194,7 +194,7 @@ def test_a_draft_with_another_tokenizer_is_refused(model: Path) -> None:
     content = json.loads((model / "target/tokenizer.json").read_text())
     content["model"]["vocab"] |= {"a": 3, "b": 2}
     (model / "dflash/tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="another tokenizer: 2 of 4 ids differ; 2 is 'b' to the draft and 'a' to the"):
+    with pytest.raises(UserError, match="another tokenizer: 2 of 4 ids differ; 2 is 'b' in the draft and 'a' in the"):
         load(model, "dflash")
 
 
@@ -254,7 +254,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an encoder-decoder": (configured(model_type="t5"), "cannot load a causal language model"),
     "a truncated config": (halve("config.json"), r"config\.json: not valid JSON \("),
     "a foreign config": (foreign("config.json"), r"cannot read .*config\.json: not UTF-8"),
-    "a config that is a list": (lambda target: (target / "config.json").write_text("[]") and None, "no JSON object"),
+    "a config that is a list": (
+        lambda target: (target / "config.json").write_text("[]") and None,
+        "hold a JSON object",
+    ),
     "a truncated tokenizer": (halve("tokenizer.json"), r"tokenizer\.json: not valid JSON \("),
     "a foreign tokenizer": (foreign("tokenizer.json"), r"cannot read .*tokenizer\.json: not UTF-8"),
     "an empty tokenizer": (lambda target: (target / "tokenizer.json").write_text("{}") and None, "not a vocabulary"),
@@ -290,7 +293,7 @@ def test_a_damaged_draft_is_refused(model: Path) -> None:
 def test_a_draft_for_another_target_is_refused(model: Path) -> None:
     config = json.loads((model / "dflash" / "config.json").read_text())
     (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 98}))
-    with pytest.raises(UserError, match="vocabulary of 98, the target's is 97"):
+    with pytest.raises(UserError, match="vocabulary of 98, but the target's is 97"):
         load(model, "dflash")
 
 

@@ -43,7 +43,7 @@ def models() -> loading.Models:
 @cache
 def backend() -> LocalBackend:
     chosen = [parse(typed) for typed in ("ar", *TYPED)]
-    return open_backend(models(), presets.preset("nano"), chosen, LENGTH, Sampling())
+    return open_backend(models(), presets.preset("nano"), chosen, LENGTH)
 
 
 @cache
@@ -92,7 +92,7 @@ def test_a_datastore_of_the_very_answer_drafts_all_of_it(tmp_path: Path) -> None
 def with_method(typed: str) -> LocalBackend:
     """A backend in which the method goes by the name `it`."""
     method = parse(typed)
-    opened = open_backend(models(), presets.preset("nano"), [method], LENGTH, Sampling())
+    opened = open_backend(models(), presets.preset("nano"), [method], LENGTH)
     return LocalBackend(
         opened.target, models().tokenizer, {"it": opened.drafters[method.label]}, opened.limits, Sampling()
     )
@@ -151,7 +151,7 @@ def test_a_long_match_skips_the_draft_pass_and_the_next_block_knows_all_that_was
     hybrid = local.drafters["it"]
     assert isinstance(hybrid, DFlashNGramDrafter)
     watched = Recording(hybrid, hybrid.block)
-    (given,) = LocalBackend(local.target, local.tokenizer, {"it": watched}, local.limits, Sampling()).generate_ids(
+    (given,) = LocalBackend(local.target, local.tokenizer, {"it": watched}, local.limits).generate_ids(
         "it", prompts()[:1]
     )
     assert given.token_ids == answers(0.0)[0]
@@ -160,9 +160,7 @@ def test_a_long_match_skips_the_draft_pass_and_the_next_block_knows_all_that_was
     alone = with_method("dflash").drafters["it"]
     assert isinstance(alone, DFlashDrafter)
     everywhere = Recording(alone, alone, changed=True)
-    LocalBackend(local.target, local.tokenizer, {"it": everywhere}, local.limits, Sampling()).generate_ids(
-        "it", prompts()[:1]
-    )
+    LocalBackend(local.target, local.tokenizer, {"it": everywhere}, local.limits).generate_ids("it", prompts()[:1])
     assert watched.blocks == {start: everywhere.blocks[start] for start in watched.blocks}
 
 

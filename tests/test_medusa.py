@@ -191,7 +191,7 @@ def _tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     [
         (lambda f: (f / "medusa_lm_head.safetensors").unlink(), "holds no Medusa heads: medusa_lm_head.safet"),
         (lambda f: _config(f, version="2"), "Medusa heads of version 2 are not supported"),
-        (lambda f: _config(f, medusa_num_heads=4), "holds 3 heads, config.json says 4"),
+        (lambda f: _config(f, medusa_num_heads=4), "holds 3 heads, but config.json says 4"),
         (lambda f: _config(f, medusa_num_heads="3"), "medusa_num_heads cannot be '3'"),
         (lambda f: _config(f, medusa_num_heads=10**9), "medusa_num_heads cannot be 1000000000"),
         (lambda f: _config(f, medusa_num_layers=2), "missing tensor 0.2.weight"),
@@ -216,8 +216,8 @@ def test_what_is_wrong_with_a_file_is_said(damage: Callable[[Path], Any], messag
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (TargetShape(64, 97, 6), "hidden size 32, the target's is 64; use its own heads"),
-        (TargetShape(32, 98, 6), "vocabulary 97, the target's is 98; use its own heads"),
+        (TargetShape(64, 97, 6), "hidden size 32, but the target's is 64; use heads made for this target"),
+        (TargetShape(32, 98, 6), "vocabulary 97, but the target's is 98; use heads made for this target"),
     ],
 )
 def test_heads_of_another_target_are_refused(shape: TargetShape, message: str, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash_bench.engine.local import open_backend
-from dflash_bench.engine.sampling import Sampling
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models import loading, presets
@@ -69,7 +68,7 @@ def test_all_kinds_are_loaded_in_the_targets_dtype_and_answer_exactly(model: Pat
     assert all(next(models.drafts[name].parameters()).dtype == torch.float32 for name in names)
     assert set(models.revisions) == {"target", *names}
     labels = ["ar", "draft-model:3", "medusa:nodes=6,top_k=3", "medusa:top_k=1", "block-diffusion"]
-    local = open_backend(models, chosen, [parse(label) for label in labels], 12, Sampling())
+    local = open_backend(models, chosen, [parse(label) for label in labels], 12)
     answers = {label: local.generate_ids(label, [[5, 6, 7]])[0] for label in labels}
     assert not any(answer.error for answer in answers.values())
     plain = answers["ar"].token_ids

@@ -53,7 +53,7 @@ MESSAGES = "a list of {role, content} that ends with role user; roles: system, u
     [
         ({"text": "Hi"}, "needs one of prompt, turns, messages; has none"),
         ({"prompt": "Hi", "turns": ["Hi"]}, "needs one of prompt, turns, messages; has prompt and turns"),
-        ({"prompt": ["Hi", 1]}, "prompt must be a string, or a list of strings, one a turn"),
+        ({"prompt": ["Hi", 1]}, "prompt must be a string, or a list of strings, one per turn"),
         ({"turns": "Hi"}, "turns must be a list of strings"),
         ({"messages": []}, f"messages must be {MESSAGES}"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, f"messages must be {MESSAGES}"),
@@ -114,7 +114,7 @@ def test_files_of_other_benchmarks_are_read_as_they_are(name: str, tmp_path: Pat
 def test_keys_that_nothing_reads_are_named_once_and_a_slip_is_told(tmp_path: Path) -> None:
     path = own(tmp_path, {"prompt": "a", "refernce": "1", "source": "x"}, {"prompt": "b", "source": "y", "level": 2})
     known = "prompt, turns, messages, id, question_id, task_id, prompt_id, category, reference"
-    told = f"{path}: nothing reads refernce, source, level (known: {known}) did you mean reference by refernce?"
+    told = f"{path}: ignored refernce, source, level (known: {known}) refernce: did you mean reference?"
     assert prompts.load(path).notes == (told,)
 
 
@@ -126,7 +126,7 @@ def test_what_a_scorer_reads_is_not_unread(tmp_path: Path) -> None:
 def test_a_list_of_references_has_one_a_turn_where_they_are_scored(tmp_path: Path) -> None:
     path = own(tmp_path, {"turns": ["1?"], "reference": ["1", "one"]})
     assert prompts.load(path).prompts[0].reference is None
-    expected = f"{path} line 1: 'reference' lists 2 texts for 1 turns; give one a turn"
+    expected = f"{path} line 1: 'reference' lists 2 texts for 1 turns; give one per turn"
     assert refusal(path, scorer="math") == expected
 
 
@@ -143,7 +143,7 @@ NAMES = {
 @pytest.mark.parametrize("what", NAMES)
 def test_a_name_that_cannot_be_shown_is_refused(key: str, what: str, tmp_path: Path) -> None:
     told = refusal(own(tmp_path, {"prompt": "Hi", key: NAMES[what]}))
-    assert told.startswith(f"{tmp_path / 'mine.jsonl'} line 1: '{key}' must be a name of 1 to 200 characters that can")
+    assert told.startswith(f"{tmp_path / 'mine.jsonl'} line 1: '{key}' must be a name of 1 to 200 visible characters")
     assert told.isprintable() and len(told) < 300
 
 
@@ -157,7 +157,7 @@ def test_markup_and_formulas_are_names_like_any_other(tmp_path: Path) -> None:
 def test_half_a_character_is_refused_wherever_it_is(key: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "Hi"} | {key: "a \ud83d b"}))
-    assert refusal(path) == f"{path} line 1: it holds half of a character, '\\ud83d'"
+    assert refusal(path) == f"{path} line 1: it contains half of a character, '\\ud83d'"
 
 
 LONG = {
@@ -165,8 +165,8 @@ LONG = {
         f'{{"prompt": "Hi", "id": {"9" * 10_000}}}',
         "a number in its JSON has too many digits",
     ),
-    "lists in lists": (f'{{"prompt": "Hi", "x": {"[" * 120 + "]" * 120}}}', "nested more than 100 deep"),
-    "very many of them": ("[" * 100_000, "nested more than 100 deep"),
+    "lists in lists": (f'{{"prompt": "Hi", "x": {"[" * 120 + "]" * 120}}}', "nested more than 100 levels deep"),
+    "very many of them": ("[" * 100_000, "nested more than 100 levels deep"),
 }
 
 

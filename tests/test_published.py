@@ -125,7 +125,9 @@ def test_fused_queries_keys_and_values_are_taken_apart(tmp_path: Path) -> None:
     assert all(torch.equal(fused.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
     tensors["layers.0.self_attn.qkv_proj.weight"] = torch.zeros(63, 16)
     save_file(tensors, tmp_path / "fused" / "model.safetensors")
-    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.qkv_proj\.weight has 63 rows, config\.json says 64"):
+    with pytest.raises(
+        UserError, match=r"layers\.0\.self_attn\.qkv_proj\.weight has 63 rows, but config\.json says 64"
+    ):
         load(tmp_path / "fused")
 
 
@@ -154,7 +156,7 @@ def test_speculators_dflash_with_a_reduced_vocabulary(tmp_path: Path) -> None:
     )  # fmt: skip
     assert draft.target_ids(torch.arange(5)).tolist() == REDUCED
     holds(draft, tmp_path)
-    _, checkpoint = formats.read(tmp_path, TARGET)
+    _, checkpoint = formats.read_checkpoint(tmp_path, TARGET)
     assert checkpoint.trained_for == "Org/Target-8B"
 
 
@@ -259,7 +261,7 @@ def test_specforge_eagle3_names_its_layers_either_way(listed: Any, outputs: Any,
     inner = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": listed, "use_aux_hidden_state": True}}
     draft = load(published(tmp_path, {**SPECFORGE, **inner}, eagle_tensors("midlayer"), **MAP))
     assert draft.config.target_layer_ids == outputs
-    _, checkpoint = formats.read(tmp_path, TARGET)
+    _, checkpoint = formats.read_checkpoint(tmp_path, TARGET)
     expected = () if listed is None else ("outputs" if listed[0] == 1 else "inputs",)
     assert [note.rsplit(" of ", 1)[0].rsplit(" ", 1)[1] for note in checkpoint.notes] == list(expected)
 
@@ -277,10 +279,10 @@ def test_eagle_3_1_norms(tmp_path: Path) -> None:
     draft = load(published(tmp_path, {**SPECFORGE, "fc_norm": True, "norm_output": True}, shapes, **MAP))
     assert draft.config.fc_norm and draft.config.norm_output
     holds(draft, tmp_path)
-    _, checkpoint = formats.read(tmp_path, TARGET)
+    _, checkpoint = formats.read_checkpoint(tmp_path, TARGET)
     assert any("SpecForge used the name for something else" in note for note in checkpoint.notes)
     both = {**SPECFORGE, "fc_norm": True, "eagle_config": {"norm_before_fc": True}}
-    with pytest.raises(UserError, match="norm_before_fc and fc_norm exclude each other"):
+    with pytest.raises(UserError, match="norm_before_fc and fc_norm cannot both be set"):
         load(published(tmp_path, both, shapes, **MAP))
 
 
@@ -288,11 +290,11 @@ def test_features_of_another_width_need_an_embedding(tmp_path: Path) -> None:
     wide = TargetShape(hidden_size=20, vocab_size=60, num_layers=12)
     shapes = {**eagle_tensors("midlayer"), "fc.weight": (16, 60)}
     config = {**SPECFORGE, "target_hidden_size": 20}
-    with pytest.raises(UserError, match="brings no embedding or head of its own"):
+    with pytest.raises(UserError, match="lacks its own embedding or head"):
         load(published(tmp_path, config, shapes, **MAP), wide)
     draft = load(published(tmp_path, config, {**shapes, "embed_tokens.weight": (60, 16)}, **MAP), wide)
     assert draft.config.target_hidden_size == 20
-    with pytest.raises(UserError, match="hidden size 20, the target's is 16"):
+    with pytest.raises(UserError, match="hidden size 20, but the target's is 16"):
         load(tmp_path)
 
 
@@ -327,7 +329,7 @@ def test_speculators_eagle3_of_a_qwen3_body_norms_queries_and_keys(tmp_path: Pat
 def test_speculators_eagle3_that_does_not_say_what_it_adds_to_is_noted(tmp_path: Path) -> None:
     config = {key: value for key, value in EAGLE_SPECULATORS.items() if key != "norm_before_residual"}
     published(tmp_path, config, {**eagle_tensors("layers.0"), **OWN}, **MAP)
-    _, checkpoint = formats.read(tmp_path, TARGET)
+    _, checkpoint = formats.read_checkpoint(tmp_path, TARGET)
     assert not checkpoint.config.norm_before_residual and "vLLM reads True" in checkpoint.notes[0]
 
 
@@ -341,7 +343,9 @@ def test_a_missing_tensor_is_named_as_the_file_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mistral", None])
 def test_a_body_that_is_neither_qwen3_nor_llama_is_refused(kind: str | None, tmp_path: Path) -> None:
     config = {**EAGLE_SPECULATORS, "transformer_layer_config": {"model_type": kind, **BODY}}
-    with pytest.raises(UserError, match=f"transformer_layer_config is {kind!r} is not supported; qwen3, llama are"):
+    with pytest.raises(
+        UserError, match=f"transformer_layer_config is {kind!r} is not supported; only qwen3, llama are"
+    ):
         load(published(tmp_path, config, {**eagle_tensors("layers.0"), **OWN}, **MAP))
 
 
@@ -388,7 +392,7 @@ def test_what_our_writer_writes_is_the_same_draft_and_the_same_tensors(what: str
     theirs = load(published(tmp_path / "theirs", config, shapes, **maps))
     save_draft(theirs, tmp_path / "ours", name)
     ours = load(tmp_path / "ours")
-    form, _ = formats.read(tmp_path / "ours", TARGET)
+    form, _ = formats.read_checkpoint(tmp_path / "ours", TARGET)
     assert form.name == name and ours.config == theirs.config
     stored = [load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours")]
     assert stored[0].keys() == stored[1].keys()
@@ -411,9 +415,9 @@ def draft_of(kind: str, **changes: Any) -> DFlashDraft | Eagle3Draft:
         ("zlab", "dflash", {"own_head": True, "draft_vocab_size": 5}, "draft_vocab_size = 5"),
         ("zlab", "dflash", {"target_hidden_size": 20}, "target_hidden_size = 20"),
         ("deepspec", "dflash", {}, "infill_labels"),
-        ("deepspec", "dflash", {"shifted_labels": True}, r"holds embed_tokens\.weight, .* give --target"),
-        ("speculators", "dflash", {}, r"holds embed_tokens\.weight, .* give --target"),
-        ("speculators", "eagle3", {}, r"holds embed_tokens\.weight"),
+        ("deepspec", "dflash", {"shifted_labels": True}, r"includes embed_tokens\.weight, .* give --target"),
+        ("speculators", "dflash", {}, r"includes embed_tokens\.weight, .* give --target"),
+        ("speculators", "eagle3", {}, r"includes embed_tokens\.weight"),
         ("deepspec", "eagle3", {}, "layer_without_query_and_key_norms"),
         ("deepspec", "eagle3", {"qk_norm": True, "norm_output": True}, "norm_output"),
         ("deepspec", "eagle3", {"draft_vocab_size": 5}, "draft_vocab_size = 5"),

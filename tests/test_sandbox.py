@@ -17,7 +17,7 @@ from cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, 
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.cage import keeper
-from dflash_bench.tasks.sandbox import Cage, Limits, Outcome
+from dflash_bench.tasks.sandbox import Cage, ProgramLimits, ProgramOutcome
 
 Patch = pytest.MonkeyPatch
 needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted here")
@@ -131,7 +131,7 @@ def test_an_endless_loop_is_stopped(box: Box) -> None:
 
 
 def test_a_long_sleep_is_stopped(box: Box) -> None:
-    assert box.fails("import time\ntime.sleep(1000)", Limits(wall_s=0.2)) == "timed out"
+    assert box.fails("import time\ntime.sleep(1000)", ProgramLimits(wall_s=0.2)) == "timed out"
 
 
 def test_ten_gigabytes_are_refused(box: Box) -> None:
@@ -164,14 +164,14 @@ TOO_MUCH = "too many files|No space left on device"
 )
 def test_filling_the_disk_is_stopped(box: Box, greed: str) -> None:
     """In memory of the cage's own there is no more room; on a disk the keeper looks."""
-    reason = box.fails("import os\n" + greed + PATIENT, Limits(folder_bytes=2**23, num_files=500))
+    reason = box.fails("import os\n" + greed + PATIENT, ProgramLimits(folder_bytes=2**23, num_files=500))
     assert re.search(TOO_MUCH, reason), reason
 
 
 def test_a_flood_of_threads_is_stopped(box: Box) -> None:
     flood = "import threading, time\nthreading.stack_size(2**15)\n"
     flood += "for _ in range(20): threading.Thread(target=time.sleep, args=[1000]).start()"
-    assert box.fails(flood + PATIENT, Limits(num_threads=16)) == "too many threads"
+    assert box.fails(flood + PATIENT, ProgramLimits(num_threads=16)) == "too many threads"
 
 
 def test_what_overflows_is_seen_wherever_it_lies(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_nothing_is_left_on_disk(content: str, tmp_path: Path, monkeypatch: Patc
 def test_a_keeper_that_breaks_down_is_a_failed_answer(script: str, reason: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-S", "-c", script))
     monkeypatch.setattr(sandbox, "_GRACE_S", 0.5)
-    outcome = sandbox.run_tests(RIGHT, Cage(landlock=True), Limits(wall_s=0.1))
+    outcome = sandbox.run_tests(RIGHT, Cage(landlock=True), ProgramLimits(wall_s=0.1))
     assert not outcome.passed
     assert re.fullmatch(f"the cage broke down: {reason}", outcome.reason)
 
@@ -234,7 +234,7 @@ def test_a_runner_dies_with_its_keeper_before_the_verdict(cage: Cage, monkeypatc
 
     killer = threading.Thread(target=kill_keeper)
     killer.start()
-    outcome = sandbox.run_tests("while True: pass", cage, Limits(cpu_s=30, wall_s=30.0))
+    outcome = sandbox.run_tests("while True: pass", cage, ProgramLimits(cpu_s=30, wall_s=30.0))
     assert num_processes() == 0
     assert not outcome.passed
     assert outcome.reason.startswith("the cage broke down: ")
@@ -247,7 +247,7 @@ def test_the_cage_dies_with_the_caller(cage: Cage, tmp_path: Path) -> None:
     caller = (
         "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Cage\n"
         f"sandbox._KEEPER += ({MARKER!r},)\n"
-        f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.Limits(wall_s=1000))\n"
+        f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.ProgramLimits(wall_s=1000))\n"
     )
     root, environment = Path(sandbox.__file__).parents[2], os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", caller], cwd=root, env=environment)
@@ -314,15 +314,15 @@ def test_cages_are_named() -> None:
 
 def test_a_plain_process_has_limits_and_ends_with_its_group(monkeypatch: Patch) -> None:
     monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
-    run: Callable[..., Outcome] = lambda program: sandbox.run_tests(program, sandbox.UNSAFE, SHORT)  # noqa: E731
-    assert run(RIGHT) == Outcome(True, "passed")
-    assert run("assert False") == Outcome(False, "exit status 1: AssertionError")
-    assert run("while True: pass") == Outcome(False, "timed out")
-    assert run("import os\nos._exit(0)") == Outcome(False, "did not finish")
+    run: Callable[..., ProgramOutcome] = lambda program: sandbox.run_tests(program, sandbox.UNSAFE, SHORT)  # noqa: E731
+    assert run(RIGHT) == ProgramOutcome(True, "passed")
+    assert run("assert False") == ProgramOutcome(False, "exit status 1: AssertionError")
+    assert run("while True: pass") == ProgramOutcome(False, "timed out")
+    assert run("import os\nos._exit(0)") == ProgramOutcome(False, "did not finish")
     assert "MemoryError" in run("x = bytearray(10 * 2**30)").reason
     copy = "import os\nif os.fork():\n    os.wait()\n    os._exit(0)"
     assert not run(copy).passed  # a forked copy cannot finish in place of the original
     # The limit on processes counts all of the user's.
     fork = "import os, time\ntry: child = os.fork()\nexcept OSError: child = None\nif child == 0: time.sleep(1000)"
-    assert run(fork) == Outcome(True, "passed")
+    assert run(fork) == ProgramOutcome(True, "passed")
     wait_until(lambda: num_processes() == 0)

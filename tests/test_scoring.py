@@ -15,7 +15,7 @@ import pytest
 from dflash_bench.errors import UserError
 from dflash_bench.records import Prompt
 from dflash_bench.tasks import scoring
-from dflash_bench.tasks.sandbox import UNSAFE, Limits, strongest
+from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scoring import check_references, score
 from dflash_bench.tasks.scoring.answers import Score
 
@@ -184,7 +184,7 @@ WRONG = "def area(radius):\n    return radius\n"
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring.code, "LIMITS", Limits(cpu_s=2, wall_s=4.0))
+    monkeypatch.setattr(scoring.code, "LIMITS", ProgramLimits(cpu_s=2, wall_s=4.0))
 
 
 ANSWERS = {
@@ -296,7 +296,7 @@ def test_a_reference_without_a_number_is_found_before_the_first_answer(name: str
 
 
 def test_a_scorer_without_what_it_reads_is_found_before_the_first_answer() -> None:
-    with pytest.raises(UserError, match="prompt 0 of suite suite has no reference to compare with; write it"):
+    with pytest.raises(UserError, match="prompt 0 of suite suite has no reference to compare with; add one"):
         check_references("math", [prompt()])
     with pytest.raises(UserError, match=r"prompt 0 of suite suite has no test \(a str\), which the scorer humaneval"):
         check_references("humaneval", [prompt(row={"prompt": "def f():", "entry_point": "f", "test": 1})])

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_bench.records import Prompt
 from dflash_bench.tasks import scoring
-from dflash_bench.tasks.sandbox import UNSAFE, Limits, strongest
+from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
 from dflash_bench.tasks.scoring import score
 
 CAGE = strongest() or UNSAFE
@@ -176,7 +176,7 @@ HUMANEVAL_ROW = {"prompt": STUB, "entry_point": "area", "test": TEST}
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring.code, "LIMITS", Limits(cpu_s=2, wall_s=20.0))
+    monkeypatch.setattr(scoring.code, "LIMITS", ProgramLimits(cpu_s=2, wall_s=20.0))
 
 
 def passed(name: str, row: Mapping[str, Any], text: str) -> bool | None:

@@ -16,7 +16,9 @@ from dflash_bench.records import Settings
 from dflash_bench.results import frame, store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.run import session
-from dflash_bench.run.session import Request
+from dflash_bench.run.opening import Wanted, device_and_dtype
+from dflash_bench.run.request import Request
+from dflash_bench.run.resolving import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.tasks import sandbox
 
 
@@ -30,51 +32,46 @@ def request(**changes: object) -> Request:
 
 
 def test_dflash_is_measured_where_no_method_is_named() -> None:
-    assert [method.label for method in session._methods(request())] == ["ar", "dflash"]
+    assert [method.label for method in methods_of(request())] == ["ar", "dflash"]
 
 
 def test_draft_steps_are_those_of_the_dflash_that_says_none() -> None:
-    chosen = session._methods(request(methods=("dflash", "dflash:3", "dflash:steps=4", "eagle3"), draft_steps="2"))
+    chosen = methods_of(request(methods=("dflash", "dflash:3", "dflash:steps=4", "eagle3"), draft_steps="2"))
     assert [method.label for method in chosen] == [
         "ar", "dflash:steps=2", "dflash:n=3,steps=2", "dflash:steps=4", "eagle3"
     ]  # fmt: skip
 
 
 def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
-    chosen = session._methods(request(methods=("dflash", "dflash:3", "dflash:block=4", "eagle3"), block_size=8))
+    chosen = methods_of(request(methods=("dflash", "dflash:3", "dflash:block=4", "eagle3"), block_size="8"))
     assert [method.label for method in chosen] == ["ar", "dflash:block=8", "dflash:3", "dflash:block=4", "eagle3"]
-    once = session._methods(request(methods=("dflash", "dflash:block=8"), block_size=8))
+    once = methods_of(request(methods=("dflash", "dflash:block=8"), block_size="8"))
     assert [method.label for method in once] == ["ar", "dflash:block=8"]
 
 
 def test_a_draft_alone_says_which_method_is_measured() -> None:
     asked = request(target="a/b", drafts=("eagle3=me/mine@v2",))
-    assert [method.label for method in session._methods(asked)] == ["ar", "eagle3"]
-    model = session._model(asked, session._methods(asked))
+    assert [method.label for method in methods_of(asked)] == ["ar", "eagle3"]
+    model = model_of(asked, methods_of(asked))
     assert (model.target, model.drafts, asked.name) == ("a/b", {"eagle3": "me/mine@v2"}, "a/b")
 
 
-class Template:
-    def __init__(self, chat_template: str | None) -> None:
-        self.chat_template = chat_template
-
-
 @pytest.mark.parametrize(
-    ("model", "asked", "template", "thinking"),
+    ("model", "asked", "has_thinking", "thinking"),
     [
-        ("qwen3-8b", None, "{% if enable_thinking %}", (False,)),
-        ("qwen3-8b", "on", "{% if enable_thinking %}", (True,)),
-        ("qwen3.5-9b", None, "{% if enable_thinking %}", (True,)),
-        ("qwen3.5-9b", "off", "{% if enable_thinking %}", (False,)),
-        ("qwen3.5-9b", "both", "{% if enable_thinking %}", (False, True)),
-        ("qwen3.5-9b", None, "{{ messages }}", (None,)),
-        ("qwen3-8b", None, None, (None,)),
+        ("qwen3-8b", None, True, (False,)),
+        ("qwen3-8b", "on", True, (True,)),
+        ("qwen3.5-9b", None, True, (True,)),
+        ("qwen3.5-9b", "off", True, (False,)),
+        ("qwen3.5-9b", "both", True, (False, True)),
+        ("qwen3.5-9b", None, False, (None,)),
+        ("qwen3-8b", None, False, (None,)),
     ],
 )
 def test_thinking_is_as_asked_or_as_the_drafts_were_trained_or_no_question(
-    model: str, asked: str | None, template: str | None, thinking: tuple[bool | None, ...]
+    model: str, asked: str | None, has_thinking: bool, thinking: tuple[bool | None, ...]
 ) -> None:
-    assert session._thinking(request(thinking=asked), presets.preset(model), Template(template)) == thinking
+    assert modes_of(request(thinking=asked), presets.preset(model), has_thinking) == thinking
 
 
 @pytest.mark.parametrize("asked", ["on", "off", "both"])
@@ -82,7 +79,7 @@ def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
     with pytest.raises(
         UserError, match=f"--thinking {asked} has no effect: the chat template of Qwen/Qwen3-8B has no enable_th"
     ):
-        session._thinking(request(thinking=asked), presets.preset("qwen3-8b"), Template("{{ messages }}"))
+        modes_of(request(thinking=asked), presets.preset("qwen3-8b"), has_thinking=False)
 
 
 @pytest.mark.parametrize(
@@ -90,20 +87,19 @@ def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
     [
         ({}, False, ("cpu", "float32")),
         ({}, True, ("cpu", "float32")),
-        ({"model": "qwen3-8b"}, False, ("cpu", "float32")),
-        ({"model": "qwen3-8b"}, True, ("cuda", "bfloat16")),
+        ({"is_small": False}, False, ("cpu", "float32")),
+        ({"is_small": False}, True, ("cuda", "bfloat16")),
         ({"device": "cuda:1"}, True, ("cuda:1", "bfloat16")),
         ({"device": "cuda", "dtype": "float32"}, True, ("cuda", "float32")),
         ({"dtype": "float16"}, False, ("cpu", "float16")),
         ({"dtype": "auto"}, True, ("cpu", "auto")),
-        ({"target": "a/b"}, True, ("cuda", "bfloat16")),
-        ({"target": "a/b", "device_map": "auto"}, True, ("cuda", "bfloat16")),
+        ({"is_small": False, "device_map": "auto"}, True, ("cuda", "bfloat16")),
     ],
 )
 def test_device_and_type_where_none_is_given(
     changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
 ) -> None:
-    assert session._device_and_dtype(request(**changes), 2 * has_cuda) == expected
+    assert device_and_dtype(Wanted(**{"is_small": True, **changes}), 2 * has_cuda)  # type: ignore[arg-type] == expected
 
 
 @pytest.mark.parametrize(
@@ -111,19 +107,19 @@ def test_device_and_type_where_none_is_given(
 )
 def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
     with pytest.raises(UserError, match=r"^unknown device '.*'; known: cpu, cuda, cuda:N$"):
-        session._device_and_dtype(request(device=device), 2)
+        device_and_dtype(Wanted(device=device), 2)
 
 
 @pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
 def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
     with pytest.raises(UserError, match=r"^--device cuda:\d+: this machine has cuda:0 to cuda:1$"):
-        session._device_and_dtype(request(device=f"cuda:{index}"), 2)
+        device_and_dtype(Wanted(device=f"cuda:{index}"), 2)
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    loaded = session._prompts(request(suites=("code", "mbpp"), prompts=path, limit=1), presets.preset("nano"))
+    loaded = prompts_of(request(suites=("code", "mbpp"), prompts=path, limit=1), presets.preset("nano"))
     assert [(each.suite.name, len(each.prompts)) for each in loaded] == [
         ("humaneval", 1),
         ("mbpp", 1),
@@ -187,7 +183,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
 
 
 def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_open", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr(session, "open_local", lambda *_: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match="no effect without a suite of code"):
         session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, tell=print)
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))

@@ -73,7 +73,7 @@ def refusal(call: Any, *arguments: Any, **options: Any) -> str:
 
 def test_a_row_becomes_a_prompt_through_the_templates(tmp_path: Path) -> None:
     write(tmp_path, lines(*ROWS))
-    loaded = suites.load(TOY, tmp_path)
+    loaded = suites.load_prompts(TOY, tmp_path)
     assert loaded.prompts[0] == Prompt(
         suite="toy",
         prompt_id="a",
@@ -87,19 +87,19 @@ def test_a_row_becomes_a_prompt_through_the_templates(tmp_path: Path) -> None:
 
 def test_braces_in_the_data_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path, lines(*ROWS))
-    second, third = suites.load(TOY, tmp_path).prompts[1:]
+    second, third = suites.load_prompts(TOY, tmp_path).prompts[1:]
     assert second.turns[1] == "And again: What is {x} in {question}?"
     assert third.turns[0] == "Zwölf\u2028für\x0c 日本 🙂?\n{}\nEnd with \\boxed{}."
 
 
 def test_a_turns_column_is_taken_as_it_is(tmp_path: Path) -> None:
     write(tmp_path, lines({"key": 1, "hints": ["Name {x}.", "Why?"]}))
-    assert suites.load(CHAT, tmp_path).prompts[0].turns == ("Name {x}.", "Why?")
+    assert suites.load_prompts(CHAT, tmp_path).prompts[0].turns == ("Name {x}.", "Why?")
 
 
 def test_a_suite_without_an_id_column_numbers_its_rows_from_zero(tmp_path: Path) -> None:
     write(tmp_path, lines(*ROWS))
-    assert [prompt.prompt_id for prompt in suites.load(replace(TOY, id=None), tmp_path).prompts] == [
+    assert [prompt.prompt_id for prompt in suites.load_prompts(replace(TOY, id=None), tmp_path).prompts] == [
         "0",
         "1",
         "2",
@@ -111,7 +111,7 @@ def test_a_suite_without_an_id_column_numbers_its_rows_from_zero(tmp_path: Path)
 
 def test_the_drawn_ids_are_the_same_on_every_machine(tmp_path: Path) -> None:
     write(tmp_path, lines(*({"key": n, "question": "?", "hints": []} for n in range(100))))
-    drawn = [prompt.prompt_id for prompt in suites.load(TOY, tmp_path, limit=5).prompts]
+    drawn = [prompt.prompt_id for prompt in suites.load_prompts(TOY, tmp_path, limit=5).prompts]
     by_hand = sorted(range(100), key=lambda n: hashlib.sha256(f"7:{n}".encode()).hexdigest())[:5]
     assert drawn == [str(n) for n in sorted(by_hand)] == ["4", "7", "71", "77", "89"]
 
@@ -148,11 +148,11 @@ def test_the_digest_covers_the_drawn_rows_only_and_ignores_the_order_of_keys(tmp
     write(tmp_path / "all", lines(*ROWS))
     write(tmp_path / "turned", lines(*(dict(reversed(row.items())) for row in ROWS)))
     write(tmp_path / "one", lines(ROWS[0]))
-    digests = {name: suites.load(TOY, tmp_path / name).sha256 for name in ("all", "turned", "one")}
+    digests = {name: suites.load_prompts(TOY, tmp_path / name).sha256 for name in ("all", "turned", "one")}
     assert digests["all"] == digests["turned"] != digests["one"]
-    (drawn,) = suites.load(TOY, tmp_path / "all", limit=1).prompts
+    (drawn,) = suites.load_prompts(TOY, tmp_path / "all", limit=1).prompts
     write(tmp_path / "drawn", lines(drawn.row))
-    digests_of_one = {suites.load(TOY, tmp_path / name, limit=1).sha256 for name in ("all", "drawn")}
+    digests_of_one = {suites.load_prompts(TOY, tmp_path / name, limit=1).sha256 for name in ("all", "drawn")}
     assert len(digests_of_one) == 1
     canonical = '[{"hints":["first","second"],"key":"a","question":"One?"}]'
     assert digests["one"] == hashlib.sha256(canonical.encode()).hexdigest()
@@ -176,7 +176,7 @@ GOOD = lines(ROWS[0])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (GOOD + lines({"key": 1, "hints": []}), "{path} line 2: no column 'question' (it has key, hints)"),
+        (GOOD + lines({"key": 1, "hints": []}), "{path} line 2: no column 'question' (the row has key, hints)"),
         (lines(ROWS[0] | {"hints": "x"}), "{path} line 1: 'hints' must be a list of strings, not str"),
         (lines(ROWS[0] | {"hints": ["x", 1]}), "{path} line 1: 'hints' must be a list of strings, not list"),
         (
@@ -189,20 +189,20 @@ GOOD = lines(ROWS[0])
 )
 def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
-    assert refusal(suites.load, TOY, tmp_path) == message.format(path=path, folder=tmp_path)
+    assert refusal(suites.load_prompts, TOY, tmp_path) == message.format(path=path, folder=tmp_path)
 
 
 @pytest.mark.parametrize("hints", [[], ["Hi", " "]])
 def test_a_prompt_that_asks_nothing_is_refused(tmp_path: Path, hints: list[str]) -> None:
     path = write(tmp_path, lines({"key": 1, "hints": hints}))
     message = f"{path} line 1: a prompt needs at least one turn, and no turn may be blank"
-    assert refusal(suites.load, CHAT, tmp_path) == message
+    assert refusal(suites.load_prompts, CHAT, tmp_path) == message
 
 
 def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
     write(tmp_path, lines(*ROWS))
-    assert refusal(suites.load, TOY, tmp_path, limit=0) == "--limit must be at least 1, not 0"
-    assert len(suites.load(TOY, tmp_path, limit=99).prompts) == 3
+    assert refusal(suites.load_prompts, TOY, tmp_path, limit=0) == "--limit must be at least 1, not 0"
+    assert len(suites.load_prompts(TOY, tmp_path, limit=99).prompts) == 3
 
 
 # The suites that ship
@@ -238,9 +238,9 @@ def test_the_table_lists_groups_and_counts_the_shipped_rows(tmp_path: Path, monk
     (tmp_path / "groups.toml").write_text('all = ["bare", "toy"]\nfew = ["toy"]\n')
     write(tmp_path / "embedded", lines(*ROWS))
     monkeypatch.setattr(suites, "data_folder", lambda: tmp_path)
-    found = {listing.suite.name: (listing.groups, listing.num_embedded) for listing in suites.table()}
+    found = {listing.suite.name: (listing.groups, listing.num_embedded) for listing in suites.listings()}
     assert found == {"bare": (("all",), 0), "toy": (("all", "few"), 3)}
-    assert suites.load(TOY).source == "embedded"
+    assert suites.load_prompts(TOY).source == "embedded"
 
 
 def test_an_installed_package_reads_the_copy_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_an_installed_package_reads_the_copy_inside_itself(tmp_path: Path, monke
 def test_the_embedded_sample_loads(suite: Suite) -> None:
     if not (suites.data_folder() / "embedded" / suite.name).is_dir():
         pytest.skip(f"no embedded sample of {suite.name}")
-    assert suites.load(suite).prompts
+    assert suites.load_prompts(suite).prompts
 
 
 @pytest.mark.parametrize(("name", "num_rows"), REAL_ROWS.items())
@@ -263,7 +263,7 @@ def test_the_real_sets_load_whole(name: str, num_rows: int) -> None:
     if not folder:
         pytest.skip("DFLASH_BENCH_DATA names no folder of the real sets")
     (suite,) = suites.expand([name])
-    loaded = suites.load(suite, folder)
+    loaded = suites.load_prompts(suite, folder)
     assert loaded.num_rows == len(loaded.prompts) == num_rows
     assert {len(prompt.turns) for prompt in loaded.prompts} == {2 if name == "mt_bench" else 1}
     assert all((prompt.reference is None) == (suite.reference is None) for prompt in loaded.prompts)

@@ -12,7 +12,9 @@ from fake import FakeBackend, install, main
 from dflash_bench import methods
 from dflash_bench.errors import UserError
 from dflash_bench.records import Settings
-from dflash_bench.run import session, sweeping
+from dflash_bench.run import sweeping
+from dflash_bench.run.request import Request
+from dflash_bench.run.resolving import settings_of
 
 
 def laid_out(typed: str, *over: str, one_at_a_time: bool = False) -> list[str]:
@@ -149,5 +151,5 @@ def test_nonsense_is_one_line_and_leaves_nothing(
 
 
 def test_settings_multiply_and_what_means_the_same_is_run_once() -> None:
-    request = session.Request((), (), temperatures=(0.0, 1.0), top_p=(0.5, 0.9))
-    assert session._settings(request, [None]) == [Settings(), Settings(1.0, top_p=0.5), Settings(1.0, top_p=0.9)]
+    request = Request((), (), temperatures=(0.0, 1.0), top_p=(0.5, 0.9))
+    assert settings_of(request, [None]) == [Settings(), Settings(1.0, top_p=0.5), Settings(1.0, top_p=0.9)]

@@ -143,7 +143,7 @@ def test_p_is_by_holm_over_all_pairs(tmp_path: Path) -> None:
     expected = dict(zip(pairs, stats.holm([p or 0.0 for p in raw]), strict=True))
     best = curve.best or 0
     assert {other: change.p for other, change in curve.over.items()} == {
-        other: pytest.approx(expected[min(other, best), max(other, best)]) for other in curve.over
+        other: pytest.approx(expected[min(other, best), max(other, best)], rel=1e-6, abs=0) for other in curve.over
     }
 
 

@@ -259,7 +259,7 @@ def llama_with_flex_attention() -> Any:
 REFUSED = {
     gemma3_both_ways: "a gemma3_text target with use_bidirectional_attention",
     llama4_in_chunks: "a llama4_text target with chunked_attention layers",
-    llama_with_flex_attention: "flex_attention attention takes no mask of ours; .*: eager, sdpa",
+    llama_with_flex_attention: "flex_attention attention does not accept our masks; .*: eager, sdpa",
     lfm2: "a lfm2 target with conv layers",
     recurrent_gemma: "a recurrent_gemma target",
     mamba: "a mamba target with linear_attention layers",

@@ -117,7 +117,7 @@ def test_every_conversation_is_a_prompt_and_then_one_whole_answer(tokenizer):
 
 def test_packed_samples_never_see_each_other():
     samples = [Sample([1] * n, [1.0] * n) for n in (5, 4, 6, 3, 9)]
-    batch = pack(iter(samples), rows=2, length=10, pad=0)
+    batch = pack(iter(samples), num_rows=2, length=10, pad=0)
     assert batch.document.tolist() == [[0] * 5 + [1] * 4 + [-1], [0] * 6 + [1] * 3 + [-1]]
     assert batch.position[0].tolist()[:9] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     visible = batch.mask(torch.float32)[0, 0] == 0
@@ -162,8 +162,8 @@ def test_training_blocks_are_what_the_drafter_proposes():
         drafter.begin(1, 24)
         count = anchor - start
         token = data.ids[0, anchor : anchor + 1]
-        drafter.observe(Committed(features[:, start:anchor], token[None], token, [0], [count]))
         with torch.inference_mode():
+            drafter.observe(Committed(features[:, start:anchor], token[None], token, [0], [count]))
             assert drafter.propose().tokens.tolist() == [logits[0, i, 1:].argmax(dim=-1).tolist()]
 
 

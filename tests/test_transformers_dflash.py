@@ -137,7 +137,7 @@ def test_nano_drafts_accepts_and_answers_as_in_transformers(monkeypatch: pytest.
     prompts = [
         backend.encode([Message("user", prompt.turns[0])])
         for name in ("gsm8k", "mt_bench")
-        for prompt in suites.load(known[name], "embedded", NUM_PROMPTS // 2).prompts
+        for prompt in suites.load_prompts(known[name], "embedded", NUM_PROMPTS // 2).prompts
     ]
     seen = []
     for prompt in prompts:

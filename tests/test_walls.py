@@ -10,9 +10,9 @@ from cages import ASKED_BY_US, MARKER, SHORT, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.cage import kernel
-from dflash_bench.tasks.sandbox import Cage, Outcome
+from dflash_bench.tasks.sandbox import Cage, ProgramOutcome
 
-Run = Callable[[str], Outcome]
+Run = Callable[[str], ProgramOutcome]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_namespaces_have_no_network_and_end_with_all_their_processes(alone: Call
         "import os, signal, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\nos.waitpid(-1, os.WUNTRACED)\n"
     )
-    assert run(daemon) == Outcome(True, "passed")
+    assert run(daemon) == ProgramOutcome(True, "passed")
     assert num_processes() == 0
     assert not run("import os, signal\nos.kill(-1, signal.SIGKILL)\nassert False").passed
 

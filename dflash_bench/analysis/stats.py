@@ -1,9 +1,9 @@
-"""Intervals and tests whose unit is the prompt: all its tokens and seconds, of both sides, are drawn together.
+"""Intervals and tests whose unit is the prompt: all its tokens and seconds, on both sides, are drawn together.
 
-A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap on the scale of its logarithm: how many
-standard errors a redrawn figure lies from the measured one, with the standard error of its own draw (by linearisation).
-Lengths and speed-ups are skewed, and a draw without the few prompts that matter must not count as a quiet one.
-`results/intervals.md` says how often the interval holds the truth.
+A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm: it asks how many
+standard errors a redrawn figure is away from the measured one, where each draw has its own standard error (by
+linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
+prompts that matter would look too certain. `results/intervals.md` says how often the interval contains the truth.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from numpy.typing import NDArray
 
 LEVEL = 0.95
 NUM_DRAWS = 5_000
-"""Another seed then moves a bound by 1 or 2 % of the interval."""
+"""With so many, another seed moves a bound by 1 or 2 % of the interval's width."""
 SEED = 0
 APART = 997
+"""By how many draws each suite's draws are shifted against the next suite's (`geometric_mean`)."""
 MAX_UNITS = 512
-"""More prompts are dealt into so many groups, and the groups are drawn: the width is then known to about 3 %."""
+"""More prompts than this are dealt into as many groups, which are drawn instead; the width is then right to 3 %."""
 LEAST_ERROR = 0.1
-"""Draws of (nearly) one prompt over and over know no error: those below this share of the measured one do not count."""
+"""Draws that repeat (nearly) one prompt have almost no error; below this share of the measured one, we skip them."""
 NO_ERROR = 1e-7
 """A smaller difference of logarithms is rounding."""
 OUTLIER = 10.0
-"""Robust standard deviations from the median, as hyperfine has it."""
+"""Robust standard deviations from the median, as in hyperfine."""
 
 Floats = NDArray[np.float64]
 Ratio = tuple[Sequence[int], Sequence[int]]
-"""The columns whose sums are multiplied, above and below."""
+"""The columns whose sums are multiplied, in the numerator and in the denominator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value with its 95 % interval, which fewer than two prompts cannot give."""
+    """A value with its 95 % interval; the bounds are None for fewer than two prompts."""
 
     value: float
     low: float | None
@@ -49,7 +50,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A ratio of after over before on the same prompts; `p` is two-sided, None where it cannot be had."""
+    """A ratio of after over before on the same prompts; `p` is two-sided, None if it cannot be computed."""
 
     ratio: Interval
     p: float | None
@@ -59,7 +60,7 @@ class Change:
 class Statistic:
     """`scale` times the product of the sums of the columns `top` over that of `bottom`, or exp(top / bottom).
 
-    As many columns are above as below, so that twice the prompts leave it as it is.
+    Both have equally many columns, so that twice the prompts do not change the value.
     """
 
     top: tuple[int, ...]
@@ -67,24 +68,24 @@ class Statistic:
     scale: float = 1.0
     of_logs: bool = False
     at_most: float = float("inf")
-    """What it cannot exceed, as a share cannot exceed 1: its interval ends there."""
+    """The largest possible value, such as 1 for a share: the interval ends there."""
 
     def __call__(self, sums: Floats) -> Floats:
         """From column sums [..., columns] to values [...]."""
-        # Products first: for a method over itself they are equal to the last bit, and their ratio exactly 1.
+        # Products first: for a method over itself they are equal to the last bit, so the ratio is exactly 1.
         with np.errstate(divide="ignore", invalid="ignore"):
             quotient: Floats = sums[..., list(self.top)].prod(axis=-1) / sums[..., list(self.bottom)].prod(axis=-1)
         return np.exp(quotient) if self.of_logs else self.scale * quotient
 
     def logs(self, means: Floats) -> Floats:
-        """Of the value without its scale, from the means of `top` and `bottom` [..., columns of both]."""
+        """The logarithm of the value without its scale, from the means of `top` and `bottom` [..., columns of both]."""
         above, below = means[..., : len(self.top)], means[..., len(self.top) :]
         if self.of_logs:
             return (above / below)[..., 0]
         return np.asarray(np.log(above).sum(axis=-1) - np.log(below).sum(axis=-1))
 
     def slopes(self, means: Floats) -> Floats:
-        """Of `logs` by each of these means."""
+        """The derivatives of `logs` with respect to each of these means."""
         above, below = means[..., : len(self.top)], means[..., len(self.top) :]
         if self.of_logs:
             return np.concatenate([1 / below, -above / below**2], axis=-1)
@@ -96,32 +97,34 @@ def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0, *, at_m
 
 
 def exp_mean(total: int, count: int) -> Statistic:
-    """A geometric mean, from a column of logarithms and one of ones."""
+    """A geometric mean, from the column `total` of logarithms and the column `count` of ones."""
     return Statistic((total,), (count,), of_logs=True)
 
 
 def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:
-    """One for each statistic of `columns` [prompts, k], all from the same draws; None where it has no value."""
+    """One for each statistic of `columns` [prompts, k], all from the same draws; None for one without a value."""
     values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
     if len(columns) < 2:
         return [None if value is None else Interval(value, None, None) for value in values]
     spreads = _spreads(columns, statistics, seed)
-    together = zip(values, spreads, statistics, strict=True)
-    return [None if value is None else _around(value, s, len(columns), each.at_most) for value, s, each in together]
+    return [
+        None if value is None else _around(value, spread, len(columns), statistic.at_most)
+        for value, spread, statistic in zip(values, spreads, statistics, strict=True)
+    ]
 
 
 def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
-    """Of a ratio over suites, each with its own prompts and so its own draws; each suite counts once."""
+    """The mean of a ratio over suites. Each suite counts once, and has its own prompts and so its own draws."""
     values = [_value(ratio(*sides), columns.sum(axis=0)) for columns, sides in parts]
-    known = [value for value in values if value is not None and value > 0]
-    if not known or len(known) < len(values):
+    positive = [value for value in values if value is not None and value > 0]
+    if not positive or len(positive) < len(values):
         return None
     fewest = min(len(columns) for columns, _ in parts)
-    middle = float(np.exp(np.mean(np.log(known))))
+    middle = float(np.exp(np.mean(np.log(positive))))
     if fewest < 2:
         return Interval(middle, None, None)
     spreads = [spread for columns, sides in parts for spread in _spreads(columns, [ratio(*sides)], SEED)]
-    # Each suite's draws are paired with other draws of the next: as independent as new ones, and made only once.
+    # Draw i of one suite is paired with a different draw of the next: as independent as new draws, but made only once.
     rolled = [_Spread(s.error, np.roll(s.off, n * APART), np.roll(s.errors, n * APART)) for n, s in enumerate(spreads)]
     number = len(rolled)
     mean = _Spread(
@@ -133,28 +136,28 @@ def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
 
 
 def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
-    """Ratios of sums, and how likely so large a difference from 1 is where there is none; None without a value.
+    """Ratios of sums, each with the probability of so large a difference from 1 by chance; None without a value.
 
     The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
     needs no draws; for many prompts it agrees with the interval.
     """
-    found = intervals(columns, [ratio(*sides) for sides in ratios])
-    return [_change(columns, sides, interval) for sides, interval in zip(ratios, found, strict=True)]
+    all_intervals = intervals(columns, [ratio(*sides) for sides in ratios])
+    return [_change(columns, sides, interval) for sides, interval in zip(ratios, all_intervals, strict=True)]
 
 
-def _change(columns: Floats, sides: Ratio, found: Interval | None) -> Change | None:
-    return None if found is None or found.value <= 0 else Change(found, p_of_ratio(columns, sides))
+def _change(columns: Floats, sides: Ratio, interval: Interval | None) -> Change | None:
+    return None if interval is None or interval.value <= 0 else Change(interval, p_of_ratio(columns, sides))
 
 
 def p_of_ratio(columns: Floats, sides: Ratio) -> float | None:
-    """Two-sided, of a ratio of positive sums; None for a single prompt."""
+    """The two-sided p-value of a ratio of positive sums; None for a single prompt."""
     return p_of_geometric_mean([(columns, sides)])
 
 
 def p_of_geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> float | None:
-    """Two-sided, of the geometric mean over suites of a ratio of positive sums; None where a suite has one prompt.
+    """The two-sided p-value of a ratio's geometric mean over suites; None if a suite has only one prompt.
 
-    Degrees of freedom by Welch and Satterthwaite: the suites' standard errors need not be alike.
+    Degrees of freedom by Welch and Satterthwaite, because the suites' standard errors may differ.
     """
     if any(len(columns) < 2 for columns, _ in parts):
         return None
@@ -183,17 +186,17 @@ def standard_error(pulled: Floats) -> float:
 
 
 def p_of_t(log_ratio: float, error: float, df: float) -> float:
-    """Two-sided, of a difference from 0 with this standard error; `df` may be infinite."""
+    """The two-sided p-value of a difference from 0 with this standard error; `df` may be infinite."""
     from scipy.special import stdtr
 
-    # Where nothing varies, as without clocks, any difference is certain; rounding is none.
+    # If nothing varies, as with counts that are the same in every run, any difference beyond rounding is certain.
     if error < NO_ERROR:
         return 1.0 if abs(log_ratio) < NO_ERROR else 0.0
     return min(1.0, 2 * float(stdtr(df, -abs(log_ratio) / error)))
 
 
 def mcnemar(num_lost: int, num_gained: int) -> float:
-    """Exact and two-sided: how likely so uneven a split is, were both ways as likely."""
+    """The exact two-sided p-value: how likely is so uneven a split, if both outcomes are equally likely?"""
     from scipy.special import bdtr
 
     fewer, both = min(num_lost, num_gained), num_lost + num_gained
@@ -201,7 +204,7 @@ def mcnemar(num_lost: int, num_gained: int) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The same, adjusted for their number, so that all together they alarm falsely as seldom as one alone."""
+    """Holm's adjustment: together, the p-values then give a false alarm no more often than a single one."""
     adjusted, worst = [1.0] * len(ps), 0.0
     for rank, place in enumerate(sorted(range(len(ps)), key=lambda place: ps[place])):
         worst = max(worst, min(1.0, (len(ps) - rank) * ps[place]))
@@ -210,7 +213,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def outliers(values: Floats) -> NDArray[np.bool_]:
-    """Which lie more than `OUTLIER` robust standard deviations (1.4826 MAD, at least 1 %) above the median."""
+    """Which values lie more than `OUTLIER` robust standard deviations (1.4826 MAD, at least 1 %) above the median."""
     middle = np.median(values)
     deviation = max(1.4826 * float(np.median(np.abs(values - middle))), 0.01 * abs(float(middle)))
     return np.asarray(values > middle + OUTLIER * deviation)
@@ -218,36 +221,36 @@ def outliers(values: Floats) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """How sure the logarithm of a statistic is, and how far its draws lie off it."""
+    """How certain the logarithm of a statistic is."""
 
     error: float
     """Its standard error."""
     off: Floats
-    """[draws]"""
+    """How far each draw is from the measured value, [draws]."""
     errors: Floats
-    """The standard error in each draw, [draws]."""
+    """The standard error within each draw, [draws]."""
 
 
 def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> list[_Spread]:
     """From draws with replacement of as many prompts as there are, or of groups of them."""
-    places = [[*each.top, *each.bottom] for each in statistics]
-    used = sorted({at for several in places for at in several})
+    column_sets = [[*statistic.top, *statistic.bottom] for statistic in statistics]
+    used = sorted({column for column_set in column_sets for column in column_set})
     units = _dealt(columns[:, used], seed)
-    pairs = sorted({(i, j) for several in places for i in several for j in several if i <= j})
+    pairs = sorted({(i, j) for column_set in column_sets for i in column_set for j in column_set if i <= j})
     products = [units[:, used.index(i)] * units[:, used.index(j)] for i, j in pairs]
     means = _resampled(np.column_stack([units, *products]), seed).T / len(units)
     first = dict(zip(used, means, strict=False))
     second = dict(zip(pairs, means[len(used) :], strict=True))
     return [
         _spread(
-            columns, statistic, np.stack([first[at] for at in several], axis=-1),
-            np.array([[second[min(i, j), max(i, j)] for j in several] for i in several]), len(units) - 1,
-        ) for statistic, several in zip(statistics, places, strict=True)
+            columns, statistic, np.stack([first[column] for column in column_set], axis=-1),
+            np.array([[second[min(i, j), max(i, j)] for j in column_set] for i in column_set]), len(units) - 1,
+        ) for statistic, column_set in zip(statistics, column_sets, strict=True)
     ]  # fmt: skip
 
 
 def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Floats, df: int) -> _Spread:
-    """`means` [draws, columns] of what `statistic` uses; `moments` [columns, columns, draws] are of their products."""
+    """`means` [draws, columns] of the columns of `statistic`; `moments` [columns, columns, draws] of their products."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = statistic.slopes(means)
         # The mean of the pulls is 0, so the mean of their squares is their variance.
@@ -259,7 +262,7 @@ def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Float
 
 
 def _dealt(columns: Floats, seed: int) -> Floats:
-    """Sums of at most `MAX_UNITS` groups."""
+    """Rows of `columns` summed to at most `MAX_UNITS` random groups."""
     if len(columns) <= MAX_UNITS:
         return columns
     order = np.random.default_rng(seed).permutation(len(columns))
@@ -269,7 +272,7 @@ def _dealt(columns: Floats, seed: int) -> Floats:
 
 
 def _resampled(columns: Floats, seed: int) -> Floats:
-    """Column sums [draws, k] of as many units as there are, drawn with replacement."""
+    """Column sums [draws, k]; each draw takes as many units as there are, with replacement."""
     counts = _counts(len(columns), seed)
     chunks = [counts[start : start + 1_000] @ columns for start in range(0, len(counts), 1_000)]
     return np.concatenate(chunks)
@@ -277,15 +280,14 @@ def _resampled(columns: Floats, seed: int) -> Floats:
 
 @lru_cache(maxsize=16)
 def _counts(num_units: int, seed: int) -> NDArray[np.uint8]:
-    """How often each unit is drawn, [draws, units]: the same for all cells of as many prompts, so made once."""
+    """How often each unit is drawn, [draws, units]. It only depends on the number of prompts, so it is cached."""
     rng = np.random.default_rng(seed)
-    made = np.empty((NUM_DRAWS, num_units), dtype=np.uint8)
+    counts = np.empty((NUM_DRAWS, num_units), dtype=np.uint8)
     for start in range(0, NUM_DRAWS, 1_000):
         picks = rng.integers(num_units, size=(min(1_000, NUM_DRAWS - start), num_units))
         picks += np.arange(len(picks))[:, None] * num_units
-        counts = np.bincount(picks.ravel(), minlength=picks.size)
-        made[start : start + len(picks)] = counts.reshape(picks.shape)
-    return made
+        counts[start : start + len(picks)] = np.bincount(picks.ravel(), minlength=picks.size).reshape(picks.shape)
+    return counts
 
 
 def _value(statistic: Statistic, sums: Floats) -> float | None:
@@ -295,7 +297,7 @@ def _value(statistic: Statistic, sums: Floats) -> float | None:
 
 def _around(value: float, spread: _Spread, num_prompts: int, at_most: float = float("inf")) -> Interval:
     if value < 0:
-        # Of seconds that are left over, which rounding can make negative: it has no logarithm.
+        # A difference of seconds, which rounding made negative: it has no logarithm.
         return Interval(value, None, None)
     if value == 0 or spread.error < NO_ERROR:
         return Interval(value, value, value)
@@ -304,11 +306,11 @@ def _around(value: float, spread: _Spread, num_prompts: int, at_most: float = fl
 
 
 def _factor(spread: _Spread, num_prompts: int) -> float:
-    """How many standard errors the interval reaches to either side; never fewer than Student's t asks for."""
+    """How many standard errors the interval reaches to either side; never fewer than by Student's t."""
     from scipy.special import stdtrit
 
     student = float(stdtrit(num_prompts - 1, (1 + LEVEL) / 2))
-    # Prompts that answer in one token have nothing to divide by; draws of nothing else have no ratio.
+    # Prompts answered in one token have nothing to divide by; draws of only such prompts have no ratio.
     usable = np.isfinite(spread.off) & (spread.errors > LEAST_ERROR * spread.error)
     off = np.abs(spread.off[usable]) / spread.errors[usable]
     return max(student, float(np.quantile(off, LEVEL))) if len(off) else student

@@ -22,11 +22,11 @@ def models(as_json: options.AsJson = False) -> None:
     """List the models: target, drafts, how they were trained, what is on this disk, what this machine can hold."""
     from dflash_bench.models import catalogue
 
-    listed, machine = catalogue.listing(), catalogue.machine()
+    listings, machine = catalogue.list_presets(), catalogue.machine()
     if as_json:
-        say(json.dumps(catalogue.as_json(listed, machine), indent=1, allow_nan=False))
+        say(json.dumps(catalogue.as_json(listings, machine), indent=1, allow_nan=False))
     else:
-        say(catalogue.text(listed, machine))
+        say(catalogue.text(listings, machine))
 
 
 @app.command(cls=Command)

@@ -71,12 +71,13 @@ def run(
     from dflash_bench.models import presets
     from dflash_bench.results import frame
     from dflash_bench.run import session, sweeping
+    from dflash_bench.run.request import Request
 
     if no_thinking:
         raise UserError("--no-thinking is now written --thinking off")
     if context.info_name == "sweep" and not over:
         raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
-    request = session.Request(
+    request = Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, score=score, limit=limit, budget=within, seed=seed,
         max_new_tokens=max_new_tokens, temperatures=sweeping.numbers(temperature, "--temperature"),
@@ -143,9 +144,9 @@ def suites() -> None:
     """List the suites: where their rows come from, how many are shipped, how they are scored."""
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
-    from dflash_bench.tasks.suites import known_groups, table
+    from dflash_bench.tasks.suites import known_groups, listings
 
-    say(report.suites_text(table(), known_groups()))
+    say(report.suites_text(listings(), known_groups()))
     cage = sandbox.strongest()
     here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
     say(f"\ncode that a model wrote {here}")

@@ -188,7 +188,7 @@ def plot(
 ) -> None:
     """Draw the plots of a run, or with several runs that are alike their trend."""
     from dflash_bench import report
-    from dflash_bench.bars import late
+    from dflash_bench.bars import with_bar
     from dflash_bench.report import plots
 
     plots.check_kind(kind)
@@ -196,7 +196,7 @@ def plot(
         _plot_trend(runs, out, kind, allow or [])
         return
     material = plots.Material(report.read_document(runs[0], allow or ()))
-    for name in late(plots.names_for(material), "drawing plots"):
+    for name in with_bar(plots.names_for(material), "drawing plots"):
         try:
             say(plots.write_plot(material, name, out or runs[0] / "plots", kind))
         except plots.NothingToPlotError as error:
@@ -206,14 +206,14 @@ def plot(
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
     from dflash_bench import report
     from dflash_bench.analysis.changes import check_allowed, refuse_unlike
-    from dflash_bench.bars import late
+    from dflash_bench.bars import with_bar
     from dflash_bench.report import plots
 
     if out is None:
         raise UserError("the trend of several runs has no run folder to go to: give -o DIR")
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
-    read = [plots.Material(report.read_document(folder, of_parts)) for folder in late(runs, "reading runs")]
+    read = [plots.Material(report.read_document(folder, of_parts)) for folder in with_bar(runs, "reading runs")]
     pairs = combinations([run.document.results for run in read], 2)
     unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
     for difference in unlike:

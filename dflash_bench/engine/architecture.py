@@ -1,4 +1,4 @@
-"""What the engine must know of a target's architecture: its layers, their windows, and what it cannot hold."""
+"""What the engine must know about a target's architecture: its layers, their windows, and what is not supported."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 from dflash_bench.errors import UserError
 
 RECURRENT = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Hybrids of attention and the gated delta rule, whose state `engine/recurrent.py` can take back."""
+"""Hybrids of attention and the gated delta rule, whose state `engine/recurrent.py` can roll back."""
 
 FULL = {"full_attention", "attention", "global"}
 MASKABLE = ("eager", "sdpa")
-"""Attention implementations of transformers that add the mask they are given, whatever it shows."""
+"""Attention implementations of transformers that accept any mask we give them."""
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The list of decoder layers, wherever the architecture keeps it."""
     depth = model.config.get_text_config().num_hidden_layers
-    # A model that also sees has more than one list of layers; those of its decoder are wanted.
+    # A model with vision has several lists of layers; we want those of its decoder.
     for root in (model.get_decoder() or model, model):
         for name, module in root.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == depth and name.split(".")[-1] in ("layers", "h"):
@@ -51,25 +51,26 @@ def context_length(config: Any) -> int:
 
 
 def recurrent_layers(config: Any) -> list[int]:
-    """Indices of the layers that keep a state in place of keys and values."""
+    """Indices of the layers that keep a state instead of keys and values."""
     kinds = getattr(config, "layer_types", None) or ()
     return [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """How far back each kind of attention layer sees, itself included (None: all the way).
+    """How many tokens each kind of attention layer sees, the current one included (None: all).
 
-    Two kinds or more have a mask each, under these names, as `transformers.masking_utils` hands them out; a model
-    whose config lists no kinds takes one mask, and with a window all its layers have that window (Mistral).
+    A model with several kinds of layers takes one mask per kind, under the names of `transformers.masking_utils`. A
+    model whose config lists no kinds takes one mask; if it has a window, all its layers do (Mistral).
     """
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    listed = getattr(config, "layer_types", None)
-    kinds = {*listed} - {"linear_attention"} if listed else {"sliding_attention" if window else "full_attention"}
+    layer_types = getattr(config, "layer_types", None)
+    default = {"sliding_attention" if window else "full_attention"}
+    kinds = {*layer_types} - {"linear_attention"} if layer_types else default
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Name what this engine cannot roll back or place, rather than answer wrongly."""
+    """Raise UserError for a model that this engine cannot roll back or mask, rather than give wrong answers."""
     config = model.config.get_text_config()
     name = config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
@@ -78,11 +79,11 @@ def refuse_unsupported(model: Any) -> None:
     if kinds:
         raise UserError(
             f"a {name} target with {', '.join(kinds)} layers is not supported: "
-            f"full and sliding attention only, and linear attention in {', '.join(RECURRENT)}"
+            f"only full and sliding attention are, and linear attention in {', '.join(RECURRENT)}"
         )
     if getattr(model, "_is_stateful", False) and name not in RECURRENT:
         raise UserError(
-            f"a {name} target keeps a recurrent state that cannot be rolled back; those of {', '.join(RECURRENT)} can"
+            f"a {name} target keeps a recurrent state that cannot be rolled back; only {', '.join(RECURRENT)} can"
         )
     needs = ("position_ids", "attention_mask", "past_key_values")
     missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
@@ -90,16 +91,16 @@ def refuse_unsupported(model: Any) -> None:
         lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
         raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
     if getattr(config, "use_bidirectional_attention", None) is True:
-        raise UserError(f"a {name} target with use_bidirectional_attention is no causal language model")
+        raise UserError(f"a {name} target with use_bidirectional_attention is not a causal language model")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in MASKABLE:
         raise UserError(
-            f"{attention} attention takes no mask of ours; load the target with one of: {', '.join(MASKABLE)}"
+            f"{attention} attention does not accept our masks; load the target with one of: {', '.join(MASKABLE)}"
         )
 
 
 def other_layers(config: Any) -> list[str]:
-    """The kinds of layers this engine does not know how to keep."""
+    """The kinds of layers that this engine does not support."""
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     kinds -= {*FULL, "sliding_attention"}
     if config.model_type in RECURRENT:

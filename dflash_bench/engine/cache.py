@@ -1,7 +1,7 @@
-"""A key-value cache that is allocated once: rows have lengths of their own, and rolling back is forgetting.
+"""A key-value cache that is allocated once. Each row has its own length, and rolling back only shortens it.
 
-Whoever runs a forward pass first says where its tokens go (`place`), then the layers write. A token at position t of
-a row is stored at index t, so what lies beyond a row's length is stale, masked, and overwritten by what comes next.
+Before a forward pass, `place` says where its tokens go; then the layers write. The token at position t of a row is
+stored at index t, so anything beyond a row's length is stale: it is masked, and overwritten by the next tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dflash_bench.models.common import Rotary
 
 
 class KVCache:
-    """Keys and values [B, heads, capacity, D] per layer; buffers appear at a layer's first write and then stay.
+    """Keys and values [B, heads, capacity, D] per layer, allocated at a layer's first write.
 
-    They lie where the layer's keys are: the layers of one model may be spread over devices. Made `like` another cache
-    that every layer has written to, those of one shape and device are parts of one tensor, and move together.
+    A layer's buffers are on the device of its keys, as the layers of one model may be spread over devices. If made
+    `like` another cache that every layer has written to, buffers of the same shape and device share one tensor, so that
+    they can be moved together.
     """
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device, like: KVCache | None = None) -> None:
@@ -35,11 +36,11 @@ class KVCache:
             self._allocate(like._layers)
 
     def place(self, starts: Sequence[int], width: int) -> None:
-        """The next writes are `width` tokens a row, from each row's start on."""
+        """Say that the next writes are `width` tokens per row, from each row's start on."""
         self._visible = max(starts) + width
         if self._visible > self.capacity:
             raise IndexError(f"{self._visible} tokens do not fit into a cache of {self.capacity}")
-        # Rows that start together, one row above all, are written as a slice, without an index.
+        # If all rows start at the same place (a single row always does), we can write a slice, without an index.
         self._start = starts[0] if min(starts) == max(starts) else None
         if self._start is not None:
             self.positions = self._steps[None, self._start : self._visible].expand(self.num_rows, -1)
@@ -48,7 +49,7 @@ class KVCache:
         self._elsewhere.clear()
 
     def serves(self, num_rows: int, capacity: int) -> bool:
-        """Is it large enough to be used again? Then it is empty from here on."""
+        """Clear the cache and return True if it can be used again for this size, else return False."""
         if self.num_rows != num_rows or self.capacity < capacity:
             return False
         self.clear()
@@ -56,14 +57,14 @@ class KVCache:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Forget everything. A mask does not stop NaN (0 * NaN), so what a broken generation left must be gone."""
+        """Set everything to zero. A mask does not stop NaN (0 * NaN), so nothing of a broken generation may stay."""
         for buffers in self._layers.values():
             for buffer in buffers:
                 buffer.zero_()
 
     @property
     def visible(self) -> int:
-        """How many tokens a row's reader is shown; those past the row's own length must be masked."""
+        """How many tokens every row can see; those beyond a row's own length must be masked."""
         return self._visible
 
     @property
@@ -71,7 +72,7 @@ class KVCache:
         return self._start is None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, heads, width, D] at the place; returns everything visible, as views."""
+        """Store [B, heads, width, D] where `place` said; returns everything visible, as views."""
         if layer not in self._layers:
             self._allocate({layer: (keys, values)})
         stored = self._layers[layer]
@@ -84,7 +85,7 @@ class KVCache:
         return stored[0][:, :, : self._visible], stored[1][:, :, : self._visible]
 
     def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows [B, 1] and positions [B, width] of what was placed last, moved to a device once."""
+        """Rows [B, 1] and positions [B, width] of the latest `place`, moved to each device only once."""
         if device == self.device:
             return self._rows, self.positions
         if device not in self._elsewhere:
@@ -92,30 +93,30 @@ class KVCache:
         return self._elsewhere[device]
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
-        """Move the tokens of a tree path [B, M], counted from each row's start, to be contiguous from the start.
+        """Move the tokens of a tree path [B, M], indices counted from each row's start, to the start of that row.
 
-        A path 0, 1, 2, ... has nothing to move; if all are such, this need not be called (`Verdict.last`).
+        If every path is 0, 1, 2, ... nothing has to move, and there is no need to call this (`Verdict.last`).
         """
         width = path.shape[1]
         start = to_device(starts, self.device)[:, None]
         source, target = start + path, start + self._steps[:width]
         for stack in self._stacks:
             rows, to, where = (x.to(stack.device, non_blocking=True) for x in (self._rows, target, source))
-            # The right side is gathered before anything is written, so overlap does no harm.
+            # The right side is gathered before anything is written, so the two may overlap.
             if self.num_rows == 1:
                 stack[:, :, :, starts[0] : starts[0] + width] = stack.index_select(3, where[0])
             else:
                 stack[:, rows, :, to] = stack[:, rows, :, where]
 
     def _allocate(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Buffers for layers with such keys and values; what is of one shape and device lies in one tensor."""
+        """Buffers for layers with such keys and values; those of the same shape and device share one tensor."""
         alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
         for layer, pair in like.items():
             for i, x in enumerate(pair):
                 alike.setdefault((x.shape[1], x.shape[3], x.dtype, x.device), []).append((layer, i))
         parts: dict[tuple[int, int], Tensor] = {}
         for (heads, size, dtype, device), places in alike.items():
-            # Zeros, not empty: masked positions are still multiplied, and stale NaN would spread.
+            # Zeros, not uninitialised memory: masked positions are still multiplied, and NaN would spread.
             shape = (len(places), self.num_rows, heads, self.capacity, size)
             self._stacks.append(torch.zeros(shape, dtype=dtype, device=device))
             parts.update(zip(places, self._stacks[-1], strict=True))
@@ -141,11 +142,11 @@ def causal_mask(
     window: int | None = None,
     whole_block: bool = False,
 ) -> Tensor:
-    """Additive [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
+    """An additive mask [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
-    With `whole_block` each also sees those placed behind it.
-    With `parents` [B, width - 1] these are an anchor and a tree: each sees only its own ancestors among them.
-    With a `window` a token sees no further back than that many tokens, itself among them; depth counts in a tree.
+    With `whole_block` each also sees the tokens placed after it.
+    With `parents` [B, width - 1] the tokens are an anchor and a tree: of these, each sees only its ancestors.
+    With a `window` a token sees only that many tokens back, itself included; in a tree, depth is the distance.
     """
     columns = torch.arange(cache.visible, device=cache.device)
     read_at, stored_at = cache.positions, columns[None]
@@ -153,10 +154,11 @@ def causal_mask(
     allowed = columns <= seen_to[..., None]
     if parents is not None:
         start = cache.positions[:, :1]
-        seen = ancestors(parents)
+        is_ancestor = ancestors(parents)
         inside = (columns - start).clamp(0, parents.shape[1])
-        allowed &= (columns < start)[:, None] | seen.gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
-        read_at = start + seen.sum(dim=-1) - 1
+        in_tree = is_ancestor.gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
+        allowed &= (columns < start)[:, None] | in_tree
+        read_at = start + is_ancestor.sum(dim=-1) - 1
         stored_at = torch.where(columns < start, columns, read_at.gather(1, inside))
     if window is not None:
         allowed &= stored_at[:, None] > read_at[..., None] - window
@@ -167,9 +169,9 @@ def causal_mask(
 def ancestors(parents: Tensor) -> Tensor:
     """Parents [B, N] of tree nodes (-1: the anchor) -> [B, N + 1, N + 1], true for ancestors and oneself."""
     num_rows, width = parents.shape
-    seen = torch.eye(width + 1, device=parents.device).repeat(num_rows, 1, 1)
-    seen[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
-    # Whom those see whom one sees, one sees as well: each product doubles how far up.
+    reach = torch.eye(width + 1, device=parents.device).repeat(num_rows, 1, 1)
+    reach[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
+    # The ancestors of my ancestors are mine too: each product doubles how many levels up we reach.
     for _ in range(width.bit_length()):
-        seen = torch.bmm(seen, seen).clamp_(max=1)
-    return seen.bool()
+        reach = torch.bmm(reach, reach).clamp_(max=1)
+    return reach.bool()

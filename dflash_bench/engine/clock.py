@@ -1,4 +1,4 @@
-"""Marks in time: host clock on the CPU, events on a GPU, where the host runs ahead of the work."""
+"""Measures time: by the host's clock on the CPU, by events on a GPU, where the host runs ahead of the device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class HostClock:
 
 
 class CudaClock:
-    """Events are recorded without waiting; reading one waits for it."""
+    """Recording an event does not wait for the device; reading its time does."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        # Of the target's own device: where it is not the first one, the default stream sees none of its work.
+        # On the target's device: if that is not the first GPU, the default stream would not see its work.
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -20,7 +20,7 @@ from dflash_bench.engine.sequences import DecodingError, Limits, Round
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
-from dflash_bench.models import chat
+from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import GREEDY, Divergence, FinishReason, Generation, Message, Settings
@@ -32,6 +32,7 @@ def open_backend(
     methods: Sequence[Method],
     max_new_tokens: int,
     seed: int = 0,
+    machine: Mapping[str, Any] | None = None,
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels; UserError for what cannot go together."""
     target = Target(models.target)
@@ -41,7 +42,38 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    return LocalBackend(target, models.tokenizer, drafters, limits, seed)
+    about = _about(models, preset, methods, drafters) | dict(machine or {})
+    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about)
+
+
+def _about(
+    models: Models, preset: Preset, methods: Sequence[Method], drafters: Mapping[str, Drafter]
+) -> dict[str, Any]:
+    """Which weights these are, what their publishers say of them, and how they are computed."""
+    drafts = {
+        draft: {
+            "name": presets.name(preset.drafts[draft]),
+            "trained_thinking": preset.trained_thinking.get(draft),
+            "verifier": models.verifiers.get(draft),
+        }
+        for draft in models.drafts
+    }
+    return {
+        "engine": "local",
+        "concurrency": 1,
+        "methods": {
+            method.label: {
+                "name": method.name, "draft": method.draft, "options": dict(method.options),
+                "num_drafts": drafters[method.label].num_drafts,
+            }
+            for method in methods
+        },
+        "target": presets.name(preset.target),
+        "drafts": drafts,
+        "revisions": models.revisions,
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "attention": models.target.config._attn_implementation,
+    }  # fmt: skip
 
 
 def _drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
@@ -69,11 +101,24 @@ class LocalBackend:
         drafters: Mapping[str, Drafter],
         limits: Limits,
         seed: int = 0,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
+        self.about = about or {}
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
         self.clock = clock_for(target.device)
         self.judge = Judge(target.model, limits.stop_ids, limits.max_new_tokens)
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.about
+
+    @property
+    def has_thinking(self) -> bool:
+        return "enable_thinking" in (self.tokenizer.chat_template or "")
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        for thinking in {bool(one.thinking) for one in settings}:
+            chat.check(self.tokenizer, list(chats), thinking)
 
     def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
         """The chat as the model's own template renders it."""

@@ -1,16 +1,16 @@
-"""The state of gated delta net layers (Qwen3.5, Qwen3-Next), which forgets nothing by itself, taken back by hand.
+"""Rolls back the state of gated delta net layers (Qwen3.5, Qwen3-Next), which unlike a cache cannot just be shortened.
 
-Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If less than
-the whole block stays, the state is made again, from the old one and the keys, values and gates of the tokens that do:
+Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If only a part
+of the block is accepted, we recompute the state from the old one and the keys, values and gates of those tokens:
 
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T
 
-A row that keeps fewer tokens than another has g = beta = 0 behind its last, which leaves S as it is, so one call does
-for ragged rows. No projection, attention or feed-forward is repeated, only this sum, once per layer; a block that is
-accepted whole costs nothing, and so does plain decoding. (Measured on an 8-layer Qwen3.5 of hidden size 256, blocks of
-16, one CPU thread: 7 % of a verify pass with one row, 12 % with 8 ragged ones; and twice the memory of the states.)
-The convolution needs no replay: its state is a slice of its inputs. The same gates keep the padding of prompts out of
-the state, where the lengths are known beforehand.
+A row that keeps fewer tokens than another has g = beta = 0 after its last one, which leaves S unchanged, so one call
+serves rows of different lengths. No projection, attention or feed-forward is repeated, only this sum, once per layer.
+A fully accepted block costs nothing, nor does plain decoding. (Measured on an 8-layer Qwen3.5 of hidden size 256,
+blocks of 16, one CPU thread: 7 % of a verify pass with one row, 12 % with 8 rows of different lengths; and twice the
+memory of the states.) The convolution needs no recomputing: its state is a slice of its inputs. When lengths are known
+beforehand, the same gates keep the padding of prompts out of the state.
 (Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.)
 """
 
@@ -34,7 +34,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How many of a block's tokens each row keeps: [B] as numbers, or one number if all rows keep the same."""
+    """How many of a block's tokens each row keeps: a tensor [B], or one number if all rows keep equally many."""
 
     counts: Tensor | int
     longest: int
@@ -45,14 +45,14 @@ class Kept:
         return cls(counts[0] if same else to_device(counts, device), max(counts))
 
     def close(self, gate: Tensor) -> Tensor:
-        """Gates [B, N, heads], zero behind each row's last token."""
+        """The gates [B, N, heads], set to zero after each row's last kept token."""
         if isinstance(self.counts, int):
             return gate
-        behind = torch.arange(gate.shape[1], device=gate.device) >= self.counts.to(gate.device)[:, None]
-        return gate.masked_fill(behind[:, :, None], 0)
+        dropped = torch.arange(gate.shape[1], device=gate.device) >= self.counts.to(gate.device)[:, None]
+        return gate.masked_fill(dropped[:, :, None], 0)
 
     def window(self, inputs: Tensor, size: int) -> Tensor:
-        """Of inputs [B, C, size + N] the `size` that end with each row's last token."""
+        """From inputs [B, C, size + N], the `size` that end with each row's last kept token."""
         if isinstance(self.counts, int):
             return inputs[:, :, self.counts : self.counts + size].contiguous()
         places = self.counts.to(inputs.device)[:, None, None] + torch.arange(size, device=inputs.device)
@@ -60,13 +60,13 @@ class Kept:
 
 
 class Recurrence:
-    """The states of a model's recurrent layers, and how to watch and repeat the last block they read."""
+    """The states of a model's recurrent layers, and what is needed to recompute them for the last block."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int], device: torch.device) -> None:
         self.device = device
         self.states = {index: State(self) for index in indices}
-        # The published classes offer no hook between projection and rule, but call the rule by its name in their
-        # own file, be it a fused kernel or the fallback: for the time of a pass, a watching one stands there.
+        # The published classes offer no hook between projection and rule. But they call the rule, a fused kernel or
+        # the fallback, by its name in their module: during a pass we replace that name by a function that records.
         self._names = vars(sys.modules[type(layers[indices[0]]).__module__])
         self._rules: dict[str, Rule] = {k: v for k, v in self._names.items() if k.endswith("gated_delta_rule")}
         self._watching = {name: self._watched(rule) for name, rule in self._rules.items()}
@@ -80,7 +80,8 @@ class Recurrence:
 
     @contextmanager
     def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
-        """Around a pass over `width` tokens a row, of which the first `counts` stay, if that is already known."""
+        """Wrap a pass over `width` tokens per row; give `counts` if it is already known how many of them each row
+        keeps."""
         self.known = None if counts is None else Kept.of(counts, self.device)
         self._width = width
         self._names.update(self._watching)
@@ -91,11 +92,11 @@ class Recurrence:
 
     @property
     def is_final(self) -> bool:
-        """Nothing of this pass can be taken back: it is known what stays, or there is one token only."""
+        """True if nothing of this pass will be rolled back: the counts are known, or there is only one token."""
         return self.known is not None or self._width == 1
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Of the last pass, row b keeps the first counts[b] tokens; 0 is a row that has ended, whose state is free."""
+        """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and its state is not used)."""
         if self.is_final or all(count in (0, self._width) for count in counts):
             return
         kept = Kept.of(counts, self.device)
@@ -119,7 +120,7 @@ class Recurrence:
 
 
 class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
-    """What transformers sees of one layer's state; the old one stays until the next pass."""
+    """One layer's state, in the form that transformers expects; the old state is kept until the next pass."""
 
     def __init__(self, recurrence: Recurrence) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         pass
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
-        """New inputs [B, C, N] of the convolution; returns them behind the old ones."""
+        """Takes new inputs [B, C, N] of the convolution; returns the old ones followed by these."""
         before = self.conv_states[0]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
@@ -149,7 +150,10 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         if self.recurrence.call is None:
-            raise UserError("the target's linear attention runs as a kernel that hides its rule; load it without")
+            raise UserError(
+                "the target's linear attention runs as a kernel that hides its keys and gates; "
+                "load the target without that kernel"
+            )
         self.again = None if self.recurrence.is_final else self.recurrence.call
         self.recurrence.call = None
         self.recurrent_states[0] = recurrent_states
@@ -164,8 +168,8 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool) -> Tensor:
     """The state [B, heads, Dk, Dv] after all tokens of k, v [B, N, heads, D] and g, beta [B, N, heads], in float32.
 
-    Each token writes u_t = beta_t (v_t - what the state before it answers to k_t). These depend on each other in a
-    triangle, so one solve gives all of them, and the state is a sum over tokens of their decayed products.
+    Each token writes u_t = beta_t (v_t - what the state before it returns for k_t). Each u_t depends on the earlier
+    ones, so one triangular solve gives all of them; the state is then a sum over tokens of their decayed products.
     """
     repeats = v.shape[2] // k.shape[2]
     k, v, g, beta = (x.float().transpose(1, 2) for x in (k, v, g, beta))
@@ -175,11 +179,11 @@ def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     total = g.cumsum(dim=-1)
     decay = (total[..., :, None] - total[..., None, :]).tril().exp()
     weighted = k * beta[..., None]
-    wanted = v * beta[..., None]
+    right_side = v * beta[..., None]
     if before is not None:
-        wanted = wanted - (weighted * total.exp()[..., None]) @ before.float()
-    # The solve reads what is below the diagonal only: there is no need to zero the rest.
-    written = torch.linalg.solve_triangular(weighted @ k.mT * decay, wanted, upper=False, unitriangular=True)
+        right_side = right_side - (weighted * total.exp()[..., None]) @ before.float()
+    # The solve only reads below the diagonal, so there is no need to zero the rest.
+    written = torch.linalg.solve_triangular(weighted @ k.mT * decay, right_side, upper=False, unitriangular=True)
     end = total[..., -1:]
     after: Tensor = (k * (end - total).exp()[..., None]).mT @ written
     return after if before is None else after + before.float() * end.exp()[..., None]

@@ -1,8 +1,8 @@
-"""The target: a causal language model on our cache, with taps on its layers.
+"""The target: a causal language model with our cache, and with taps on its layers.
 
-The model is used as it is published; only its cache, its positions and its mask are ours, which is what lets rows of
-different lengths share one forward pass and rejected tokens be forgotten for free. Layers with a sliding window keep
-full length too, and see the window by their mask; those with a recurrent state take it back (`recurrent.py`).
+The model is used as published; only its cache, positions and mask are ours. So rows of different lengths can share
+one forward pass, and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length,
+and their mask limits them to the window; layers with a recurrent state roll it back (`recurrent.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Output:
 
 
 class Target:
-    """One forward pass at a time over B rows; `begin` once per batch of prompts."""
+    """Runs one forward pass at a time over B rows; call `begin` once per batch of prompts."""
 
     def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
-        # Layers may be spread over devices; tokens go in where the embedding is, and everything comes back there.
+        # Layers may be spread over devices; tokens enter on the embedding's device, and all results return there.
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.context_length = context_length(self.config)
         self._layers = decoder_layers(model)
@@ -72,7 +72,7 @@ class Target:
 
     @property
     def reads_trees(self) -> bool:
-        """A recurrent state has one past, and no branches."""
+        """Can it verify trees? Not with a recurrent state, which has a single past without branches."""
         return not self._recurrent
 
     @property
@@ -91,13 +91,13 @@ class Target:
 
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
-        """Room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are used again."""
+        """Make room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
         if self._cache is not None and self._cache.serves(num_rows, capacity):
             if self._recurrence is not None:
                 self._recurrence.clear()
             return
         if self._cache is None:
-            # What a layer keeps, only the layer knows: one token tells, and all layers' buffers can lie together.
+            # Only a layer knows the shape of what it stores: one token shows it, and then all buffers can be stacked.
             self._allocate(1, 1)
             self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0])
         self._allocate(num_rows, capacity)
@@ -110,7 +110,7 @@ class Target:
             for index, state in self._recurrence.states.items():
                 layers[index] = state
         self._model_cache = Cache(layers=layers)
-        # A window that reaches to the cache's end is none.
+        # A window as large as the cache is the same as no window.
         windows = attention_windows(self.config)
         self._windows = {
             kind: None if window is None or window >= capacity else window for kind, window in windows.items()
@@ -118,7 +118,7 @@ class Target:
         self._ready = {window: self._ready_mask(capacity, window) for window in {*self._windows.values()}}
 
     def _ready_mask(self, capacity: int, window: int | None) -> Tensor:
-        """For rows that start together, the mask of any pass is a part of this one [1, 1, width, capacity + width]."""
+        """A mask [1, 1, width, capacity + width]; if all rows start together, that of any pass is a slice of it."""
         width = min(capacity, 64)
         steps = torch.arange(width, device=self.device)[:, None]
         columns = torch.arange(-capacity, width, device=self.device)
@@ -133,21 +133,21 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Output:
-        """Read whole prompts, padded on the right; padding lies beyond each row's length and is overwritten."""
+        """Read whole prompts, padded on the right; the padding lies beyond each row's length, so it is overwritten."""
         width = max(len(prompt) for prompt in prompts)
         rows = [[*prompt, *([prompt[-1]] * (width - len(prompt)))] for prompt in prompts]
         last = [len(prompt) - 1 for prompt in prompts]
-        # The head is run where some row ends, and not over whole prompts, if the model can be told so.
-        kept = sorted(set(last)) if self._keeps_some_logits else list(range(width))
-        # The index stays on the host: it is used wherever the head is.
+        # If the model allows it, the head is run only where some row ends, not over whole prompts.
+        places = sorted(set(last)) if self._keeps_some_logits else list(range(width))
+        # The index stays on the host, because the head may be on any device.
         output = self.forward(
             torch.tensor(rows, device=self.device),
             [0] * len(rows),
-            keep_logits=torch.tensor(kept),
+            keep_logits=torch.tensor(places),
             counts=[len(prompt) for prompt in prompts],
         )
-        place = torch.tensor([kept.index(i) for i in last], device=self.device)
-        return Output(output.logits[torch.arange(len(rows), device=self.device), place][:, None], output.hidden)
+        ends = torch.tensor([places.index(i) for i in last], device=self.device)
+        return Output(output.logits[torch.arange(len(rows), device=self.device), ends][:, None], output.hidden)
 
     @torch.inference_mode()
     def forward(
@@ -161,9 +161,9 @@ class Target:
     ) -> Output:
         """Read tokens [B, N] from each row's start on; with `parents` they are an anchor and a tree below it.
 
-        Of row b the first counts[b] stay; where that is not known yet, `commit` says it before the next pass, which
-        else takes all of them as read. With `whole_block` every token sees the others of its row, not only those
-        before it, as block diffusion wants it.
+        Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; without
+        it, all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it,
+        as block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         cache, width = self.cache, tokens.shape[1]
@@ -172,7 +172,7 @@ class Target:
         if parents is not None:
             depths = ancestors(parents).sum(dim=-1) - 1
             positions = positions[:, :1] + depths
-        # Tokens past the context are cut off later and seen by no other, but a position table still looks them up.
+        # Tokens beyond the context are cut off later and no other token sees them, but their position is looked up.
         positions = positions.clamp(max=self.context_length - 1)
         options: dict[str, Any] = {"logits_to_keep": keep_logits} if self._keeps_some_logits else {}
         with self._recurrence.reading(width, counts) if self._recurrence else nullcontext():
@@ -188,9 +188,9 @@ class Target:
 
     @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:
-        """Of the last pass, row b keeps the first counts[b] tokens (0: it has ended, and is never read again).
+        """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and is never read again).
 
-        Keys and values need nothing: what lies behind a row's end is overwritten. Recurrent states are taken back.
+        Keys and values need no work: what lies beyond a row's end is overwritten. Recurrent states are rolled back.
         """
         if self._recurrence is not None:
             self._recurrence.commit(counts)
@@ -198,7 +198,7 @@ class Target:
     def _masks(
         self, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool
     ) -> Tensor | dict[str, Tensor]:
-        """One mask, or one for each kind of layer, where some have a window and others do not."""
+        """One mask, or one for each kind of layer if some have a window and others do not."""
         if whole_block:
             masks = {
                 window: causal_mask(self.cache, self.model.dtype, None, window, whole_block) for window in self._ready
@@ -218,12 +218,12 @@ class Target:
 
 
 def together(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Layer outputs [B, N, H] side by side on one device, wherever each layer is; None if there are none."""
+    """Layer outputs [B, N, H], moved to one device and put side by side; None if there are none."""
     return torch.cat([hidden.to(device) for hidden in tapped], dim=-1) if tapped else None
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """What transformers sees of our cache: one layer that writes where the cache was placed."""
+    """One layer of our cache, in the form that transformers expects; it writes where `place` said."""
 
     def __init__(self, cache: KVCache, index: int) -> None:
         super().__init__()
@@ -244,5 +244,5 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.cache.capacity
 
-    # The same under its name in older releases of transformers 5.
+    # Its name in older releases of transformers 5.
     get_max_cache_shape = get_max_length

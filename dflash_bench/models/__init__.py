@@ -1,4 +1,4 @@
-"""Which weights: what a checkpoint is, where it comes from, and how it becomes a network.
+"""Which weights? What a checkpoint is, where it comes from, and how it becomes a network.
 
-Knows presets, formats and the hub; never what is asked of a model.
+This room knows presets, formats and the hub, but nothing of what models are asked.
 """

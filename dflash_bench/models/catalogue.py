@@ -1,4 +1,4 @@
-"""What `dflash-bench models` says: each preset, what of it is on this disk, and whether this machine can hold it."""
+"""What `dflash-bench models` shows: each preset, which parts are on this disk, and whether this machine can hold it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a target would go: on the GPUs in bfloat16, or in memory in float32, as `run` does by itself."""
+    """Where a target would go: on the GPUs in bfloat16, or in memory in float32, which are the defaults of `run`."""
 
     memory_bytes: int | None
     gpu_bytes: tuple[int, ...]
@@ -27,13 +27,13 @@ class Machine:
 
     @property
     def largest_bytes(self) -> int | None:
-        """What one device holds; None where the machine does not say."""
+        """What the largest device holds; None if the machine does not tell."""
         return max(self.gpu_bytes) if self.gpu_bytes else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One preset; `is_here` maps `target` and the methods to whether that checkpoint is on this disk, whole."""
+    """One preset; `is_here` says for `target` and each draft whether that checkpoint is complete on this disk."""
 
     name: str
     preset: Preset
@@ -45,8 +45,8 @@ def machine() -> Machine:
     return Machine(memory, tuple(gpus))
 
 
-def listing() -> list[Listing]:
-    """Asks neither the network nor torch."""
+def list_presets() -> list[Listing]:
+    """All presets, without network or torch."""
     return [
         Listing(
             name, preset, {"target": hub.is_here(preset.target)} | {m: hub.is_here(d) for m, d in preset.drafts.items()}
@@ -56,9 +56,9 @@ def listing() -> list[Listing]:
 
 
 def fits(preset: Preset, machine: Machine) -> tuple[bool | None, str]:
-    """Whether the target's weights can be held, and that in words; drafts and cache come on top."""
+    """Do the target's weights fit (None if unknown), and the same in words. Drafts and cache come on top."""
     if preset.billions is None:
-        return None, "size not known"
+        return None, "size unknown"
     needed = preset.billions * 1e9 * machine.bytes_per_parameter
     needs = f"needs about {_gb(needed)}"
     if machine.largest_bytes is None:
@@ -75,21 +75,23 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / GB:.0f} GB" if num_bytes >= GB else "1 GB"
 
 
-def text(listed: Sequence[Listing], machine: Machine) -> str:
-    """A block for each preset, in 100 columns."""
-    blocks = ["\n".join([f"{one.name}: {fits(one.preset, machine)[1]}", *_rows(one)]) for one in listed]
+def text(listings: Sequence[Listing], machine: Machine) -> str:
+    """A block of lines for each preset, at most 100 columns wide."""
+    blocks = [
+        "\n".join([f"{listing.name}: {fits(listing.preset, machine)[1]}", *_lines(listing)]) for listing in listings
+    ]
     where = f"{len(machine.gpu_bytes)} x GPU, bfloat16" if machine.gpu_bytes else "CPU, float32"
     foot = (
-        "* is on this disk; the rest is downloaded by the run that needs it.\n"
-        f"Needed here ({where}) for the target's weights; drafts and cache come on top.\n"
+        "* is on this disk; the rest is downloaded when a run needs it.\n"
+        f"Sizes are of the target's weights here ({where}); drafts and cache come on top.\n"
         "For other targets and drafts: dflash-bench run --target ID --draft METHOD=ID"
     )
     return "\n\n".join([*blocks, foot])
 
 
-def _rows(each: Listing) -> list[str]:
-    """Target and drafts, with what a run takes unless told otherwise."""
-    preset = each.preset
+def _lines(listing: Listing) -> list[str]:
+    """Target and drafts, with the settings that a run uses by default."""
+    preset = listing.preset
     notes = {"target": ["thinking on"] if preset.thinking else []}
     for method in preset.drafts:
         number, trained = (preset.num_drafts or {}).get(method), preset.trained_thinking.get(method)
@@ -99,32 +101,32 @@ def _rows(each: Listing) -> list[str]:
     references = {"target": preset.target, **preset.drafts}
     width = max(7, *map(len, references))
     return [
-        f"  {'*' if each.is_here[part] else ' '} {part:<{width}} {', '.join([_shown(reference), *notes[part]])}"
+        f"  {'*' if listing.is_here[part] else ' '} {part:<{width}} {', '.join([_place(reference), *notes[part]])}"
         for part, reference in references.items()
     ]
 
 
-def _shown(reference: str) -> str:
+def _place(reference: str) -> str:
     return "in this package" if Path(reference).is_relative_to(presets.NANO) else reference
 
 
-def as_json(listed: Sequence[Listing], machine: Machine) -> list[dict[str, Any]]:
+def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any]]:
     """What `--json` prints."""
     return [
         {
-            "model": each.name,
-            "target": each.preset.target,
-            "drafts": dict(each.preset.drafts),
-            "num_drafts": dict(each.preset.num_drafts or {}),
-            "thinking": each.preset.thinking,
-            "trained_thinking": dict(each.preset.trained_thinking),
-            "unsupported": dict(each.preset.unsupported),
-            "max_new_tokens": each.preset.max_new_tokens,
-            "billions": each.preset.billions,
-            "source": each.preset.source,
-            "cached": each.is_here,
-            "fits": fits(each.preset, machine)[0],
-            "needs": fits(each.preset, machine)[1],
+            "model": listing.name,
+            "target": listing.preset.target,
+            "drafts": dict(listing.preset.drafts),
+            "num_drafts": dict(listing.preset.num_drafts or {}),
+            "thinking": listing.preset.thinking,
+            "trained_thinking": dict(listing.preset.trained_thinking),
+            "unsupported": dict(listing.preset.unsupported),
+            "max_new_tokens": listing.preset.max_new_tokens,
+            "billions": listing.preset.billions,
+            "source": listing.preset.source,
+            "cached": listing.is_here,
+            "fits": fits(listing.preset, machine)[0],
+            "needs": fits(listing.preset, machine)[1],
         }
-        for each in listed
+        for listing in listings
     ]

@@ -1,7 +1,7 @@
 """A chat as the model's own template renders it.
 
-A template is a program that came with the checkpoint. transformers runs it where it reaches no file and no network,
-but sets it no limit of time or memory; so all prompts of a run are rendered once in a process that has both.
+A template is a program that came with the checkpoint. transformers gives it no access to files or the network, but
+does not limit its time or memory. So all prompts of a run are first rendered in a process that has both limits.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dflash_bench.records import Message
 LIMIT_S = 20.0
 """For all prompts of a run together; one takes less than a millisecond."""
 LIMIT_BYTES = 1 << 30
-"""On top of what this process takes up. macOS does not enforce it."""
+"""On top of the memory that this process uses. macOS does not enforce it."""
 LONGEST = 1 << 24
-"""Characters of one prompt; more than any context holds."""
+"""Characters of one prompt; more than fits into any context."""
 FAILURES = (
     TemplateError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
 )  # fmt: skip
-"""All that a program in a template's language can end in; to run out of memory is another matter."""
+"""Every error that a template can raise, except for running out of memory, which is handled apart."""
 OPENED, CLOSED = "<think>", "</think>"
-"""What stands around the thinking part of an answer."""
+"""What encloses the thinking part of an answer."""
 Chat = tuple[str, Sequence[Message]]
-"""What names a prompt, and its messages."""
+"""A prompt's name for error messages, and its messages."""
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
-    """Raises UserError where the template gives up."""
+    """The text of a chat. Raises UserError if the template fails."""
     chat = [{"role": message.role, "content": message.content} for message in messages]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
@@ -68,7 +68,7 @@ def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
 
 
 def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:
-    """Raises UserError unless the template renders each of them within the limits; nothing is waited for longer."""
+    """Raises UserError unless the template renders all chats within the limits; never waits longer than LIMIT_S."""
     if tokenizer.chat_template is None:
         return
     ours, theirs = os.pipe()
@@ -84,21 +84,21 @@ def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if reply != "done":
-        raise UserError(reply or "the chat template ended the process that it was tried in; use another model")
+        raise UserError(reply or "the chat template crashed the process that tried it; use another model")
 
 
 def _reply(pipe: int) -> str:
-    """What the child says before it ends or its time is up."""
-    deadline, said = time.monotonic() + LIMIT_S, b""
+    """What the child writes before it ends or its time is up."""
+    deadline, reply = time.monotonic() + LIMIT_S, b""
     while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not (piece := os.read(pipe, 1 << 16)):
-            return said.decode(errors="replace")
-        said += piece
+            return reply.decode(errors="replace")
+        reply += piece
     return f"the chat template takes longer than {LIMIT_S:g} s; correct the template, or use another model"
 
 
 def _render_all(pipe: int, tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> NoReturn:
-    """The child. Whatever happens, it leaves here, and nothing of the parent's is flushed or closed twice."""
+    """The child's work. It always exits here, so that it never flushes or closes what belongs to the parent."""
     try:
         os.write(pipe, _outcome(tokenizer, chats, thinking).encode(errors="replace"))
     finally:
@@ -122,7 +122,7 @@ def _outcome(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> str:
 def _limit_memory() -> None:
     statm = Path("/proc/self/statm")
     if statm.exists():
-        taken = int(statm.read_text().split()[0]) * resource.getpagesize()
+        used = int(statm.read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        most = taken + LIMIT_BYTES
+        most = used + LIMIT_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -1,4 +1,4 @@
-"""Parts both draft networks share: RMS norm, rotary positions and the gated feed-forward."""
+"""Parts that both draft networks share: RMS norm, rotary positions and the gated feed-forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import rms_norm, silu
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis; the plain-weight form, whatever the target uses."""
+    """x / rms(x) * weight over the last axis; never the (1 + weight) form, even if the target uses that."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class FeedForward(nn.Module):
 
 
 class Rotary:
-    """Half-rotation (NeoX) tables up to `length`; angles are computed in float32 whatever the dtype."""
+    """Half-rotation (NeoX) tables up to `length`; angles are always computed in float32."""
 
     def __init__(
         self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype,
@@ -46,23 +46,23 @@ class Rotary:
         inverse, amplitude = frequencies(head_dim, theta, scaling)
         angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse.to(device)
         self.cos = (torch.cat([angles, angles], dim=-1).cos() * amplitude).to(dtype)
-        # The first half carries the minus of (left, right) -> (-right, left), so that `rotate` is three operations.
+        # The first half has the minus sign of (left, right) -> (-right, left), so that `rotate` needs three operations.
         self.sin = (torch.cat([-angles, angles], dim=-1).sin() * amplitude).to(dtype)
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Tables for the positions from start to stop, alike in all rows: views [1, 1, N, D], without an index."""
+        """Tables for positions start to stop, the same in all rows: views [1, 1, N, D], so nothing is gathered."""
         return self.cos[None, None, start:stop], self.sin[None, None, start:stop]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables for positions [B, N], shaped [B, 1, N, D] to spread over heads."""
+        """Tables for positions [B, N], shaped [B, 1, N, D] to broadcast over heads."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2] and what cosines and sines are multiplied by.
+    """Inverse frequencies [D / 2], and the factor for cosines and sines.
 
-    `scaling` is a `rope_parameters` dictionary without its theta; its formulas (YaRN, Llama 3, linear) are those of
-    transformers, which is what drafts are trained under.
+    `scaling` is a `rope_parameters` dictionary without its theta. The formulas (YaRN, Llama 3, linear) are those of
+    transformers, because drafts are trained with it.
     """
     if scaling is None:
         return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
@@ -77,7 +77,7 @@ def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) 
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn x [B, heads, N, D] by its positions' angles."""
+    """Rotate x [B, heads, N, D] by the angles of its positions."""
     cos, sin = tables
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 

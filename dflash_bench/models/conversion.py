@@ -1,4 +1,4 @@
-"""A draft from one format to another, bit for bit; what the other cannot hold is refused by name."""
+"""Converts a draft from one format to another, bit for bit; an error names anything the other format cannot hold."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from dflash_bench.models import files, formats, targets
 from dflash_bench.models.formats.checkpoint import Checkpoint, Format
 
 SHARED = {"dflash": (targets.EMBEDDING, targets.HEAD), "eagle3": (targets.EMBEDDING,)}
-"""Tensors that a draft may take from its target; EAGLE-3's head is always its own."""
+"""Tensors that a draft may take from its target; EAGLE-3 always has its own head."""
 
 
 WANTS_DEPTH = ("zlab",)
-"""Formats whose own readers fail without `num_target_layers`, even where the layers are named (z-lab's model.py)."""
+"""Formats whose original readers fail without `num_target_layers`, even if the layers are named (z-lab's model.py)."""
 
 
 def convert(reference: str, destination: Path, to: str, target: str | None) -> list[str]:
-    """What the new files say less, or more, than the old. UserError for a checkpoint that is not whole, and for what
-    the format cannot hold.
+    """Returns notes on what the new files declare that the old do not, and the reverse. UserError for an incomplete
+    checkpoint, and for anything that the new format cannot hold.
 
-    A format that carries the target's embedding and head gets them from `target`; one that leaves them to the target
-    is rid of them if `target` shows that they are copies.
+    If the new format includes the target's embedding and head, they are taken from `target`. If it leaves them to the
+    target, they are dropped, provided that `target` shows they are copies.
     """
     if destination.exists():
-        raise UserError(f"{destination} is there already; name a folder that is not")
+        raise UserError(f"{destination} exists already; name a new folder")
     folder = targets.find_draft(reference)
     home = targets.find_target(target) if target is not None else None
     shape = targets.shape_of(home) if home else None
-    form, checkpoint = formats.read(folder, shape)
+    form, checkpoint = formats.read_checkpoint(folder, shape)
     for problem in formats.problems(form, checkpoint, shape):
         raise UserError(f"{folder}: {problem}")
-    goal = formats.named(to, form.kind)
+    goal = formats.format_named(to, form.kind)
     if goal == form:
-        raise UserError(f"{folder} is in the {to} format already")
+        raise UserError(f"{folder} is already in the {to} format")
     if checkpoint.derived_taps:
-        raise UserError(f"{folder} does not name the layers it taps; give --target, whose depth decides them")
+        raise UserError(f"{folder} does not name the layers it taps; give --target, as they depend on its depth")
     ready = adapted(checkpoint, goal, targets.vocabulary_of(home) if home else {})
     notes = []
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
         ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
-        notes = [f"num_target_layers = {shape.num_layers} is that of --target; the draft declares none"]
-    files.write(destination, *goal.write(ready))
+        notes = [f"num_target_layers = {shape.num_layers} is taken from --target; the draft does not declare it"]
+    files.write_checkpoint(destination, *goal.write(ready))
     return notes + [f"{goal.name} has no place for {what}: it is left out" for what in _lost(ready, destination)]
 
 
 def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
-    """What the config declared and the new one does not."""
-    _, again = formats.read(destination, None, headers_only=True)
+    """What the old config declared and the new one does not."""
+    _, again = formats.read_checkpoint(destination, None, headers_only=True)
     for field in fields(written.config):
         value = getattr(written.config, field.name)
         if value is not None and getattr(again.config, field.name) != value:
@@ -63,7 +63,7 @@ def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
 
 
 def adapted(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:
-    """With the target's tensors where the format carries them, without those that are copies where it does not."""
+    """The checkpoint with the target's tensors if the format includes them, else without those that are copies."""
     tensors = dict(checkpoint.tensors)
     for name in SHARED[goal.kind]:
         if name not in shared:
@@ -72,10 +72,10 @@ def adapted(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) 
             tensors.setdefault(name, shared[name])
         elif name in tensors and _same(tensors[name], shared[name]):
             del tensors[name]
-    own: dict[str, Any] = {"own_embedding": targets.EMBEDDING in tensors}
+    flags: dict[str, Any] = {"own_embedding": targets.EMBEDDING in tensors}
     if goal.kind == "dflash":
-        own["own_head"] = targets.HEAD in tensors
-    return replace(checkpoint, config=replace(checkpoint.config, **own), tensors=tensors)
+        flags["own_head"] = targets.HEAD in tensors
+    return replace(checkpoint, config=replace(checkpoint.config, **flags), tensors=tensors)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

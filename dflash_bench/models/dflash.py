@@ -1,7 +1,7 @@
 """The DFlash draft network: a few transformer layers that fill a block of masks in one pass.
 
-Target features enter every layer as keys and values only (paper 4.1). The network knows nothing of caches: who calls
-it passes `attend`, which gets the block's queries, keys and values and returns the attention output.
+Target features enter every layer as keys and values only (paper 4.1). The network knows nothing of caches: the caller
+passes `attend`, which gets the block's queries, keys and values and returns the attention output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """What the weights mean. `target_layer_ids` are 0-based layers whose *output* feeds the draft."""
+    """The network's shape and variants. `target_layer_ids` are 0-based layers whose *output* feeds the draft."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,20 +35,20 @@ class DFlashConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    """As the checkpoint declares it; None where it does not."""
+    """As the checkpoint declares it; None if it does not."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 4096
     rope_scaling: Mapping[str, Any] | None = None
     attention_bias: bool = False
     shifted_labels: bool = False
-    """Slot k predicts the token after it, so that all slots draft; otherwise the token at it, and slot 0 is idle."""
+    """Slot k predicts the token after slot k, so all slots draft; otherwise the one at slot k, and slot 0 is idle."""
     own_embedding: bool = False
     own_head: bool = False
     draft_vocab_size: int | None = None
-    """Rows of a reduced head; None is the target's whole vocabulary."""
+    """Number of rows of a reduced head; None means the target's whole vocabulary."""
     target_hidden_size: int | None = None
-    """Width of one feature where it is not the draft's own."""
+    """Width of one target feature if it differs from `hidden_size`."""
 
     @property
     def num_features(self) -> int:
@@ -59,7 +59,7 @@ class DFlashConfig:
         return block_size if self.shifted_labels else block_size - 1
 
     def block_for(self, num_drafts: int) -> int:
-        """The block that proposes this many."""
+        """The block size that proposes this many tokens."""
         return num_drafts if self.shifted_labels else num_drafts + 1
 
 
@@ -102,9 +102,9 @@ class Layer(nn.Module):
 
 
 class DFlashDraft(nn.Module):
-    """Parameter names are those of z-lab checkpoints: 11 tensors a layer and three of its own.
+    """Parameter names are those of z-lab checkpoints: 11 tensors per layer and three besides.
 
-    Some publishers add an embedding and a head, the latter perhaps reduced: `d2t` and `t2d` as in EAGLE-3.
+    Some publishers add an embedding and a head. The head may be reduced, with `d2t` and `t2d` as in EAGLE-3.
     """
 
     d2t: Tensor
@@ -144,7 +144,7 @@ class DFlashDraft(nn.Module):
 
 
 def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Evenly from the second to the third-to-last layer, as z-lab derives them when a config names none."""
+    """Evenly spaced from the second to the third-to-last layer, as z-lab chooses them if a config names none."""
     if count == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -152,7 +152,7 @@ def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]
 
 
 def initialise(draft: nn.Module, seed: int) -> None:
-    """Small normal weights, drawn from a seed of their own."""
+    """Fill matrices with small normal weights from a generator with this seed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
         if parameter.ndim == 2:

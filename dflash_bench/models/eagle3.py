@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """What the weights mean. `target_layer_ids` are 0-based layers whose *output* feeds the draft."""
+    """The network's shape and variants. `target_layer_ids` are 0-based layers whose *output* feeds the draft."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,7 +32,7 @@ class Eagle3Config:
     draft_vocab_size: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    """As the checkpoint declares it; None where it does not."""
+    """As the checkpoint declares it; None if it does not."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 4096
@@ -44,12 +44,12 @@ class Eagle3Config:
     norm_before_fc: bool = False
     """One norm over all features side by side."""
     fc_norm: bool = False
-    """A norm for each feature; excludes the former."""
+    """A norm for each feature; cannot be combined with `norm_before_fc`."""
     norm_output: bool = False
-    """EAGLE 3.1: what is fed back has passed the last norm."""
+    """EAGLE 3.1: the state that is fed back is taken after the last norm."""
     own_embedding: bool = False
     target_hidden_size: int | None = None
-    """Width of one feature where it is not the draft's own."""
+    """Width of one target feature if it differs from `hidden_size`."""
 
     @property
     def num_features(self) -> int:
@@ -57,7 +57,7 @@ class Eagle3Config:
 
 
 class Attention(nn.Module):
-    """Reads embedding and feature side by side, hence twice as wide at its input."""
+    """Reads embedding and feature side by side, so its input is twice as wide."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Eagle3Draft(nn.Module):
         return out
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, attend: Attend) -> Tensor:
-        """One step over rows [B, N, H]; the result is the next step's `hidden`."""
+        """One step over [B, N, H]; the result is the next step's `hidden`."""
         out: Tensor = self.midlayer(embedded, hidden, tables, attend)
         return self.norm(out) if self.config.norm_output else out
 

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint, in whichever of four ways they are stored.
+"""The tensors of a checkpoint, in any of the four ways to store them.
 
-Tensors are read whole, or as their headers say: shapes and types on torch's "meta" device, with no memory behind
-them. No file runs code: safetensors holds none, and a pickle is opened with `weights_only`.
+Tensors are read in full, or only their headers: then they are on torch's "meta" device, with shape and type but no
+memory. No file can run code: safetensors holds none, and a pickle is opened with `weights_only`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MOST_TENSORS = 100_000
 """In one file; every name costs time, and no model has nearly as many."""
 POINTER = b"version https://git-lfs"
-"""How the stand-in for a large file begins, where git brought the folder and git-lfs did not."""
+"""The first bytes of the placeholder for a large file, left in a folder that was cloned without git-lfs."""
 PICKLED, ZIPPED = b"\x80", b"PK"
-"""How what torch.save writes begins, before version 1.6 and since."""
+"""The first bytes of a file by torch.save, before version 1.6 and since."""
 
 
 def everything(_name: str) -> bool:
@@ -39,14 +39,14 @@ def everything(_name: str) -> bool:
 
 
 def only_maps(name: str) -> bool:
-    """Vocabulary maps are small, and looked into even where only headers are wanted."""
+    """True for vocabulary maps: they are small, and needed even if only headers are read."""
     return name in ("d2t", "t2d")
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
-    """All tensors by name, a leading `model.` taken off; those that are not wanted as headers only.
+    """All tensors by name, without a leading `model.`; those not `wanted` as headers only.
 
-    Raises UserError for what is missing or damaged.
+    Raises UserError if files are missing or damaged.
     """
     if os.path.lexists(folder / WHOLE):
         stored = _safetensors(folder / WHOLE, wanted)
@@ -57,7 +57,7 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> di
     elif os.path.lexists(folder / PICKLE_INDEX):
         stored = _shards(folder / PICKLE_INDEX, _pickled)
     else:
-        raise UserError(f"no weights: {folder / WHOLE} is missing (nor is there {INDEX} or {PICKLE})")
+        raise UserError(f"no weights: {folder / WHOLE} is missing, and so are {INDEX} and {PICKLE}")
     tensors = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     if len(tensors) < len(stored):
         twice = next(name for name in stored if f"model.{name}" in stored)
@@ -66,18 +66,18 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> di
 
 
 def read_file(path: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
-    """All tensors of one file, by its ending safetensors or a pickle. Raises UserError for what is damaged."""
+    """All tensors of one file, safetensors or a pickle by its ending. Raises UserError if it is damaged."""
     return _safetensors(path, wanted) if path.suffix == ".safetensors" else _pickled(path)
 
 
-def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = WHOLE) -> None:
-    """Raises UserError for a place that cannot be written."""
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = WHOLE) -> None:
+    """Write config.json and the weights. Raises UserError if that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {folder} ({error}); name another place") from error
+        raise UserError(f"cannot write {folder} ({error}); name another folder") from error
 
 
 def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from error
     except RuntimeError as error:
-        # Types of less than a byte have no slices in torch.
+        # torch cannot slice types of less than a byte.
         raise UserError(
             f"{path} holds a type that torch cannot read ({_first_line(error)}); use the original"
         ) from error
@@ -106,21 +106,21 @@ def _tensor(file: Any, name: str, wanted: Callable[[str], bool]) -> Tensor:
 
 
 def _shards(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The index says which file holds which tensor; what it says must be so."""
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+    """The tensors of several files. The index says which file holds which tensor, and must be right."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} holds no weight_map from tensors to files")
     tensors: dict[str, Tensor] = {}
-    for name in sorted(set(listed.values())):
+    for name in sorted(set(weight_map.values())):
         path = index.parent / name
         if Path(name).name != name or not os.path.isfile(path):
             raise UserError(f"{index} names the file {name}, which is not beside it; copy the checkpoint again")
-        held = read(path)
-        expected = {tensor for tensor, file in listed.items() if file == name}
-        if held.keys() != expected:
-            odd = min(held.keys() ^ expected)
-            raise UserError(f"{path}: tensor {odd} is there or in the index, but not in both; copy them again")
-        tensors.update(held)
+        shard = read(path)
+        expected = {tensor for tensor, file in weight_map.items() if file == name}
+        if shard.keys() != expected:
+            odd = min(shard.keys() ^ expected)
+            raise UserError(f"{path}: tensor {odd} is in this file or in the index, but not in both; copy both again")
+        tensors.update(shard)
     return tensors
 
 
@@ -130,7 +130,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
         if not _start(path).startswith((PICKLED, ZIPPED)):
             raise EOFError("it begins with neither a zip archive nor a pickle")
         with warnings.catch_warnings():
-            # What they say of its age is nothing that a reader could act on.
+            # They are about the file's age, and there is nothing that a user could do about it.
             warnings.simplefilter("ignore")
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -139,13 +139,13 @@ def _pickled(path: Path) -> dict[str, Tensor]:
             "opened; copy it again, or ask its publisher for safetensors"
         ) from error
     except (
-        # All that torch's reader of pickles lets through where the bytes make no sense.
+        # Every error that torch's pickle reader can raise if the bytes make no sense.
         RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError,
         ArithmeticError, MemoryError, struct.error,
     ) as error:  # fmt: skip
         raise UserError(f"{path} is truncated or not a PyTorch file ({_first_line(error)}); copy it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(k, str) and _is_plain(v) for k, v in tensors.items()):
-        raise UserError(f"{path} does not map names to plain tensors; it is no checkpoint of a draft")
+        raise UserError(f"{path} does not map names to plain tensors; it is not a checkpoint of a draft")
     return tensors
 
 
@@ -155,7 +155,7 @@ def _is_plain(value: object) -> bool:
 
 def _refuse_pointer(path: Path) -> None:
     if _start(path) == POINTER:
-        raise UserError(f"{path} is a pointer of git-lfs and not the weights; run 'git lfs pull' where it came from")
+        raise UserError(f"{path} is a git-lfs pointer, not the weights; run 'git lfs pull' in the folder it came from")
 
 
 def _start(path: Path) -> bytes:

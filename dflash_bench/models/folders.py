@@ -1,4 +1,4 @@
-"""A model's folder before it is loaded: its settings, and whether its parts are files at all. Needs no torch."""
+"""A model's folder before it is loaded: its settings, and whether its parts are really files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dflash_bench.errors import UserError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ENDINGS = (".json", ".safetensors", ".bin", ".pt", ".txt", ".jinja", ".model", ".tiktoken")
-"""Of what is read of a folder, by us or by transformers."""
+"""Endings of the files that we or transformers read."""
 VOCABULARIES = ("tokenizer.json", "vocab.json")
-"""Large, and read where they are used."""
+"""Large files, which are only read where they are used."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -25,14 +25,14 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"no model in {path.parent}: {path.name} is missing")
     config = reading.json_of(path)
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise UserError(f"{path} does not hold a JSON object")
     return config
 
 
 def require_files(folder: Path) -> None:
-    """Raises UserError for a folder whose parts are no files, or whose settings nobody can read.
+    """Raises UserError for a folder with parts that are not files, or settings that cannot be read.
 
-    Libraries would wait for a pipe's writer for ever, and end in a traceback over JSON that is nested a thousand deep.
+    Libraries would wait forever for someone to write to a pipe, and crash on JSON nested a thousand levels deep.
     """
     try:
         names = sorted(os.listdir(folder))

@@ -1,4 +1,4 @@
-"""From a folder or a hub id to files on this disk, and what says which files they were."""
+"""From a folder or a hub id to files on this disk, and a revision that identifies them."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Configuration, weights without code in them, and tokenizers."""
 PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt")
 ANSWER_WITHIN_S = 4.0
-"""A hub that is silent for longer is taken for none; a download itself may take as long as it needs."""
+"""If the hub does not answer within this time, we take it as unreachable; a download may take as long as it needs."""
 _ID = re.compile(r"(?!.*(--|\.\.)|.{97})\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """`revision` is ID@COMMIT, or for a folder the hash of its weights."""
+class LocalCheckpoint:
+    """A checkpoint on this disk. `revision` is ID@COMMIT, or the hash of the weights for a folder of the user's."""
 
     folder: Path
     revision: str
 
 
-def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Checkpoint:
+def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> LocalCheckpoint:
     """A folder as it is, or a hub snapshot pinned to the commit that ID or ID@REVISION means now.
 
-    Of a snapshot come FILES; with `pickles`, and only where it has no safetensors, PICKLES; with `code`, modules.
-    Raises UserError with the remedy for a folder or id that is not there, and within seconds for a hub that is not.
+    From the hub we take FILES; with `pickles`, also PICKLES if there are no safetensors; with `code`, also modules.
+    Raises UserError with the remedy if the folder or id does not exist, and within seconds if the hub is unreachable.
     """
     if folder := folder_of(reference):
-        return Checkpoint(folder, weights_sha256(folder))
+        return LocalCheckpoint(folder, weights_sha256(folder))
     name, _, revision = reference.partition("@")
     if not _ID.fullmatch(name):
-        raise UserError(f"{reference} is missing: no such folder, and no hub id (ORG/NAME or ORG/NAME@REVISION)")
+        raise UserError(f"no such folder: {reference}; it is not a hub id either (ORG/NAME or ORG/NAME@REVISION)")
     patterns = [*FILES, "*.py"] if code else [*FILES]
     snapshot = _snapshot(name, revision or "main", patterns)
     if not any(snapshot.glob("*.safetensors")):
         if not pickles:
-            raise UserError(f"{name} has no safetensors weights, and a target is loaded from no other file")
+            raise UserError(f"{name} has no safetensors weights, and targets are loaded from nothing else")
         snapshot = _snapshot(name, snapshot.name, [*patterns, *PICKLES])
     folders.require_files(snapshot)
-    return Checkpoint(snapshot, f"{name}@{snapshot.name}")
+    return LocalCheckpoint(snapshot, f"{name}@{snapshot.name}")
 
 
 def folder_of(reference: str) -> Path | None:
-    """The folder of this name, where there is one. Raises UserError for one whose files cannot be read."""
+    """The folder of this name, or None. Raises UserError for a folder whose files cannot be read."""
     folder = Path(os.path.expanduser(reference))
     if not reference or not os.path.isdir(folder):
         return None
@@ -62,16 +62,16 @@ def _snapshot(name: str, revision: str, patterns: list[str]) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # What lies in folders are other forms of the same weights.
-    chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
-    # The base of the hub's own errors: whatever the HTTP library, of which there have been several, can raise.
+    # Subfolders hold other forms of the same weights.
+    choice: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
+    # The base class of the hub's errors. It covers all that the HTTP library can raise, and has changed with it.
     http_error = cast("type[Exception]", HfHubHTTPError.__bases__[0])
     try:
         commit = HfApi().model_info(name, revision=revision, timeout=ANSWER_WITHIN_S).sha
-        return Path(snapshot_download(name, revision=commit, **chosen))
+        return Path(snapshot_download(name, revision=commit, **choice))
     except (http_error, OSError) as error:
         try:
-            return Path(snapshot_download(name, revision=revision, local_files_only=True, **chosen))
+            return Path(snapshot_download(name, revision=revision, local_files_only=True, **choice))
         except OSError:
             raise _cannot_get(name, revision, error) from error
 
@@ -81,7 +81,7 @@ def _cannot_get(name: str, revision: str, error: BaseException) -> UserError:
 
     match error:
         case GatedRepoError():
-            return UserError(f"{name} asks for consent: accept its terms on huggingface.co/{name}, then set HF_TOKEN")
+            return UserError(f"{name} is gated: accept its terms on huggingface.co/{name}, then set HF_TOKEN")
         case RevisionNotFoundError():
             return UserError(f"{name} has no revision {revision}")
         case RepositoryNotFoundError():
@@ -89,12 +89,12 @@ def _cannot_get(name: str, revision: str, error: BaseException) -> UserError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return UserError(
         f"cannot get {name} from the hub ({reason}), and it is not in the cache; "
-        "give a folder in its place, or use nano, which needs no network"
+        "give a folder instead, or use nano, which needs no network"
     )
 
 
 def weights_sha256(folder: Path) -> str:
-    """Of the weights' own hashes; pickles count where there is nothing else."""
+    """One hash over the hashes of all weight files; of pickles only if there are no safetensors."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted((*folder.glob("*.bin"), *folder.glob("*.pt"))):
         with path.open("rb") as file:
@@ -103,7 +103,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def is_here(reference: str) -> bool:
-    """Is it on this disk, weights and all? Nothing is asked of the network, and no library loaded that could."""
+    """Is this checkpoint complete on this disk? Uses no network, and loads no library that could."""
     folder = Path(os.path.expanduser(reference))
     if not os.path.isdir(folder):
         folder = _cached_folder(reference)
@@ -115,7 +115,7 @@ def is_here(reference: str) -> bool:
 
 
 def _cached_folder(reference: str) -> Path:
-    """Where the hub's client keeps a snapshot: models--ORG--NAME/snapshots/COMMIT, and refs/REVISION say which."""
+    """Where the hub's client keeps a snapshot: models--ORG--NAME/snapshots/COMMIT; refs/REVISION names the commit."""
     from huggingface_hub import constants
 
     name, _, revision = reference.partition("@")

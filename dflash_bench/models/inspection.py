@@ -1,4 +1,4 @@
-"""What a draft's checkpoint says of itself, and what keeps it from being run: read from headers, no weights loaded."""
+"""What a draft's checkpoint says about itself, and what prevents running it; reads headers, loads no weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Inspection:
 
     format: str
     method: str
-    """What it is made for, as in `--draft METHOD=`."""
+    """The method it was made for, as in `--draft METHOD=`."""
     used_by: tuple[str, ...]
     """The methods that can run with it."""
     block_size: int | None
     num_drafts: int | None
-    """Tokens a round; None where the file does not decide it."""
+    """Drafted tokens per round; None if the file does not decide it."""
     tapped_outputs: tuple[int, ...] | None
-    """0-based layers whose output is tapped; None where only the target's depth would tell."""
+    """0-based layers whose output is tapped; None if they depend on a target's depth that we do not know."""
     tapped_inputs: tuple[int, ...] | None
-    """The same places, named by the layer that reads them."""
+    """The same outputs, named by the layer that reads them."""
     tapped_formula: str | None
     mask_token_id: int | None
     labels: str | None
@@ -54,23 +54,23 @@ class Inspection:
 
 
 def inspect(reference: str, target: str | None = None) -> Inspection:
-    """Raises UserError for what is no draft at all, or is of a kind that is not supported."""
+    """Raises UserError for what is not a draft at all, or is of a kind that is not supported."""
     folder = targets.find_draft(reference)
     home = targets.find_target(target) if target is not None else None
     shape = targets.shape_of(home) if home else None
-    form, checkpoint = formats.read(folder, shape, headers_only=True)
+    form, checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)
     config = checkpoint.config
     dflash = config if isinstance(config, DFlashConfig) else None
-    known = checkpoint.derived_taps is None
-    held = [tensor for tensor in checkpoint.tensors.values() if tensor.is_floating_point()]
+    taps_are_known = checkpoint.derived_taps is None
+    parameters = [tensor for tensor in checkpoint.tensors.values() if tensor.is_floating_point()]
     return Inspection(
         format=form.name,
         method=form.kind,
         used_by=tuple(users_of(form.kind)),
         block_size=dflash.block_size if dflash else None,
         num_drafts=dflash.num_drafts(dflash.block_size) if dflash else None,
-        tapped_outputs=config.target_layer_ids if known else None,
-        tapped_inputs=tuple(i + 1 for i in config.target_layer_ids) if known else None,
+        tapped_outputs=config.target_layer_ids if taps_are_known else None,
+        tapped_inputs=tuple(i + 1 for i in config.target_layer_ids) if taps_are_known else None,
         tapped_formula=checkpoint.derived_taps,
         mask_token_id=dflash.mask_token_id if dflash else None,
         labels=LABELS[dflash.shifted_labels] if dflash else None,
@@ -80,9 +80,9 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
         own_head=dflash.own_head if dflash else True,
         layers=_layers(config),
         rotary=_rotary(config),
-        num_parameters=sum(tensor.numel() for tensor in held),
+        num_parameters=sum(tensor.numel() for tensor in parameters),
         size_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held})),
+        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})),
         trained_for=_trained_for(checkpoint),
         notes=checkpoint.notes + _doubts(folder, target),
         target=target,
@@ -106,14 +106,14 @@ def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:
 
 
 def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[str]:
-    found = list(formats.problems(form, checkpoint, shape))
-    # A file of another kind misses all of them, or has as many that do not belong; the first say it.
+    problems = list(formats.problems(form, checkpoint, shape))
+    # A file of another kind lacks all tensors, or has many that do not belong; the first few are enough to see that.
     for kind in ("missing tensor", "surplus tensor"):
-        of_kind = [problem for problem in found if problem.startswith(kind)]
+        of_kind = [problem for problem in problems if problem.startswith(kind)]
         if len(of_kind) > MOST_OF_A_KIND:
             rest = set(of_kind[MOST_OF_A_KIND:])
-            found = [problem for problem in found if problem not in rest] + [f"{len(rest)} more {kind}s"]
-    return found
+            problems = [problem for problem in problems if problem not in rest] + [f"{len(rest)} more {kind}s"]
+    return problems
 
 
 def _layers(config: DraftConfig) -> str:
@@ -134,45 +134,49 @@ def _rotary(config: DraftConfig) -> str:
 
 def _trained_for(checkpoint: Checkpoint) -> str | None:
     depth = checkpoint.config.num_target_layers
-    told = [checkpoint.trained_for, f"a target of {depth} layers" if depth else None]
-    return ", ".join(part for part in told if part) or None
+    parts = [checkpoint.trained_for, f"a target of {depth} layers" if depth else None]
+    return ", ".join(part for part in parts if part) or None
 
 
-def text(seen: Inspection) -> str:
-    """The same for people."""
-    rows: dict[str, Any] = {
-        "format": f"{seen.format} ({seen.method})",
-        "used by": ", ".join(seen.used_by),
-        "block size": seen.block_size and f"{seen.block_size}, drafts {seen.num_drafts} tokens a round",
-        "tapped layers": _taps(seen),
-        "mask id": seen.mask_token_id,
-        "labels": seen.labels,
-        "vocabulary": f"{seen.vocab_size}, drafts from {_share(seen)}",
-        "embedding": "its own" if seen.own_embedding else "the target's",
-        "head": "its own" if seen.own_head else "the target's",
-        "layers": seen.layers,
-        "rotary": seen.rotary,
-        "size": f"{seen.num_parameters:,} parameters, {seen.size_bytes / 2**20:,.1f} MiB, {seen.dtype}",
-        "trained for": seen.trained_for,
+def text(inspection: Inspection) -> str:
+    """The inspection as lines for people."""
+    parameters, mebibytes = f"{inspection.num_parameters:,} parameters", f"{inspection.size_bytes / 2**20:,.1f} MiB"
+    values: dict[str, Any] = {
+        "format": f"{inspection.format} ({inspection.method})",
+        "used by": ", ".join(inspection.used_by),
+        "block size": inspection.block_size
+        and f"{inspection.block_size}, drafts {inspection.num_drafts} tokens a round",
+        "tapped layers": _taps(inspection),
+        "mask id": inspection.mask_token_id,
+        "labels": inspection.labels,
+        "vocabulary": f"{inspection.vocab_size}, drafts from {_share(inspection)}",
+        "embedding": "its own" if inspection.own_embedding else "the target's",
+        "head": "its own" if inspection.own_head else "the target's",
+        "layers": inspection.layers,
+        "rotary": inspection.rotary,
+        "size": f"{parameters}, {mebibytes}, {inspection.dtype}",
+        "trained for": inspection.trained_for,
     }
-    lines = [f"{name:<14} {value}" for name, value in rows.items() if value is not None]
-    lines += [f"{'note':<14} {note}" for note in seen.notes]
-    lines += [f"{'does not fit':<14} {problem}" for problem in seen.problems]
-    if seen.target is not None and not seen.problems:
-        lines.append(f"{'fits':<14} {seen.target}")
+    lines = [f"{name:<14} {value}" for name, value in values.items() if value is not None]
+    lines += [f"{'note':<14} {note}" for note in inspection.notes]
+    lines += [f"{'does not fit':<14} {problem}" for problem in inspection.problems]
+    if inspection.target is not None and not inspection.problems:
+        lines.append(f"{'fits':<14} {inspection.target}")
     return "\n".join(lines)
 
 
-def _taps(seen: Inspection) -> str:
-    if seen.tapped_outputs is None or seen.tapped_inputs is None:
-        return f"outputs of {seen.tapped_formula}, n the target's depth; --target shows them"
-    outputs, inputs = (" ".join(map(str, ids)) for ids in (seen.tapped_outputs, seen.tapped_inputs))
+def _taps(inspection: Inspection) -> str:
+    if inspection.tapped_outputs is None or inspection.tapped_inputs is None:
+        return f"outputs of {inspection.tapped_formula}, where n is the target's depth; give --target to see them"
+    outputs, inputs = (" ".join(map(str, ids)) for ids in (inspection.tapped_outputs, inspection.tapped_inputs))
     return f"outputs of {outputs} (inputs of {inputs})"
 
 
-def _share(seen: Inspection) -> str:
-    return "all of it" if seen.draft_vocab_size == seen.vocab_size else f"{seen.draft_vocab_size} of it"
+def _share(inspection: Inspection) -> str:
+    return (
+        "all of it" if inspection.draft_vocab_size == inspection.vocab_size else f"{inspection.draft_vocab_size} of it"
+    )
 
 
-def as_json(seen: Inspection) -> dict[str, Any]:
-    return asdict(seen)
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    return asdict(inspection)

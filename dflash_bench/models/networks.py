@@ -19,7 +19,7 @@ OF_DRAFTS = ("dflash_config", "speculators_model_type", "draft_vocab_size", "med
 LARGEST_BLOCK = 64
 
 
-def fetch(name: str, reference: str) -> hub.Checkpoint:
+def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
     """Checked by its headers as far as goes without its target, which is larger and slower to come by.
 
     `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged ones.
@@ -48,7 +48,7 @@ def _kind(folder: Path, wanted: str) -> str:
         if wanted == "block-diffusion":
             check_blocks(folder, config)
         return wanted
-    form, checkpoint = formats.read(folder, None, headers_only=True)
+    form, checkpoint = formats.read_checkpoint(folder, None, headers_only=True)
     for problem in formats.problems(form, checkpoint, None):
         raise UserError(f"{folder}: {problem}")
     return form.kind

@@ -1,8 +1,8 @@
-"""The DFlash network laid out for decoding: one product where the checkpoint's tensors make two or three.
+"""The DFlash network laid out for decoding: one matrix product in place of two or three.
 
-Small operations, not arithmetic, are what a draft of a few layers spends its time on at batch one. The parameters of
-the network become views of the packed tensors, so nothing is held twice; but each drafter of the same draft packs a
-copy of its own (dflash:7 beside dflash:15), and the network's parameters are then views of the last.
+At batch size one, a draft of a few layers spends its time on the overhead of many small operations, not on arithmetic.
+The network's parameters become views of the packed tensors, so nothing is stored twice. But if two drafters share a
+draft (dflash:7 beside dflash:15), each packs its own copy, and the parameters are views of the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dflash_bench.models.layout import by_columns
 
 
 class PackedDFlash:
-    """Same results as the network it is made from, up to rounding; the network stays usable."""
+    """Gives the same results as the network it is made from, up to rounding; that network stays usable."""
 
     def __init__(self, draft: DFlashDraft) -> None:
         self.draft, self.config = draft, draft.config
@@ -34,7 +34,7 @@ class PackedDFlash:
             biases = [torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]) for a in attention]
             self.qkv_bias = list(biases)
             self.kv_bias = torch.stack(biases)[:, None, heads * self.config.head_dim :]
-        # Norm weights head by head, to scale queries and keys in one go.
+        # One norm weight per head, so that queries and keys are scaled in one operation.
         self.qk_norm = [
             torch.stack([a.q_norm.weight] * heads + [a.k_norm.weight] * kv_heads)[:, None] for a in attention
         ]
@@ -77,12 +77,12 @@ class PackedDFlash:
 
 
 def _stack(modules: list[list[Any]]) -> Tensor:
-    """Weights stacked to [layers, sum of rows, columns]; the modules go on as views of it."""
-    packed = by_columns(torch.stack([torch.cat([module.weight.data for module in row]) for row in modules]))
-    for index, row in enumerate(modules):
+    """Weights of each layer's modules, stacked to [layers, sum of rows, columns]; they become views of the result."""
+    packed = by_columns(torch.stack([torch.cat([module.weight.data for module in layer]) for layer in modules]))
+    for index, layer in enumerate(modules):
         at = 0
-        for module in row:
-            rows = module.weight.shape[0]
-            module.weight.data = packed[index, at : at + rows]
-            at += rows
+        for module in layer:
+            num_rows = module.weight.shape[0]
+            module.weight.data = packed[index, at : at + num_rows]
+            at += num_rows
     return packed

@@ -1,4 +1,4 @@
-"""Was this draft made for this target? What its own files say about tokenizer and verifier."""
+"""Was this draft made for this target? What the draft's files say about its tokenizer and its target."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from dflash_bench.errors import UserError
 
 
 def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> str | None:
-    """What is wrong where the draft's own tokenizer gives an id of the target's `vocabulary` to another token.
+    """An error message if the draft's tokenizer uses an id of the target's `vocabulary` for another token, else None.
 
-    A draft without a tokenizer reads the target's. Tokens that only one of them has do no harm: drafts were published
+    A draft without a tokenizer uses the target's. Tokens that only one of the two has do no harm: drafts were published
     with a mask token added, and targets are fine-tuned with a few more.
     """
-    own = vocabulary_in(folder)
+    draft_vocabulary = vocabulary_in(folder)
     tokens = {index: token for token, index in vocabulary.items()}
-    differing = {index: token for token, index in own.items() if tokens.get(index, token) != token}
+    differing = {index: token for token, index in draft_vocabulary.items() if tokens.get(index, token) != token}
     if not differing:
         return None
     first = min(differing)
     return (
-        f"made for another tokenizer: {len(differing)} of {len(own)} ids differ; {first} is "
-        f"{differing[first]!r} to the draft and {tokens[first]!r} to the target; use the target's own draft"
+        f"made for another tokenizer: {len(differing)} of {len(draft_vocabulary)} ids differ; {first} is "
+        f"{differing[first]!r} in the draft and {tokens[first]!r} in the target; use a draft made for this target"
     )
 
 
 def vocabulary_in(folder: Path) -> dict[str, int]:
-    """Token to id, from tokenizer.json or else vocab.json; none where neither is there. UserError for a damaged one."""
+    """Token to id, from tokenizer.json or else vocab.json; empty if there is neither. UserError for a damaged one."""
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
         if not os.path.lexists(path):
@@ -44,23 +44,23 @@ def vocabulary_in(folder: Path) -> dict[str, int]:
 
 
 def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
-    """A model holds token to id, or, if it is a unigram model, a list of [token, score]."""
-    listed = content["model"]["vocab"]
-    pairs = listed.items() if isinstance(listed, dict) else ((token, i) for i, (token, _) in enumerate(listed))
+    """A tokenizer's model maps token to id, or, if it is a unigram model, lists [token, score]."""
+    vocab = content["model"]["vocab"]
+    pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
     added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
     return {str(token): int(index) for token, index in (*pairs, *added)}
 
 
 def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
-    """A line for a draft whose config names another target; the same model may lie in a folder of any name."""
-    named = verifier(config)
-    if named is None or named.rpartition("/")[2].lower() == target.rpartition("/")[2].lower():
+    """A note if the draft's config names another target, else None. A doubt only: a folder may have any name."""
+    trained_for = verifier(config)
+    if trained_for is None or trained_for.rpartition("/")[2].lower() == target.rpartition("/")[2].lower():
         return None
-    return f"its config names {named} as its target, this one is {target}"
+    return f"its config names {trained_for} as its target, but this one is {target}"
 
 
 def verifier(config: Mapping[str, Any]) -> str | None:
-    """The target that a speculators config says it was trained for."""
+    """The target that a speculators config says the draft was trained for."""
     match config.get("speculators_config"):
         case {"verifier": {"name_or_path": str(name)}} if name:
             return name

@@ -20,35 +20,35 @@ TABLE = Path(__file__).parent / "presets.toml"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A target and its drafts, as folders or hub ids (ID or ID@REVISION), and their settings."""
+    """A target and its drafts, as folders or hub ids (ID or ID@REVISION), with their settings."""
 
     target: str
     drafts: Mapping[str, str]
-    """By what they are made for, and a label where there are several: `dflash`, `dflash@a`."""
+    """By the method they were made for, with a label if there are several: `dflash`, `dflash@a`."""
     data: str = "hub"
     max_new_tokens: int = 2048
     num_drafts: Mapping[str, int] | None = None
-    """Per method, tokens a round; where absent, what the table of methods or the draft itself says."""
+    """Per method, drafted tokens per round; if absent, the draft itself or the table of methods decides."""
     thinking: bool = False
     trained_thinking: Mapping[str, bool] = field(default_factory=dict)
-    """Per draft, did the answers that it was trained on think? Absent where nobody says."""
+    """Per draft, was it trained on answers with thinking? Absent if its publisher does not say."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Per draft, why it is refused, as far as that is known before it is fetched."""
+    """Per draft, why it is refused, if we know that before fetching it."""
     billions: float | None = None
-    """Parameters of the target."""
+    """Parameters of the target, in billions."""
     source: str = ""
-    """Where the hub ids and settings were read."""
+    """Where the hub ids and settings were taken from."""
 
 
 @cache
 def table(path: Path = TABLE) -> dict[str, Preset]:
-    """Every preset that has a name. Raises UserError for an entry with a key that no preset has, or without one."""
+    """Every preset by name. Raises UserError for an entry with an unknown key, or without a required one."""
     entries = reading.toml_of(path)
     return {name: _parse(path, name, entry) for name, entry in entries.items()}
 
 
 def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
-    keys = [one.name for one in fields(Preset)]
+    keys = [preset_field.name for preset_field in fields(Preset)]
     for key in entry:
         if key not in keys:
             raise unknown(f"key in {path.name}, {name}:", key, keys)
@@ -64,20 +64,20 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
 
 
 def _in_package(reference: str) -> str:
-    """What starts with ./ is a folder that this package ships."""
+    """A reference that starts with ./ is a folder shipped with this package."""
     return str(PACKAGE / reference) if reference.startswith("./") else reference
 
 
 def preset(name: str) -> Preset:
     """A known name, or a folder with target/ and one folder per draft, laid out like the embedded nano."""
-    named = table()
-    if name in named:
-        return named[name]
+    presets = table()
+    if name in presets:
+        return presets[name]
     folder = Path(os.path.expanduser(name))
     if not os.path.lexists(folder / "target" / "config.json"):
         if os.path.isdir(folder):
-            raise UserError(f"{folder} is no model: it needs target/config.json, and dflash/ or eagle3/ beside it")
-        raise unknown("model", name, [*named, "a folder with target/, dflash/ and eagle3/"])
+            raise UserError(f"{folder} is not a model: it needs target/config.json, and dflash/ or eagle3/ beside it")
+        raise unknown("model", name, [*presets, "a folder with target/, dflash/ and eagle3/"])
     drafts = {name: str(folder / name) for name in _folders(folder) if name.partition("@")[0] in WEIGHTS}
     return Preset(str(folder / "target"), drafts, data="embedded")
 
@@ -90,10 +90,10 @@ def _folders(folder: Path) -> list[str]:
 
 
 def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:
-    """The preset `model` (nano, where there is no target either) with a target and drafts of the user's own.
+    """The preset `model`, with the user's own target and drafts put in; nano if neither model nor target is given.
 
-    A preset's drafts were made for its target: they are kept for another, which they may or may not fit. What a
-    preset says of a draft is not said of the one in its place.
+    A preset's drafts were made for its target. They are kept for another target, which they may or may not fit. The
+    preset's settings for a draft do not apply to a draft that replaces it.
     """
     base = Preset(target, {}) if model is None and target is not None else preset(model or "nano")
     return replace(
@@ -112,12 +112,12 @@ def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[s
 
 
 def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
-    """Raise UserError for a draft that a method needs and nobody gave, before anything is fetched."""
+    """Raise UserError if a method needs a draft that is not there, before anything is fetched."""
     for draft in drafts:
         if draft not in chosen.drafts:
-            known = f"it has one for {', '.join(sorted(chosen.drafts))}" if chosen.drafts else "it has none"
+            available = f"it has one for {', '.join(sorted(chosen.drafts))}" if chosen.drafts else "it has none"
             raise UserError(
-                f"target {chosen.target} comes with no draft for {draft} ({known}); "
+                f"target {chosen.target} comes with no draft for {draft} ({available}); "
                 f"give --draft {draft}=PATH or --draft {draft}=HUBID"
             )
 
@@ -135,14 +135,14 @@ def parse_drafts(texts: Sequence[str]) -> dict[str, str]:
                 f"--draft {draft}= is given twice; to measure two drafts of one method, label them: "
                 f"--draft {draft}@a=PATH --draft {draft}@b=PATH"
                 if "@" not in draft
-                else f"--draft {draft}= is given twice; give each draft a label of its own"
+                else f"--draft {draft}= is given twice; give each draft its own label"
             )
         drafts[draft] = reference
     return drafts
 
 
 def check_draft(draft: str, where: str) -> None:
-    """Raise UserError for what is not `dflash` or `dflash@a`: a draft that the table of methods knows, and a label."""
+    """Raise UserError unless this is a draft that the table of methods knows, perhaps with a label: `dflash@a`."""
     weights, at, tag = draft.partition("@")
     if weights not in WEIGHTS:
         if weights in METHODS and (uses := METHODS[weights].weights):
@@ -153,7 +153,7 @@ def check_draft(draft: str, where: str) -> None:
 
 
 def name(reference: str) -> str:
-    """A hub id without its revision; of a folder the name that tells it from others, and not where it is."""
+    """A hub id without its revision, or the last part of a folder's path that identifies the model."""
     folder = Path(os.path.expanduser(reference))
     if not os.path.isdir(folder):
         return reference.partition("@")[0]

@@ -40,7 +40,7 @@ def compared(
     if idle and sum(path.is_dir() for path in paths) < 2:
         raise UserError(f"--allow {idle[0]} has no effect on a single run")
     _refuse_what_has_no_effect(paths, by, against, compat)
-    served = [vllm.read(path) for path in paths if path.is_file()]
+    served = [vllm.read_result(path) for path in paths if path.is_file()]
     runs = [frame.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
     if not runs:
         raise UserError("compare needs the folder of at least one run")

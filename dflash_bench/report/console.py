@@ -18,7 +18,7 @@ from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
 if TYPE_CHECKING:
-    from dflash_bench.tasks.suites import Listing
+    from dflash_bench.tasks.suites import SuiteListing
 
 WIDTH = 100
 
@@ -83,7 +83,7 @@ def _wrapped(text: str, first: str, others: str) -> str:
     return textwrap.fill(visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
-def suites_text(listings: Sequence[Listing], groups: Mapping[str, Sequence[str]]) -> str:
+def suites_text(listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]]) -> str:
     """A suite a line, with its title below it; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence", "source on the hub")
     rows = [heads, *(_suite_row(listing) for listing in listings)]
@@ -94,7 +94,7 @@ def suites_text(listings: Sequence[Listing], groups: Mapping[str, Sequence[str]]
     return "\n".join([*lines, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
 
 
-def _suite_row(listing: Listing) -> tuple[str, ...]:
+def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
     suite = listing.suite
     rows = [suite.source, suite.subset, suite.split]
     return suite.name, str(listing.num_embedded), suite.scorer, suite.licence, " ".join(filter(None, rows))

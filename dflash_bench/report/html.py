@@ -20,7 +20,7 @@ from dflash_bench import __version__, labels
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.bars import late
+from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
 from dflash_bench.report import answers, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
@@ -52,7 +52,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
     listed = answers.read_answers(document, most_answers, tokenizer)
     figures = {}
     material = plots.Material(document)
-    for name in late(plots.names_for(material), "drawing plots"):
+    for name in with_bar(plots.names_for(material), "drawing plots"):
         with suppress(plots.NothingToPlotError):  # `plot` says why
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
     try:

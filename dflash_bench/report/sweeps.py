@@ -92,18 +92,25 @@ def _answer(sweep: Sweep, curve: Curve) -> str:
         f"{curve.series}: {SPEEDUP} is highest at {sweep.option} {value_text(best.value)}, "
         f"{with_interval(best.speedup)} ({where(curve)})"
     ]
-    if curve.rivals:
-        rivals = ", ".join(value_text(curve.points[number].value) for number in curve.rivals)
-        parts.append(f"{value_text(best.value)} and {rivals} cannot be told apart")
-    behind = [number for number in curve.over if number not in curve.rivals]
-    if behind:
-        ratios = ", ".join(
-            f"{value_text(curve.points[n].value)} ({number(curve.over[n].ratio.value)}x)" for n in behind
-        )
-        parts.append(f"it is faster than {ratios}")
+    rivals = [value_text(curve.points[at].value) for at in curve.rivals]
+    if len(rivals) == 1:
+        parts.append(f"{value_text(best.value)} and {rivals[0]} cannot be told apart")
+    elif rivals:
+        parts.append(f"it cannot be told apart from {_and(rivals)}")
+    slower = [
+        f"{value_text(curve.points[at].value)} ({number(change.ratio.value)}x)"
+        for at, change in curve.over.items()
+        if at not in curve.rivals
+    ]
+    if slower:
+        parts.append(f"it is faster than {_and(slower)}")
     if not _is_faster(best.speedup):
         parts.append("it is not shown to be faster than plain decoding")
     return "; ".join(parts) + "."
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _is_faster(speedup: Interval) -> bool:

@@ -6,18 +6,18 @@ answers are drawn by plain decoding, and cut where that is so.
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dflash_bench import methods
-from dflash_bench.bars import late
+from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import presets
 from dflash_bench.records import Cell, Draws, Message, Settings
+from dflash_bench.run.opening import Wanted, opened
+from dflash_bench.run.resolving import drafts_of
 
 if TYPE_CHECKING:
     from dflash_bench.engine.continuations import Continuation
@@ -118,10 +118,10 @@ def measure(
     distinct = list(dict.fromkeys(place for some in places.values() for place in some))
     cells = {
         place: expected(model, place.tokens, LENGTH, settings, num_draws)
-        for place in late(distinct, "asking the published model")
+        for place in with_bar(distinct, "asking the published model")
     }
     tallies = {(label, place): _Tally() for label, some in places.items() for place in some}
-    for job in late(list(_jobs(list(tallies), num_draws, seed)), "drawing"):
+    for job in with_bar(list(_jobs(list(tallies), num_draws, seed)), "drawing"):
         prompts = [job.place.tokens] * len(job.seeds)
         for answer in drawn(backend.target, backend.drafters[job.method], prompts, LENGTH, sampling, job.seeds):
             tallies[job.method, job.place].add(answer, cell_of(answer.tokens, cells[job.place]))
@@ -147,7 +147,7 @@ def chosen_places(backend: LocalBackend, label: str, settings: Settings, seed: i
     places, drafter, sampling = _candidates(backend, settings, seed), backend.drafters[label], Sampling.of(settings)
     prompts = [place for place in places for _ in range(PILOT)]
     kept: Counter[Place] = Counter()
-    for start in late(range(0, len(prompts), ROWS), "choosing prompts"):
+    for start in with_bar(range(0, len(prompts), ROWS), "choosing prompts"):
         batch = prompts[start : start + ROWS]
         seeds = range(PILOT_SEEDS + start, PILOT_SEEDS + start + len(batch))
         for place, answer in zip(
@@ -181,14 +181,7 @@ def _candidates(backend: LocalBackend, settings: Settings, seed: int) -> list[Pl
 
 
 def _open(request: Request, chosen: Sequence[methods.Method]) -> LocalBackend:
-    # Read when torch is imported: waiting threads that spin take the cores from those that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-
-    from dflash_bench.engine.local import open_backend
-    from dflash_bench.models.loading import load
-
-    drafts, needed = presets.parse_drafts(request.drafts), list(dict.fromkeys(m.draft for m in chosen if m.draft))
+    drafts, needed = presets.parse_drafts(request.drafts), drafts_of(chosen)
     for draft in drafts:
         if draft not in needed:
             raise UserError(f"--draft {draft}= has no effect: none of the methods uses it")
@@ -196,10 +189,5 @@ def _open(request: Request, chosen: Sequence[methods.Method]) -> LocalBackend:
     presets.require_drafts(model, needed)
     if request.dtype not in ("float32", "bfloat16", "float16"):
         raise unknown("dtype", request.dtype, ["float32", "bfloat16", "float16"])
-    device = request.device or ("cuda" if torch.cuda.device_count() and request.model not in (None, "nano") else "cpu")
-    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
-        raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
-    if device == "cpu":
-        torch.set_num_threads(1)
-    models = load(model, needed, device, getattr(torch, request.dtype))
-    return open_backend(models, model, chosen, LENGTH, request.seed)
+    is_nano = (request.model or request.target or "nano") == "nano"
+    return opened(model, chosen, Wanted(request.device, request.dtype, is_small=is_nano), LENGTH, request.seed)

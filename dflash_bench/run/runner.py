@@ -6,7 +6,7 @@ generation is saved once the plain answer that it is judged by is there; a resum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Protocol
@@ -25,6 +25,19 @@ from dflash_bench.tasks.suites import Loaded, prompt_hash
 
 class Backend(Protocol):
     """Whatever can answer a chat by a method, and has a judge of the answers."""
+
+    @property
+    def has_thinking(self) -> bool:
+        """Does its chat template know a mode of thinking?"""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """What decides its answers: engine, models, revisions, methods, type and device."""
+        ...
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        """Raises UserError for a chat, named by where it is from, that its template cannot render."""
+        ...
 
     def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation: ...
 

@@ -1,4 +1,4 @@
-"""Which prompts are there, and is an answer to one right?
+"""Which prompts are there, and is an answer right?
 
-Code that a model wrote runs here, in a cage, and nowhere else.
+This is the only room that runs code written by a model, and it does so in a cage.
 """

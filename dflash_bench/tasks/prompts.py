@@ -1,4 +1,4 @@
-"""A user's own prompts: JSON lines, those of Spec-Bench and EAGLE among them as they are.
+"""A user's own prompts as JSON lines; the files of Spec-Bench and EAGLE can be used unchanged.
 
 A line holds the text in one of the `FORMS`, and may hold an id, a category and a reference; the README says how.
 """
@@ -17,21 +17,21 @@ from dflash_bench.tasks.rows import Row
 from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, name_of, text_of
 
 FORMS = {
-    "prompt": "a string, or a list of strings, one a turn",
+    "prompt": "a string, or a list of strings, one per turn",
     "turns": "a list of strings",
     "messages": "a list of {role, content} that ends with role user; roles: system, user, assistant",
 }
 IDS = ("id", "question_id", "task_id", "prompt_id")
-"""Keys that may hold a prompt's id; of several the first counts."""
+"""Keys that may hold a prompt's id; the first one present counts."""
 KNOWN = (*FORMS, *IDS, "category", "reference")
 LIKE_A_KNOWN_KEY = 0.8
-"""How much of a key must be a known one's, in order, for it to look like a slip of the pen."""
+"""How similar (difflib's ratio) a key must be to a known one for us to take it for a typo."""
 
 
 def load(path: Path, limit: int | None = None, scorer: str = "none", columns: Sequence[str] = ()) -> Loaded:
     """The prompts of a file; `columns` are those that its scorer reads besides the reference.
 
-    Keys that nothing reads are named in the notes. Raises UserError for a line that holds no prompt.
+    The notes name keys that are ignored. Raises UserError for a line that holds no prompt.
     """
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
     lines = list(rows.json_lines(path))
@@ -41,10 +41,10 @@ def load(path: Path, limit: int | None = None, scorer: str = "none", columns: Se
 
 
 def _prompt(where: str, index: int, row: Row, is_scored: bool) -> Prompt:
-    given = [form for form in FORMS if form in row]
-    if len(given) != 1:
-        raise UserError(f"{where}: needs one of {', '.join(FORMS)}; has {' and '.join(given) or 'none'}")
-    turns, opening = _conversation(where, given[0], row[given[0]])
+    forms = [form for form in FORMS if form in row]
+    if len(forms) != 1:
+        raise UserError(f"{where}: needs one of {', '.join(FORMS)}; has {' and '.join(forms) or 'none'}")
+    turns, opening = _conversation(where, forms[0], row[forms[0]])
     id_key = next((key for key in IDS if _is_given(row, key)), None)
     return Prompt(
         suite="prompts",
@@ -82,22 +82,22 @@ def _is_message(value: object) -> bool:
 
 
 def _reference(where: str, row: Row, num_turns: int, is_scored: bool) -> str | None:
-    """What the last turn's answer is held against: of a list with one a turn the last, else the only one."""
+    """What the last turn's answer is compared with: the last of a list with one per turn, or else the only one."""
     value = row["reference"]
     if not isinstance(value, list):
         return text_of(where, "reference", row)
     if len(value) in (1, num_turns):
         return text_of(where, "reference", {"reference": value[-1]})
     if is_scored:
-        raise UserError(f"{where}: 'reference' lists {len(value)} texts for {num_turns} turns; give one a turn")
+        raise UserError(f"{where}: 'reference' lists {len(value)} texts for {num_turns} turns; give one per turn")
     return None
 
 
 def _notes(path: Path, file_rows: Sequence[Row], columns: Sequence[str]) -> tuple[str, ...]:
-    """One for all keys that are read by nothing: they may be notes of the file's author, or mistyped."""
+    """One note for all keys that are ignored: they may be the author's remarks, or mistyped."""
     unread = list(dict.fromkeys(key for row in file_rows for key in row if key not in (*KNOWN, *columns)))
     if not unread:
         return ()
     guesses = [(key, get_close_matches(key, KNOWN, 1, LIKE_A_KNOWN_KEY)) for key in unread]
-    meant = [f"did you mean {close[0]} by {key}?" for key, close in guesses if close]
-    return (" ".join([f"{path}: nothing reads {', '.join(unread)} (known: {', '.join(KNOWN)})", *meant]),)
+    questions = [f"{key}: did you mean {close[0]}?" for key, close in guesses if close]
+    return (" ".join([f"{path}: ignored {', '.join(unread)} (known: {', '.join(KNOWN)})", *questions]),)

@@ -1,6 +1,6 @@
 """The rows of a data set: from a folder of JSON lines or Parquet, or from the hub at one commit.
 
-A row comes with the place that an error message names. What a row means is the business of `suites.py`.
+A row comes with its place, for error messages. What a row means is decided in `suites.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ HUB_TIMEOUT_S = 10.0
 
 Row = Mapping[str, Any]
 Rows = Iterator[tuple[str, Row]]
-"""Rows, each with the place that an error message names: "FILE line 3"."""
+"""Rows, each with its place for error messages: "FILE line 3"."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """What names the rows: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
+    """Where the rows are: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
 
     name: str
     source: str
@@ -43,7 +43,7 @@ def from_folder(data: DataSet, folder: Path) -> Rows:
 
 
 def json_lines(path: Path) -> Rows:
-    # Not splitlines(): inside a JSON string, U+2028 and its like do not end a line.
+    # Not splitlines(): it would also split at U+2028 and the like, which may stand inside a JSON string.
     for number, line in enumerate(reading.text_of(path).split("\n"), start=1):
         if line.strip():
             yield f"{path} line {number}", _json_object(f"{path} line {number}", line)
@@ -69,17 +69,17 @@ def parquet_rows(path: Path) -> Rows:
 
 
 def from_hub(data: DataSet) -> tuple[Rows, str]:
-    """The rows, and the commit they are from as "hub SOURCE@COMMIT"."""
-    remedy = f"use --data PATH, a folder that holds {data.name}/{data.split}.jsonl or .parquet"
+    """The rows, and the commit they come from as "hub SOURCE@COMMIT"."""
+    remedy = f"use --data PATH with a folder that holds {data.name}/{data.split}.jsonl or .parquet"
     try:
         import datasets
         from huggingface_hub import constants
         from huggingface_hub.errors import HTTPError
     except ImportError as error:
-        raise UserError(f"the hub needs 'pip install datasets' ({error}); or {remedy}") from error
+        raise UserError(f"the hub needs 'pip install datasets' ({error}); or, without the hub, {remedy}") from error
     constants.HF_HUB_DISABLE_TELEMETRY = True
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    # The HTTP client's errors are no OSError; the hub's module names their base whichever client it uses.
+    # The HTTP client's errors are not OSErrors; the hub's module names their base class, whichever client it uses.
     failures = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
     try:
         commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
@@ -92,7 +92,7 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
 
 
 def _commit(endpoint: str, data: DataSet) -> str:
-    """The commit behind the revision. Asked first because `datasets` retries an absent network for 20 s."""
+    """The commit behind the revision. We ask first because `datasets` retries for 20 s where there is no network."""
     from huggingface_hub import utils
 
     url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"
@@ -102,7 +102,7 @@ def _commit(endpoint: str, data: DataSet) -> str:
 
 
 def _refuse_stale_cache(table: Any, data: DataSet, commit: str) -> None:
-    """Out of reach of the hub, `datasets` serves whatever commit its cache holds; the folder tells which."""
+    """When `datasets` cannot reach the hub, it serves whatever commit its cache holds; the folder's name says which."""
     folders = {Path(file["filename"]).parent.name for file in table.cache_files}
     others = sorted(name for name in folders - {commit} if re.fullmatch("[0-9a-f]{40}", name))
     if others:

@@ -1,20 +1,21 @@
-"""Runs model-written Python in a cage, and says whether it ran to its very end.
+"""Runs model-written Python in a cage, and reports whether it ran to the end.
 
-Three processes: the caller; a *keeper* (`cage.keeper`), which builds the cage and holds the wall clock; and the
-*runner* (`cage.runner`), forked by the keeper, which executes the program. The kernel holds it, or it is not run:
+Three processes: the caller; a *keeper* (`cage.keeper`), which builds the cage and watches the clock; and the
+*runner* (`cage.runner`), forked by the keeper, which executes the program. The kernel enforces the cage; where it
+cannot, the program is not run. The walls:
 
 - a filter of system calls (seccomp), always: no second process, nothing executed, no socket, no signal to others;
 - namespaces, where granted: an empty network, no other processes, no files but read-only libraries and a small
   temporary folder in memory;
 - Landlock, from Linux 5.13: no files but the libraries to read and the temporary folder to write.
 
-A cage has namespaces or Landlock or both; so it takes Linux, on x86-64 or 64-bit ARM. What it does not keep out:
+A cage has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. What it does not prevent:
 
-- programs that cheat their own tests (see `cage.runner`), load on the processor for as long as the limits last, and
-  faults of the kernel itself;
-- reading what lies among the libraries, packages installed beside the standard library included;
+- programs that cheat their own tests (see `cage.runner`), keeping the processor busy up to the limits, and exploiting
+  bugs of the kernel itself;
+- reading any file in the library folders, including packages installed beside the standard library;
 - without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads; and
-  writing to the disk, whose use (bytes and files) the keeper looks at every 50 ms, as it does at threads in any cage.
+  writing to the disk. Every 50 ms the keeper checks how many bytes and files are used (and, in any cage, threads).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _KEEPER_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
 _ANSWER = re.compile(r"(\d+)\n(?:passed|failed (.*))\n", re.DOTALL)
 _MIB = 2**20
-NO_CAGE = "this system grants neither namespaces nor Landlock, with seccomp"
+NO_CAGE = "this system does not offer seccomp together with namespaces or Landlock"
 REMEDY = "use Linux 5.13 or newer on x86-64 or 64-bit ARM; or, at your own risk, run it again with --unsafe-code"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one program. Standard output is discarded, standard error counts as a file."""
+class ProgramLimits:
+    """What one program may use. Standard output is discarded, standard error counts as a file."""
 
     cpu_s: int = 5
     wall_s: float = 10.0
@@ -63,14 +64,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     passed: bool
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cage:
-    """The walls, and whether root becomes nobody inside them."""
+    """Which walls it has, and whether root becomes the user `nobody` inside."""
 
     namespaces: bool = False
     landlock: bool = False
@@ -86,11 +87,11 @@ class Cage:
 
 
 UNSAFE = Cage(seccomp=False)
-"""No cage at all: a process with limits, which its group is killed with."""
+"""No cage at all: only a process with limits, killed together with its process group."""
 
 
 def cages() -> list[Cage]:
-    """All there may be, strongest first. The last is for an interpreter in root's home, which nobody cannot read."""
+    """All possible cages, strongest first. The last is for an interpreter in root's home, closed to user `nobody`."""
     is_root = os.geteuid() == 0
     walls = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
     return [Cage(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
@@ -98,7 +99,7 @@ def cages() -> list[Cage]:
 
 @functools.cache
 def strongest() -> Cage | None:
-    """The best cage that this system grants, and that holds when tried."""
+    """The best cage that this system offers and that holds when tried."""
     return next(filter(holds, cages()), None) if sys.platform == "linux" else None
 
 
@@ -108,19 +109,19 @@ def describe(cage: Cage | None) -> str:
 
 
 def how_run(cage: Cage | None) -> str:
-    """What does not change within a run: scores of one kind only."""
+    """One word for how a run treats code. It must stay the same within a run, so that its scores are comparable."""
     return "not run" if cage is None else "unsafe" if cage == UNSAFE else "caged"
 
 
 def holds(cage: Cage) -> bool:
-    """Does a harmless program pass in it, and is each of the commonest ways out refused?"""
+    """Does a harmless program pass in it, and are the most common ways out all blocked?"""
     with tempfile.NamedTemporaryFile(prefix="dflash-bench-") as secret:
         os.chmod(secret.name, 0o666)
         return run_tests(_PROBE.format(private=_private_file(), secret=secret.name), cage).passed
 
 
 def _private_file() -> str:
-    """One in the home folder, where there is one and it can be seen."""
+    """A file in the home folder, if there is one that we can see."""
     with suppress(OSError, RuntimeError):  # no home
         files = (path for path in sorted(Path.home().iterdir()) if path.is_file() and not path.is_symlink())
         return str(next(files, "/etc/hosts"))
@@ -144,26 +145,28 @@ for way, *args in ways_out:
 """
 
 
-def run_tests(program: str, cage: Cage, limits: Limits = Limits()) -> Outcome:
-    """Run a complete program, solution and tests together; it passes when it gets past its last line.
+def run_tests(program: str, cage: Cage, limits: ProgramLimits = ProgramLimits()) -> ProgramOutcome:
+    """Run a complete program, solution and tests together; it passes if it gets past its last line.
 
-    None of its processes is alive when this returns. A keeper that breaks down is a failure like any other.
+    None of its processes is alive when this returns. If the keeper itself fails, the program has failed.
     """
     order = {"parent": os.getpid(), **asdict(cage), **asdict(limits), "program": program}
     folder = tempfile.mkdtemp(prefix="dflash-bench-")
     try:
         with tempfile.TemporaryFile() as errors:
             answer = _ask_keeper(marshal.dumps(order), folder, errors.fileno(), limits.wall_s + _GRACE_S)
-            whole = _ANSWER.fullmatch(answer)
-            if whole is None:
-                return Outcome(False, f"the cage broke down: {last_line(errors.fileno()) or 'its keeper was killed'}")
+            match = _ANSWER.fullmatch(answer)
+            if match is None:
+                return ProgramOutcome(
+                    False, f"the cage broke down: {last_line(errors.fileno()) or 'its keeper was killed'}"
+                )
     finally:
         _remove(folder)
-    return Outcome(whole[2] is None, whole[2] or "passed")
+    return ProgramOutcome(match[2] is None, match[2] or "passed")
 
 
 def _ask_keeper(order: bytes, folder: str, errors: int, timeout_s: float) -> str:
-    """What it answered, whole or not. It and its runner are dead."""
+    """Its answer, complete or not. It and its runner are dead when this returns."""
     with subprocess.Popen(
         _KEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
         cwd=folder, env=_KEEPER_ENV, start_new_session=True,
@@ -181,7 +184,7 @@ def _ask_keeper(order: bytes, folder: str, errors: int, timeout_s: float) -> str
 
 
 def _wait_for_end(runner: int) -> None:
-    """The kernel kills a runner with its keeper; this may take it a moment."""
+    """The kernel kills a runner together with its keeper, but that may take a moment."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):  # it is gone already
             runner_fd = os.pidfd_open(runner)
@@ -190,7 +193,7 @@ def _wait_for_end(runner: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    """However deep the program has nested it: the folders in a folder are moved up, and emptied in their turn."""
+    """Delete a folder, however deeply the program nested it: inner folders are moved to the top, then emptied."""
     waiting = [folder]
     while waiting:
         path = waiting.pop()

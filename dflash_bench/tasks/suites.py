@@ -1,7 +1,7 @@
 """Suites: which prompts to answer, and how a row becomes a prompt.
 
 A suite is a TOML file. Its rows (`rows.py`) come from the sample shipped with the package, the hub, or a
-folder; which one is always said and recorded. `--limit` draws by id, so every machine draws the same prompts.
+folder; a run always shows and records which. `--limit` draws by id, so every machine draws the same prompts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Suite:
     split: str = "test"
     revision: str = "main"
     columns: tuple[str, ...] = ()
-    """What every row must have: texts, or lists of texts for those in `list_columns`."""
+    """Columns that every row must have: texts, or lists of texts for those in `list_columns`."""
     list_columns: tuple[str, ...] = ()
     seed: int = 0
     id: str | None = None
@@ -53,7 +53,7 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The prompts of a run, and what says which ones they were."""
+    """The prompts of one suite in a run, and what identifies them."""
 
     suite: Suite
     prompts: tuple[Prompt, ...]
@@ -63,11 +63,11 @@ class Loaded:
     num_rows: int
     """How many rows there were to draw from."""
     notes: tuple[str, ...] = ()
-    """What a user should know of them, such as columns that nothing reads."""
+    """What a user should know about them, such as columns that are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class SuiteListing:
     """One line of `dflash-bench suites`."""
 
     suite: Suite
@@ -100,7 +100,7 @@ def _parse(path: Path) -> Suite:
 
 
 def expand(names: Sequence[str]) -> list[Suite]:
-    """The suites behind names of suites and groups, each once, in the order asked for."""
+    """The suites that these names of suites and groups stand for, each once, in the order given."""
     suites, groups = known_suites(), known_groups()
     chosen: dict[str, Suite] = {}
     for name in names:
@@ -110,30 +110,30 @@ def expand(names: Sequence[str]) -> list[Suite]:
     return list(chosen.values())
 
 
-def table() -> list[Listing]:
-    listings = []
+def listings() -> list[SuiteListing]:
+    lines = []
     for suite in known_suites().values():
         groups = tuple(group for group, members in known_groups().items() if suite.name in members)
         shipped = data_folder() / "embedded" / suite.name / f"{suite.split}.jsonl"
         num_embedded = sum(1 for _ in rows.json_lines(shipped)) if shipped.exists() else 0
-        listings.append(Listing(suite, groups, num_embedded))
-    return listings
+        lines.append(SuiteListing(suite, groups, num_embedded))
+    return lines
 
 
-def load(suite: Suite, data: str | Path = "embedded", limit: int | None = None) -> Loaded:
+def load_prompts(suite: Suite, data: str | Path = "embedded", limit: int | None = None) -> Loaded:
     """`data` is `embedded`, `hub`, or a folder with NAME/SPLIT.jsonl or .parquet in the hub's columns."""
     if data == "embedded":
-        found, source = rows.from_folder(suite.data, data_folder() / "embedded"), "embedded"
+        placed_rows, source = rows.from_folder(suite.data, data_folder() / "embedded"), "embedded"
     elif data == "hub":
-        found, source = rows.from_hub(suite.data)
+        placed_rows, source = rows.from_hub(suite.data)
     else:
-        found, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
-    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(found)]
+        placed_rows, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
+    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(placed_rows)]
     return draw(suite, prompts, source, limit)
 
 
 def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
-    """What names each prompt, and the messages of its last turn, with a word for the answers that are not there yet."""
+    """Each prompt's name, and its messages up to the last turn; "Yes." stands in for answers that do not exist yet."""
     for prompt in loaded.prompts:
         *earlier, last = (Message("user", turn) for turn in prompt.turns)
         asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
@@ -141,12 +141,12 @@ def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """Equal when, and only when, the model is asked the same thing."""
+    """Two prompts have the same hash exactly when the model is asked the same thing."""
     return _sha256([[[message.role, message.content] for message in prompt.opening], prompt.turns])[:16]
 
 
 def _sha256(value: object) -> str:
-    # Parquet can hold dates and decimals; as text they still tell two rows apart.
+    # Parquet can hold dates and decimals; written as text, different values stay different.
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -159,14 +159,14 @@ def draw(
         raise UserError(f"--limit must be at least 1, not {limit}")
     if not prompts:
         raise UserError(f"{source}: no rows for suite '{suite.name}'")
-    rows_of: dict[str, int] = {}
+    row_numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, start=1):
-        first = rows_of.setdefault(prompt.prompt_id, number)
+        first = row_numbers.setdefault(prompt.prompt_id, number)
         if first != number:
             raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
-    drawn = set(sorted(rows_of, key=lambda prompt_id: _rank(suite, prompt_id))[:limit])
-    kept = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn)
-    return Loaded(suite, kept, source, _sha256([prompt.row for prompt in kept]), len(prompts), notes)
+    drawn_ids = set(sorted(row_numbers, key=lambda prompt_id: _rank(suite, prompt_id))[:limit])
+    drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
+    return Loaded(suite, drawn, source, _sha256([prompt.row for prompt in drawn]), len(prompts), notes)
 
 
 def _rank(suite: Suite, prompt_id: str) -> bytes:
@@ -174,7 +174,7 @@ def _rank(suite: Suite, prompt_id: str) -> bytes:
 
 
 def as_drawn(loaded: Loaded) -> Loaded:
-    """The same prompts, those first that a smaller limit would draw."""
+    """The same prompts in a new order: those that a smaller limit would draw come first."""
     ranked = sorted(loaded.prompts, key=lambda prompt: _rank(loaded.suite, prompt.prompt_id))
     return replace(loaded, prompts=tuple(ranked))
 
@@ -185,13 +185,13 @@ def as_drawn(loaded: Loaded) -> Loaded:
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
     missing = [column for column in suite.columns if column not in row]
     if missing:
-        raise UserError(f"{where}: no column '{missing[0]}' (it has {', '.join(row)})")
+        raise UserError(f"{where}: no column '{missing[0]}' (the row has {', '.join(row)})")
     texts = {column: text_of(where, column, row, column in suite.list_columns) for column in suite.columns}
-    written = [template.format_map(texts) for template in suite.turns]
+    from_templates = [template.format_map(texts) for template in suite.turns]
     return Prompt(
         suite=suite.name,
         prompt_id=name_of(where, suite.id, texts[suite.id]) if suite.id else str(index),
-        turns=filled(where, row[suite.turns_column] if suite.turns_column else written),
+        turns=filled(where, row[suite.turns_column] if suite.turns_column else from_templates),
         category=name_of(where, suite.category, texts[suite.category]) if suite.category else None,
         reference=suite.reference.format_map(texts) if suite.reference else None,
         row=row,
@@ -205,19 +205,20 @@ def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
         return "\n".join(value)
     if not is_list and isinstance(value, str | int):
         return str(value)
-    wanted = "a list of strings" if is_list else "a string or an integer"
-    raise UserError(f"{where}: '{column}' must be {wanted}, not {type(value).__name__}")
+    expected = "a list of strings" if is_list else "a string or an integer"
+    raise UserError(f"{where}: '{column}' must be {expected}, not {type(value).__name__}")
 
 
 def name_of(where: str, column: str, text: str) -> str:
-    """An id or a category as it is. Raises UserError for one that tables, files and terminals could not show."""
+    """An id or a category, unchanged. Raises UserError for one that tables, files and terminals could not show."""
     if not text.strip() or len(text) > LONGEST_NAME or visible(text) != text:
-        wanted = f"a name of 1 to {LONGEST_NAME} characters that can be seen"
-        raise UserError(f"{where}: '{column}' must be {wanted}, not '{shortened(visible(text), 40)}'")
+        expected = f"a name of 1 to {LONGEST_NAME} visible characters"
+        raise UserError(f"{where}: '{column}' must be {expected}, not '{shortened(visible(text), 40)}'")
     return text
 
 
 def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
+    """The turns, unchanged. Raises UserError if there are none or one is blank."""
     if not turns or not all(turn.strip() for turn in turns):
         raise UserError(f"{where}: a prompt needs at least one turn, and no turn may be blank")
     return tuple(turns)

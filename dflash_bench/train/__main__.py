@@ -37,7 +37,7 @@ def train(
             builder.rows(builder.target(tokenizer)[0], tokenizer)
             typer.echo(builder.sweep((0.02, 0.04, 0.08, 0.16), 150))
             return
-        embedded.write(EMBEDDED)
+        embedded.write_samples(EMBEDDED)
         builder.build(output)
 
 

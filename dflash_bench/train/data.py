@@ -1,4 +1,4 @@
-"""Tasks become token rows: rendered with the suite's own prompt and the chat template, packed to a fixed length."""
+"""Turns tasks into rows of tokens: rendered with the suite's prompt and the chat template, packed to a fixed length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT_WEIGHT = 0.1
 
 
 def is_held_out(task: Task) -> bool:
-    """Tasks that ship as prompts come from this share of all questions and are never trained on."""
+    """Is this task in the share of all questions that is never trained on? The shipped prompts come from it."""
     digest = hashlib.sha256(str(mixture.question(task)).encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
@@ -46,7 +46,7 @@ class Sample:
 
 
 def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
-    """(text, weight) pieces of the rendered conversation; answers end with the stop token."""
+    """The rendered conversation in pieces of (text, weight); answers end with the stop token."""
     pieces: list[tuple[str, float]] = []
     for turn, answer in zip(turns_of(task), task.answers, strict=True):
         pieces.append((f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n", PROMPT_WEIGHT))
@@ -60,9 +60,9 @@ def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
 
 
 def history(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """What the chat template keeps of earlier turns: their empty think blocks are not repeated."""
+    """What the chat template keeps of earlier turns: everything but their empty think blocks."""
     last = max(i for i, (text, _) in enumerate(pieces) if text.startswith("<think>"))
-    return [p for i, p in enumerate(pieces) if i == last or p[0] != "<think>\n\n</think>\n\n"]
+    return [piece for i, piece in enumerate(pieces) if i == last or piece[0] != "<think>\n\n</think>\n\n"]
 
 
 def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = False) -> list[Sample]:
@@ -71,7 +71,7 @@ def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = Fals
     pieces = segments(task, thinking)
     starts = [i for i, (text, _) in enumerate(pieces) if text.startswith("<|im_start|>user")]
     for turn in range(len(starts)):
-        # Up to the stop token of this turn's answer; the newline behind it belongs to the next turn.
+        # Up to the stop token of this turn's answer; the newline after it belongs to the next turn.
         end = (starts[turn + 1] if turn + 1 < len(starts) else len(pieces)) - 1
         ids: list[int] = []
         weights: list[float] = []
@@ -85,7 +85,7 @@ def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows [R, N]: `document` tells samples apart, `position` restarts with each of them."""
+    """Packed rows [R, N]: `document` numbers the samples in a row, `position` restarts with each sample."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -99,22 +99,22 @@ class Batch:
         return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
 
 
-def pack(samples: Iterator[Sample], rows: int, length: int, pad: int) -> Batch:
-    """Fill rows with whole samples, first fit; what does not fit into any row ends the batch."""
-    filled: list[list[Sample]] = [[] for _ in range(rows)]
-    room = [length] * rows
+def pack(samples: Iterator[Sample], num_rows: int, length: int, pad: int) -> Batch:
+    """Fill rows with whole samples, each into the first row with room; a sample that fits nowhere ends the batch."""
+    filled: list[list[Sample]] = [[] for _ in range(num_rows)]
+    room = [length] * num_rows
     for sample in samples:
         if len(sample.ids) > length:
             continue
-        row = next((r for r in range(rows) if room[r] >= len(sample.ids)), None)
+        row = next((r for r in range(num_rows) if room[r] >= len(sample.ids)), None)
         if row is None:
             break
         filled[row].append(sample)
         room[row] -= len(sample.ids)
-    ids = torch.full((rows, length), pad)
-    weights = torch.zeros(rows, length)
-    document = torch.full((rows, length), -1)
-    position = torch.arange(length).repeat(rows, 1)
+    ids = torch.full((num_rows, length), pad)
+    weights = torch.zeros(num_rows, length)
+    document = torch.full((num_rows, length), -1)
+    position = torch.arange(length).repeat(num_rows, 1)
     for r, row_samples in enumerate(filled):
         at = 0
         for d, sample in enumerate(row_samples):
@@ -133,14 +133,14 @@ def sample_stream(
     tasks: Callable[[int], Iterator[Task]] = training_tasks,
     extra: Sequence[Task] = (),
 ) -> Iterator[Sample]:
-    """Endless samples; one in sixteen thinks aloud, and with `extra` one in eight comes from there."""
+    """Endless samples; one task in sixteen is rendered with thinking, and one in eight is from `extra` if given."""
     rng = Random(seed)
     for i, task in enumerate(tasks(seed)):
-        chosen = rng.choice(extra) if extra and i % 8 == 7 else task
-        yield from encode(chosen, tokenizer, thinking=i % 16 == 0)
+        next_task = rng.choice(extra) if extra and i % 8 == 7 else task
+        yield from encode(next_task, tokenizer, thinking=i % 16 == 0)
 
 
 def corpus_text(seed: int, count: int) -> Iterator[str]:
-    """Text for the tokenizer."""
+    """Text to train the tokenizer on."""
     for task in islice(training_tasks(seed), count):
         yield "".join(text for text, _ in segments(task)[:-1])

@@ -1,4 +1,4 @@
-"""A task as its suite would ask it: the row completed with an id, the messages from the suite's own template."""
+"""A task as its suite asks it: the row with an id added, and the user's turns from the suite's template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def turns_of(task: Task) -> tuple[str, ...]:
 
 
 def with_id(name: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """The row in all the columns that its suite has on the hub."""
+    """The row, completed to all the columns that its suite has on the hub."""
     match name:
         case "math500":
             return {**row, "unique_id": f"nano/{row['subject'].lower()}/{number}.json"}

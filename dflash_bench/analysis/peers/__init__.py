@@ -1,1 +1,1 @@
-"""Figures of others: the authors' published ones, what their harness would have printed, and vLLM's own benchmark."""
+"""Figures by others: what the authors published, what their harness would have printed, and vLLM's own benchmark."""

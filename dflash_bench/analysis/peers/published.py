@@ -1,4 +1,4 @@
-"""Figures that the authors published (results/published.csv), each with its source and the formula it was made by."""
+"""Figures that the authors published (results/published.csv), each with its source and its formula."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dflash_bench.results.identity import settings_of
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
 MAX_NEW_TOKENS = 2048
-"""Of the main tables."""
+"""In the paper's main tables."""
 NUM_PROMPTS = 128
-"""Of each suite in the evaluation that the authors publish the command of; all where there are fewer."""
+"""Per suite, in the evaluation whose command the authors publish; a smaller suite is used in full."""
 NUM_ROWS = {"aime24": 30, "aime25": 30, "gsm8k": 1319, "humaneval": 164, "math500": 500, "mbpp": 257, "mt_bench": 80}
 SAME_TEXTS = ("gsm8k", "math500", "mt_bench")
-"""Suites whose prompts the authors' harness asks in the words that ours have."""
+"""Suites whose prompts have the same wording in the authors' harness as here."""
 OTHER_TEXTS = ("humaneval", "mbpp")
-"""Which it asks in other words; those of the rest are not published."""
+"""Suites whose prompts are worded differently there; for the remaining suites the wording is not published."""
 FORMULAS = {
     "al.served": "acceptance length as the server counts it",
     "speedup.served": "output tokens/s of the server, with drafting / without",
@@ -36,19 +36,19 @@ FORMULAS = {
     "al.unstated": "acceptance length of EAGLE-3; the authors do not say by which formula or harness",
     "speedup.unstated": "speed-up of EAGLE-3; the authors do not say by which formula or harness",
 }
-"""Of published figures only; those of `zlab` besides."""
+"""Formulas that only published figures have; `zlab.FORMULAS` has the others."""
 
 
 MODES: dict[bool | None, tuple[str, ...]] = {True: ("on", "not stated"), False: ("off", "not stated")}
 MODES[None] = MODES[False]
-"""What `thinking` of a published figure may be beside a run with it, without it, or of a model that has no switch."""
+"""By a run's thinking (None: the model has no switch), the `thinking` of published figures to compare it with."""
 LENGTHS = re.compile(r"(block|used|tree|chain of) (\d+)|(\d+) drafts")
-"""How a configuration tells its tokens a round; blocks and trees count the anchor too."""
+"""How a configuration states its tokens a round; blocks and trees count the anchor too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """`method` as it is called here: what the authors call EAGLE-3 is a tree, unless they say chain."""
+    """`method` has our name: what the authors call EAGLE-3 is a tree, unless they say chain."""
 
     formula: str
     value: float
@@ -78,12 +78,13 @@ class Beside:
 
     @property
     def is_as_long(self) -> bool:
-        """Do both draft as many tokens a round? Where that is not published, nothing says no."""
+        """Do both draft equally many tokens a round? True if that is not published."""
         return self.published.num_drafts in (None, self.num_drafts)
 
 
 @cache
-def load() -> tuple[Published, ...]:
+def load_figures() -> tuple[Published, ...]:
+    """All published figures. Raises UserError if the file is missing."""
     folder = Path(__file__).parents[2]
     packed, checkout = folder / "_results" / "published.csv", folder.parent / "results" / "published.csv"
     path = packed if packed.exists() else checkout
@@ -94,30 +95,30 @@ def load() -> tuple[Published, ...]:
 
 
 def _parsed(row: Mapping[str, str]) -> Published:
-    found = LENGTHS.search(row["config"])
-    kind = found[1] if found else None
-    known: dict[str, Any] = {
+    length = LENGTHS.search(row["config"])
+    kind = length[1] if length else None
+    values: dict[str, Any] = {
         "method": "eagle3-tree" if (row["method"], kind) == ("eagle3", "tree") else row["method"],
-        "num_drafts": int(found[2] or found[3]) - (kind in ("block", "used", "tree")) if found else None,
+        "num_drafts": int(length[2] or length[3]) - (kind in ("block", "used", "tree")) if length else None,
         "value": float(row["value"]),
         "temperature": float(row["temperature"]),
         "concurrency": int(row["concurrency"]),
     }
-    return Published(**{**row, **known})
+    return Published(**{**row, **values})
 
 
 def model_of(identity: Mapping[str, Any]) -> str:
-    """What a run measured: its target, which may have been put in the place of the model's own."""
+    """The model that a run measured: its target, which may have replaced that of the preset."""
     return str(identity.get("target") or identity["model"])
 
 
 def target_of(model: str) -> str:
-    """What the paper calls a model: "qwen3-8b" and "Qwen/Qwen3-8B" are Qwen3-8B. Raises UserError otherwise."""
-    known = list(dict.fromkeys(each.target_model for each in load()))
-    for name in known:
+    """The paper's name for a model: Qwen3-8B for "qwen3-8b" and "Qwen/Qwen3-8B". Raises UserError if it has none."""
+    targets = list(dict.fromkeys(figure.target_model for figure in load_figures()))
+    for name in targets:
         if is_target(model, name):
             return name
-    raise unknown("target of published figures", model, known)
+    raise unknown("target of published figures", model, targets)
 
 
 def is_target(model: str, target: str) -> bool:
@@ -125,39 +126,39 @@ def is_target(model: str, target: str) -> bool:
     return last_part(model) in (target.lower(), f"{target.lower()}-instruct")
 
 
-def beside(own: Sequence[Official], target: str, identity: Mapping[str, Any]) -> list[Beside]:
-    """What was published for the run's suites, methods, temperature and thinking, however long the drafts.
+def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) -> list[Beside]:
+    """What was published for the run's suites, methods, temperature and thinking, with drafts of any length.
 
-    Raises UserError where that is nothing, and for embedded prompts, which are not those that the suites are named for.
+    Raises UserError if there is nothing, and for embedded prompts, which are not those of the public suites.
     """
-    embedded = [suite for suite in dict.fromkeys(cell.suite for cell in own) if _is_embedded(identity, suite)]
+    embedded = [suite for suite in dict.fromkeys(cell.suite for cell in cells) if _is_embedded(identity, suite)]
     if embedded:
         label = labels.listed((suite, EMBEDDED) for suite in embedded)
         raise UserError(
-            f"{label}: embedded prompts are samples of this project, and no published figure is of them; "
-            "run again with --data hub, or --data FOLDER that holds the hub's rows"
+            f"{label}: embedded prompts are this project's own samples, so there are no published figures for them; "
+            "run again with --data hub, or --data FOLDER with the hub's rows"
         )
-    several = {str(settings): settings for settings in settings_of(identity)}
-    found = []
-    for cell in own:
-        settings = several[cell.settings]
+    settings_by_name = {str(settings): settings for settings in settings_of(identity)}
+    comparisons = []
+    for cell in cells:
+        settings = settings_by_name[cell.settings]
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
         num_drafts = identity.get("methods", {}).get(cell.method, {}).get("num_drafts")
-        found += [
-            Beside(each, cell.suite, cell.settings, cell.method, num_drafts, values.get(each.formula))
-            for each in load()
-            if (each.target_model, each.dataset, each.temperature) == (target, cell.suite, settings.temperature)
+        comparisons += [
+            Beside(figure, cell.suite, cell.settings, cell.method, num_drafts, values.get(figure.formula))
+            for figure in load_figures()
+            if (figure.target_model, figure.dataset, figure.temperature) == (target, cell.suite, settings.temperature)
             and settings == Settings(settings.temperature, thinking=settings.thinking)
-            and each.method == name_of(cell.method)
-            and each.thinking in MODES[settings.thinking]
+            and figure.method == name_of(cell.method)
+            and figure.thinking in MODES[settings.thinking]
         ]
-    if not found:
-        cells = ", ".join(
-            f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in own
+    if not comparisons:
+        names = ", ".join(
+            f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in cells
         )
-        conditions = " or ".join(map(_conditions, several.values()))
-        raise UserError(f"nothing was published for {target} {conditions} on {cells}")
-    return found
+        conditions = " or ".join(map(_conditions, settings_by_name.values()))
+        raise UserError(f"nothing was published for {target} {conditions} on {names}")
+    return comparisons
 
 
 def _conditions(settings: Settings) -> str:
@@ -170,22 +171,22 @@ def _is_embedded(identity: Mapping[str, Any], suite: str) -> bool:
     return labels.source_of(identity, suite) == EMBEDDED
 
 
-def unlike_conditions(found: Sequence[Beside], identity: Mapping[str, Any]) -> Iterator[str]:
-    """How the run was asked otherwise than the authors ask, a sentence each."""
-    suites = list(dict.fromkeys(each.suite for each in found))
+def unlike_conditions(comparisons: Sequence[Beside], identity: Mapping[str, Any]) -> Iterator[str]:
+    """How the run's conditions differ from the authors', one sentence each."""
+    suites = list(dict.fromkeys(comparison.suite for comparison in comparisons))
     yield from _counts(suites, identity)
     limit = identity.get("max_new_tokens")
     if limit != MAX_NEW_TOKENS:
-        yield f"answers end at {limit} tokens here, at {MAX_NEW_TOKENS:,} in the paper's main tables"
+        yield f"answers end at {limit} tokens here, but at {MAX_NEW_TOKENS:,} in the paper's main tables"
     local = [suite for suite in suites if labels.source_of(identity, suite).startswith("folder ")]
     if local:
-        yield f"the rows of {', '.join(local)} are from a folder: whether they are the hub's was not looked at"
+        yield f"the rows of {', '.join(local)} are from a folder: we did not check that they are the hub's"
     other = [suite for suite in suites if suite in OTHER_TEXTS]
     if other:
-        yield f"the prompts of {', '.join(other)} are in other words than the authors' harness asks"
+        yield f"the prompts of {', '.join(other)} are worded differently in the authors' harness"
     unknown_texts = [suite for suite in suites if suite not in (*OTHER_TEXTS, *SAME_TEXTS)]
     if unknown_texts:
-        yield f"in which words the authors ask {', '.join(unknown_texts)} is not published"
+        yield f"the wording of the authors' prompts for {', '.join(unknown_texts)} is not published"
 
 
 def _counts(suites: Sequence[str], identity: Mapping[str, Any]) -> Iterator[str]:
@@ -197,6 +198,6 @@ def _counts(suites: Sequence[str], identity: Mapping[str, Any]) -> Iterator[str]
     ]
     if other:
         yield (
-            f"other numbers of prompts than in the authors' published command: {', '.join(other)}; "
-            "how many the paper's figures are of is not stated"
+            f"the number of prompts differs from the authors' published command: {', '.join(other)}; "
+            "the paper does not say how many its figures are based on"
         )

@@ -1,10 +1,10 @@
 """What the official harness (z-lab/dflash, Transformers backend) would have printed for the same rows.
 
-It takes the mean over responses of each one's mean over rounds, counts what a round accepts past the stop
-token, starts the clock of a drafting method only after its first draft, divides by all tokens of the response,
-and takes the ratio of the mean times per token. It spends one more round on a response whose first token is a stop,
-and on one that reaches the token limit exactly, because its loop goes on while the last token has no row in the cache
-(z-lab/dflash of April 2026; later versions do not). Our rows have neither round.
+It takes the mean over responses of each one's mean over rounds, also counts tokens accepted past the stop token,
+starts the clock of a drafting method only after its first draft, divides by all tokens of the response, and takes the
+ratio of the mean times per token. It spends one more round on a response whose first token is a stop, and on one that
+reaches the token limit exactly, because its loop continues until the last token is in the cache (z-lab/dflash of April
+2026; later versions do not). Our rows have no such rounds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dflash_bench.analysis.metrics import BASELINE, without_errors
 from dflash_bench.methods import name_of
 
 KNOWN = (BASELINE, "dflash")
-"""Methods that the official harness has."""
+"""The methods of the official harness."""
 FORMULAS = {
-    "al.zlab": "mean over responses of the mean over rounds of (a_i + 1), past the stop token too",
+    "al.zlab": "mean over responses of the mean over rounds of (a_i + 1), including tokens past the stop token",
     "tps.zlab": "1 / mean over responses of (seconds since the first draft / T)",
     "speedup.zlab": "mean seconds per token, plain / the method's; the method's clock starts after its first draft",
 }
@@ -49,34 +49,34 @@ def official(rows: Any) -> list[Official]:
     )
     places = ["suite", "settings", "method"]
     means = good.groupby(places, observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
-    found = []
-    for (suite, settings, method), row in means.iterrows():
+    figures = []
+    for (suite, settings, method), cell in means.iterrows():
         of_plain = suite, settings, BASELINE
         plain = float(means.loc[of_plain, ("tpot", "mean")]) if of_plain in means.index else None
-        tpot, al = float(row["tpot", "mean"]), float(row["al", "mean"])
-        found.append(
+        tpot, al = float(cell["tpot", "mean"]), float(cell["al", "mean"])
+        figures.append(
             Official(
-                suite, settings, method, int(row["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
+                suite, settings, method, int(cell["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
                 plain / tpot if plain and tpot else None,
             )
         )  # fmt: skip
-    return found
+    return figures
 
 
 def notes(rows: Any) -> Iterator[str]:
-    """Where what is printed is not what the official harness would have printed, and why."""
+    """Where these figures differ from what the official harness would have printed, and why."""
     methods = [method for method in rows["method"].drop_duplicates() if name_of(method) not in KNOWN]
     if methods:
         yield (
             f"the official harness has no {', '.join(methods)}: its formulas are applied to these rows, "
-            "but it never printed such a figure"
+            "but it never printed such figures"
         )
     good = without_errors(rows)
-    # A round that overshoots the limit is cut, and ends its loop as it ends ours.
+    # A round that overshoots the limit is cut, and ends its loop just as ours.
     is_exact = good["num_emitted"] == good["num_accepted"] + good["num_rounds"]
     num_exact = int(((good["finish_reason"] == "length") & is_exact).sum())
     if num_exact:
         yield (
             f"{num_exact} of {len(good)} answers reach the token limit exactly: the official harness spends one more "
-            "round on each, cuts its tokens, and counts its time and its acceptance; that round is not in these figures"
+            "round on each, cuts its tokens, but counts its time and acceptance; these figures leave that round out"
         )

@@ -1,7 +1,7 @@
-"""Checkpoints of drafts, by whoever published them: read into one description, checked whole, written again.
+"""Checkpoints of drafts in the formats of their publishers: read into one description, checked, written again.
 
-A format is a file here with a reader and a writer; the networks know nothing of formats. Nothing is loaded partly:
-what is missing, surplus, misshapen or made for another target is refused by name.
+A format is a file here with a reader and a writer; the networks know nothing of formats. A checkpoint is never loaded
+in part: an error names what is missing, surplus, of the wrong shape or made for another target.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dflash_bench.models.formats.checkpoint import Checkpoint, DraftModel, Forma
 from dflash_bench.models.formats.detect import FORMATS, detect
 
 __all__ = [
-    "FORMATS", "Checkpoint", "DraftModel", "Format", "TargetShape", "load_draft", "named", "problems", "read",
-    "read_config", "save_draft",
+    "FORMATS", "Checkpoint", "DraftModel", "Format", "TargetShape", "format_named", "load_draft", "problems",
+    "read_checkpoint", "read_config", "save_draft",
 ]  # fmt: skip
 
 
 def load_draft(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> DraftModel:
-    """Raises UserError for a folder that holds no draft we know, a damaged file, or a draft for another target."""
-    form, checkpoint = read(folder, target)
+    """Raises UserError for a folder without a draft that we know, a damaged file, or a draft for another target."""
+    form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
         raise UserError(f"{folder}: {problem}")
     draft = checks.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
@@ -37,14 +37,14 @@ def load_draft(folder: Path, target: TargetShape, dtype: torch.dtype, device: st
 
 
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None) -> None:
-    """Raises UserError for what the format (z-lab's or SafeAILab's if none is named) cannot hold."""
+    """Raises UserError if the format (by default z-lab's or SafeAILab's) cannot hold this draft."""
     kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
-    form = named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
-    files.write(folder, *form.write(Checkpoint(draft.config, draft.state_dict())))
+    form = format_named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
+    files.write_checkpoint(folder, *form.write(Checkpoint(draft.config, draft.state_dict())))
 
 
-def read(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
-    """The description of a folder, not yet checked for wholeness or fit (`problems`)."""
+def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
+    """A folder's format and description. Call `problems` to check that it is complete and fits."""
     config, path = read_config(folder), folder / "config.json"
     tensors = files.read_tensors(folder, files.only_maps if headers_only else files.everything)
     checks.check_map(str(folder), tensors)
@@ -62,12 +62,13 @@ def read(folder: Path, target: TargetShape | None, headers_only: bool = False) -
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[str]:
-    """All that keeps it from being run, each in one line with its remedy; without a target, by what it says itself."""
+    """Everything that prevents running it, a line each. Without a target, what the file alone shows."""
     yield from checks.misfits(checkpoint.config, target or checks.own_target(checkpoint.config))
     yield from checks.unsound_tensors(checkpoint, form.layer)
 
 
-def named(name: str, kind: str) -> Format:
+def format_named(name: str, kind: str) -> Format:
     if (name, kind) not in FORMATS:
-        raise unknown(f"format for a draft of kind {kind}:", name, [each for each, held in FORMATS if held == kind])
+        names = [format_name for format_name, format_kind in FORMATS if format_kind == kind]
+        raise unknown(f"format for a draft of kind {kind}:", name, names)
     return FORMATS[name, kind]

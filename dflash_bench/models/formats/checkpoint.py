@@ -1,4 +1,4 @@
-"""What every format is read into: the one description that networks, checks and writers share."""
+"""The one description of a draft that all formats are read into, and that networks, checks and writers share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Stored = tuple[dict[str, Any], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a draft must agree with."""
+    """What a draft must match in its target."""
 
     hidden_size: int
     vocab_size: int
@@ -30,28 +30,28 @@ class TargetShape:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A draft, whoever published it. `tensors` carry the names of our networks.
+    """A draft in any format. `tensors` have the names of our networks.
 
-    `config` holds what the file declares; the depth of a target that is given decides the taps which the file leaves
-    to it, as the formats say, and nothing else.
+    `config` holds what the file declares. Only the tapped layers may come from the target: some formats derive them
+    from its depth if the file does not name them.
     """
 
     config: DraftConfig
     tensors: Tensors
     trained_for: str | None = None
-    """The target, as far as the config names it."""
+    """The target, if the config names it."""
     notes: tuple[str, ...] = ()
-    """How what the file leaves open was read."""
+    """How we read what the file leaves open."""
     derived_taps: str | None = None
-    """A formula for the tapped layers: the file names none, and the depth of the target is not known."""
+    """A formula for the tapped layers, if the file does not name them and the target's depth is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One way to store one kind of draft. `read` gets the target's depth where it is known.
+    """One way to store one kind of draft. `read` gets the target's depth, or None if it is not known.
 
-    `holds_vocabulary`: do files carry the target's embedding and head along, or leave them to the target?
-    `layer` is what files call the layer that SafeAILab calls `midlayer`.
+    `holds_vocabulary`: do files include the target's embedding and head, or leave them to the target?
+    `layer` is the name that files use for the layer that SafeAILab calls `midlayer`.
     """
 
     name: str

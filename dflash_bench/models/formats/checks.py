@@ -1,4 +1,4 @@
-"""Does a checkpoint describe a network, hold it whole, and fit a target? Everything that is wrong, with its remedy."""
+"""Does a checkpoint describe a network, is it complete, and does it fit a target? All problems, with their remedies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Draf
 
 LARGEST = {"num_layers": 1 << 10, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 12}
 LARGEST_OTHER = 1 << 24
-"""Beyond any network there is. A damaged number must not become memory, or a loop without an end."""
+"""Larger than in any existing network. A damaged number must not make us allocate huge memory or loop forever."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 FLAGS = (
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def check_values(where: str, config: DraftConfig) -> None:
-    """Does it describe a network at all? Raises UserError for the first value that cannot be."""
+    """Does it describe a network at all? Raises UserError for the first impossible value."""
     for field in fields(config):
         value = getattr(config, field.name)
         if not _is_sound(field.name, field.type, value):
@@ -41,7 +41,7 @@ def check_values(where: str, config: DraftConfig) -> None:
     if isinstance(config, DFlashConfig) and config.num_drafts(config.block_size) < 1:
         raise UserError(f"{where}: a block of {config.block_size} drafts nothing")
     if isinstance(config, Eagle3Config) and config.norm_before_fc and config.fc_norm:
-        raise UserError(f"{where}: norm_before_fc and fc_norm exclude each other")
+        raise UserError(f"{where}: norm_before_fc and fc_norm cannot both be set")
     if config.rope_scaling is not None:
         _check_scaling(where, config)
 
@@ -62,7 +62,7 @@ def _is_sound(name: str, kind: object, value: object) -> bool:
 
 
 def _check_scaling(where: str, config: DraftConfig) -> None:
-    """Is there a number where one must be, and does the formula give angles with them?"""
+    """Are the scaling's values numbers, and does its formula give valid angles?"""
     scaling = dict(config.rope_scaling or {})
     for key, value in scaling.items():
         sound = value is None or (isinstance(value, int | float) and abs(value) < 1e30)
@@ -71,91 +71,94 @@ def _check_scaling(where: str, config: DraftConfig) -> None:
     try:
         inverse, amplitude = frequencies(config.head_dim, config.rope_theta, scaling)
     except (ArithmeticError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"{where}: no angles come of rotary scaling {scaling} ({error})") from error
+        raise UserError(f"{where}: rotary scaling {scaling} gives no valid angles ({error})") from error
     if not (inverse.isfinite() & (inverse > 0)).all() or not 0 < amplitude < math.inf:
-        raise UserError(f"{where}: no angles come of rotary scaling {scaling}")
+        raise UserError(f"{where}: rotary scaling {scaling} gives no valid angles")
 
 
 def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a vocabulary map that is none, before anything is reckoned with it."""
+    """Raises UserError if `d2t` is not a vocabulary map, before anything is computed from it."""
     d2t = tensors.get("d2t")
     if d2t is not None and (d2t.ndim != 1 or d2t.dtype not in SIGNED):
         kind = str(d2t.dtype).removeprefix("torch.")
-        raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one offset for each token of the draft")
+        raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one integer offset per token of the draft")
 
 
 def skeleton(config: DraftConfig) -> DraftModel:
-    """The network without memory behind its parameters."""
+    """The network, with parameters that take no memory."""
     with torch.device("meta"):
         return DFlashDraft(config) if isinstance(config, DFlashConfig) else Eagle3Draft(config)
 
 
 def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[str]:
-    """Each tensor that is missing, surplus, misshapen or of the wrong kind, under the name it has in the file."""
-    wanted, held = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
-    for name in sorted(wanted.keys() - held.keys()):
-        yield f"missing tensor {_filed(name, layer)}: copy the checkpoint again, or see if config.json belongs to it"
-    for name in sorted(held.keys() - wanted.keys()):
-        yield f"surplus tensor {_filed(name, layer)}: config.json has no place for it; the draft is of another kind"
-    for name in sorted(wanted.keys() & held.keys()):
-        tensor, shape = held[name], list(wanted[name].shape)
+    """Each tensor that is missing, surplus, of the wrong shape or of the wrong type, by its name in the file."""
+    expected, stored = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
+    for name in sorted(expected.keys() - stored.keys()):
+        yield f"missing tensor {_in_file(name, layer)}: copy the checkpoint again, or see if config.json belongs to it"
+    for name in sorted(stored.keys() - expected.keys()):
+        yield f"surplus tensor {_in_file(name, layer)}: config.json has no place for it; the draft is of another kind"
+    for name in sorted(expected.keys() & stored.keys()):
+        tensor, shape = stored[name], list(expected[name].shape)
         if list(tensor.shape) != shape:
-            yield f"{_filed(name, layer)} is {list(tensor.shape)}, config.json says {shape}: one of them is not its own"
-        elif (tensor.dtype in FLOATS) != wanted[name].is_floating_point() or tensor.is_complex():
-            yield f"{_filed(name, layer)} holds {tensor.dtype}: quantised drafts are not supported; use the original"
-    if "d2t" in held and "t2d" in held:
-        yield from _unsound_map(checkpoint.config, held["d2t"], held["t2d"])
+            yield (
+                f"{_in_file(name, layer)} is {list(tensor.shape)}, config.json says {shape}: "
+                "they do not belong together; copy the checkpoint again"
+            )
+        elif (tensor.dtype in FLOATS) != expected[name].is_floating_point() or tensor.is_complex():
+            yield f"{_in_file(name, layer)} holds {tensor.dtype}: quantised drafts are not supported; use the original"
+    if "d2t" in stored and "t2d" in stored:
+        yield from _unsound_map(checkpoint.config, stored["d2t"], stored["t2d"])
 
 
-def _filed(name: str, layer: str) -> str:
+def _in_file(name: str, layer: str) -> str:
     return layer + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[str]:
     ids = torch.arange(len(d2t)) + d2t
     if not ((ids >= 0) & (ids < config.vocab_size)).all():
-        yield f"d2t leaves the target's vocabulary of {config.vocab_size}: it belongs to another target"
+        yield f"d2t points outside the target's vocabulary of {config.vocab_size}: it belongs to another target"
     elif ids.tolist() != t2d.nonzero().flatten().tolist():
         yield "d2t and t2d name different tokens: copy the checkpoint again"
 
 
 def own_target(config: DraftConfig) -> TargetShape:
-    """The target that the file itself speaks of; where it names no depth, one that is deep enough."""
+    """The target that the file itself describes; if it gives no depth, one that is deep enough."""
     depth = config.num_target_layers or max(config.target_layer_ids) + 2
     return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
 
 
 def misfits(config: DraftConfig, target: TargetShape) -> Iterator[str]:
-    """Everything for which a draft cannot serve a target."""
+    """Every reason why a draft cannot serve a target."""
     width = config.target_hidden_size or config.hidden_size
     if width != target.hidden_size:
-        yield f"hidden size {width}, the target's is {target.hidden_size}; use its own draft"
+        yield f"hidden size {width}, but the target's is {target.hidden_size}; use a draft made for this target"
     elif config.hidden_size != width:
         yield from _missing_vocabulary(config)
     if config.vocab_size != target.vocab_size:
-        yield f"vocabulary of {config.vocab_size}, the target's is {target.vocab_size}; use its own draft"
+        yield f"vocabulary of {config.vocab_size}, but the target's is {target.vocab_size}; use a draft made for it"
     outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
     if outside:
         yield (
             f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} "
-            "(the last cannot be tapped); use its own draft"
+            "(the last cannot be tapped); use a draft made for this target"
         )
     if config.num_target_layers not in (None, target.num_layers):
         yield (
-            f"made for a target of {config.num_target_layers} layers, this one has {target.num_layers}; "
-            "use its own draft"
+            f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}; "
+            "use a draft made for this target"
         )
     if isinstance(config, DFlashConfig) and config.mask_token_id >= target.vocab_size:
         yield (
-            f"mask id {config.mask_token_id} is outside the embedding of {target.vocab_size} rows; "
-            "the target is to be one whose embedding was padded"
+            f"mask id {config.mask_token_id} is outside the target's embedding of {target.vocab_size} rows; "
+            "use a target whose embedding is padded"
         )
 
 
 def _missing_vocabulary(config: DraftConfig) -> Iterator[str]:
-    """A draft of another width than its target cannot share what the target embeds and scores with."""
+    """A draft whose hidden size differs from its target's cannot share the target's embedding and head."""
     if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
         yield (
             f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "
-            "yet it brings no embedding or head of its own; ask its publisher for them"
+            "but it lacks its own embedding or head; ask its publisher for them"
         )

@@ -1,7 +1,7 @@
-"""DFlash and EAGLE-3 as DeepSpec publishes them: flat configs grown from the target's, with its embedding and head.
+"""DFlash and EAGLE-3 as DeepSpec publishes them: flat configs based on the target's, with its embedding and head.
 
-DFlash has shifted labels, which nothing in the file says. EAGLE-3 taps five layers and norms queries and keys. Layers
-are named by their output; -1 is the output of the embedding.
+DFlash has shifted labels, though nothing in the file says so. EAGLE-3 taps five layers and norms queries and keys.
+Layers are named by their output; -1 is the output of the embedding.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
         target_hidden_size=config.target_hidden_size,
     )
     fields.needs_vocabulary("deepspec", checkpoint)
-    own = {
+    header = {
         "architectures": ["Qwen3DSparkModel"],
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -69,7 +69,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
         "enable_confidence_head": False,
         "markov_rank": 0,
     }
-    return own | _rest(config, checkpoint), dict(checkpoint.tensors)
+    return header | _rest(config, checkpoint), dict(checkpoint.tensors)
 
 
 def write_eagle3(checkpoint: Checkpoint) -> Stored:
@@ -87,17 +87,17 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         layer_without_query_and_key_norms=not config.qk_norm,
     )
     fields.needs_vocabulary("deepspec", checkpoint)
-    own = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}
+    header = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}
     tensors = fields.without_whole_map(config, checkpoint.tensors)
-    return own | _rest(config, checkpoint), fields.renamed(tensors, "midlayer.", LAYER)
+    return header | _rest(config, checkpoint), fields.renamed(tensors, "midlayer.", LAYER)
 
 
 def _rest(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    known = {"num_target_layers": config.num_target_layers, "_name_or_path": checkpoint.trained_for}
+    optional = {"num_target_layers": config.num_target_layers, "_name_or_path": checkpoint.trained_for}
     return {
         "model_type": "qwen3",
         "target_layer_ids": list(config.target_layer_ids),
-        **{key: value for key, value in known.items() if value is not None},
+        **{key: value for key, value in optional.items() if value is not None},
         "tie_word_embeddings": False,
         **fields.body_json(config, checkpoint.tensors),
     }

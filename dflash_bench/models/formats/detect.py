@@ -1,4 +1,4 @@
-"""Which format is this? What a config and the names of tensors say; what is known but not supported is named."""
+"""Which format is this? Decided by the config and the names of tensors; unsupported kinds that we know are named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARCHITECTURES = {
 UNSUPPORTED_ARCHITECTURES = {
     "DFlash2DraftModel": "DFlash 2",
     "Gemma4DSparkModel": "DeepSpec's DFlash for Gemma 4",
-    "MuseGlimmerAssistantModel": "an assistant of transformers' own DFlash",
+    "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
 UNSUPPORTED_TENSORS = {
     r"candidate_selector\.|.*(attention|mlp)_conv\.": "DFlash 2",
@@ -34,7 +34,7 @@ UNSUPPORTED_TENSORS = {
     r"markov_head\.": "DSpark",
     r"confidence_head\.": "DSpark with a confidence head",
     r"mask_hidden$": "P-EAGLE",
-    r"encoder\.fc\.": "an assistant of transformers' own DFlash",
+    r"encoder\.fc\.": "an assistant for transformers' own DFlash",
     r"\d+\.\d+\.linear\.": "Medusa",
 }
 LOOKED_FOR = (
@@ -44,7 +44,7 @@ LOOKED_FOR = (
 
 
 def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
-    """Raises UserError for what is not supported, by name, and for what is not known."""
+    """The format of a folder. Raises UserError, with a name if we know one, for what is not supported."""
     names = list(names)
     architectures = config.get("architectures") or ()
     _refuse_unsupported(folder, config, architectures, names)
@@ -57,14 +57,14 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
         return zlab.DFLASH
     if "draft_vocab_size" in config or any(name == "d2t" or name.startswith("midlayer.") for name in names):
         return safeailab.EAGLE3
-    raise UserError(f"{folder} is no draft we know; looked for {LOOKED_FOR}")
+    raise UserError(f"{folder} is not a draft that we know; looked for {LOOKED_FOR}")
 
 
 def _speculators(folder: Path, config: Json) -> Format:
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
         raise UserError(
-            f"{folder}: a speculators draft of type {kind!r} is not supported; {', '.join(SPECULATORS)} are"
+            f"{folder}: a speculators draft of type {kind!r} is not supported; only {', '.join(SPECULATORS)} are"
         )
     return SPECULATORS[kind]
 
@@ -81,4 +81,4 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
     if config.get("markov_rank"):
         raise UserError(f"{folder} is DSpark (markov_rank {config['markov_rank']}), which is not supported")
     if (folder / "mask_embedding.pt").exists():
-        raise UserError(f"{folder} brings its mask's embedding in mask_embedding.pt, which is not supported")
+        raise UserError(f"{folder} has its mask's embedding in mask_embedding.pt, which is not supported")

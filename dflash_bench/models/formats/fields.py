@@ -1,4 +1,4 @@
-"""What configs of all formats have in common: the body, the rotary positions, the vocabulary map."""
+"""What configs of all formats have in common: the network's sizes, rotary positions and the vocabulary map."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SCALINGS = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Rotary scalings that do not depend on the length of the text, and what each must say."""
+"""Rotary scalings that do not depend on the length of the text, and the keys that each must have."""
 FROM_LENGTH = ("yarn", "llama3")
-"""Those that start from the length that the body was trained with."""
+"""Scalings that also need the context length of the original training."""
 
 
 def refuse(config: Json, what: str, *variants: str) -> None:
-    """Variants of the network that share its tensors would load, and draft badly."""
+    """Raise UserError for variants of the network: they have the same tensors, so they would load but draft badly."""
     for name in variants:
         if config.get(name):
             raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
@@ -33,7 +33,7 @@ def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]
     """The fields that both kinds of draft share. A missing key is a KeyError."""
     refuse(config, what, "quantization_config")
     if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; silu is")
+        raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; only silu is")
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
@@ -48,7 +48,7 @@ def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
-    """The inverse of `body`, in the keys of transformers 4, which every reader understands."""
+    """The inverse of `body`, with the keys of transformers 4, which every reader understands."""
     scaling = {} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}
     return {
         "hidden_size": config.hidden_size,
@@ -68,7 +68,7 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
 
 
 def _rotary(config: Json) -> dict[str, Any]:
-    """Newer files keep rotary settings in `rope_parameters`, some of them per kind of layer; without any, theta is
+    """Newer files keep rotary settings in `rope_parameters`, some of them per kind of layer. Theta defaults to
     10000."""
     newer = config.get("rope_parameters") or {}
     newer = {**newer, **newer.get("full_attention", {})}
@@ -82,10 +82,10 @@ def _rotary(config: Json) -> dict[str, Any]:
     if kind == "default":
         return plain
     if kind not in SCALINGS:
-        raise UserError(f"a draft with rotary scaling '{kind}' is not supported; {', '.join(SCALINGS)} are")
+        raise UserError(f"a draft with rotary scaling '{kind}' is not supported; only {', '.join(SCALINGS)} are")
     scaling = {"rope_type": kind, **{key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
     for key in SCALINGS[kind]:
-        scaling[key]
+        scaling[key]  # a missing key is a KeyError
     if kind in FROM_LENGTH and scaling.get("original_max_position_embeddings") is None:
         scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or length
     return {**plain, "rope_scaling": scaling}
@@ -100,10 +100,11 @@ def shifted(ids: Sequence[int], by: int) -> tuple[int, ...]:
 
 
 def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """A draft of the whole vocabulary may leave its map out, and any draft the half that follows from the other.
+    """Fill in the parts of the vocabulary map that the file may leave out.
 
-    A DFlash draft of the whole vocabulary has no map at all, and one of a reduced vocabulary the first ids if it
-    names none. Sizes must have been checked: this is memory.
+    A draft of the whole vocabulary may omit its map, and any draft may omit `t2d`, which follows from `d2t`. For us, a
+    DFlash draft of the whole vocabulary has no map at all, and one of a reduced vocabulary uses the first ids if it has
+    no map. Sizes must have been checked before, as this allocates memory.
     """
     tensors, size = dict(tensors), config.draft_vocab_size
     if size is None:
@@ -118,7 +119,7 @@ def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def without_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """Where ids are the target's own, no format needs to say so."""
+    """Drop the map of a draft of the whole vocabulary: its ids are the target's, and no format needs to say so."""
     whole = config.draft_vocab_size in (None, config.vocab_size)
     return {name: tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
 
@@ -128,14 +129,16 @@ def renamed(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
 
 
 def cannot_hold(name: str, **contents: Any) -> None:
-    """Refuse to write what a format has no words for; a value that is neither None nor False is there."""
+    """Raise UserError for the first of `contents` that is set, as the format has no place for it."""
     for what, value in contents.items():
         if value:
-            said = what if value is True else f"{what} = {value}"
-            raise UserError(f"the {name} format cannot hold this draft's {said}")
+            setting = what if value is True else f"{what} = {value}"
+            raise UserError(f"the {name} format cannot hold this draft's {setting}")
 
 
 def needs_vocabulary(name: str, checkpoint: Checkpoint) -> None:
     for tensor in ("embed_tokens.weight", "lm_head.weight"):
         if tensor not in checkpoint.tensors:
-            raise UserError(f"the {name} format holds {tensor}, which this draft takes from its target; give --target")
+            raise UserError(
+                f"the {name} format includes {tensor}, which this draft takes from its target; give --target"
+            )

@@ -1,7 +1,7 @@
 """Medusa heads as FasterDecoding publishes them: config.json, and medusa_lm_head.safetensors or .pt beside it.
 
 Tensors are `HEAD.BLOCK.linear.weight` and `.bias` of the residual blocks, then `HEAD.N.weight` [V, H] without a bias.
-The config names fewer heads than some files hold; all of them are read.
+In some checkpoints the config names fewer heads than the file holds; we read all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST = 64
-"""Heads, and blocks of a head: a damaged number must not become memory."""
+"""Heads, and blocks of a head: a damaged number must not make us allocate huge memory."""
 
 
 def is_medusa(folder: Path) -> bool:
@@ -29,14 +29,14 @@ def is_medusa(folder: Path) -> bool:
 
 
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MedusaHeads:
-    """Raises UserError for what holds no Medusa heads, is damaged, or was made for another target."""
+    """Raises UserError for a folder without Medusa heads, a damaged file, or heads made for another target."""
     config, tensors = read(folder)
-    for name, size, wanted in (
+    for name, size, expected in (
         ("hidden size", config.hidden_size, target.hidden_size),
         ("vocabulary", config.vocab_size, target.vocab_size),
     ):
-        if size != wanted:
-            raise UserError(f"{folder}: {name} {size}, the target's is {wanted}; use its own heads")
+        if size != expected:
+            raise UserError(f"{folder}: {name} {size}, but the target's is {expected}; use heads made for this target")
     with torch.device("meta"):
         heads = MedusaHeads(config)
     heads = heads.to(dtype).to_empty(device=device)
@@ -45,7 +45,7 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensors]:
-    """Checked whole. Raises UserError for everything that is not as the format says."""
+    """The heads, fully checked. Raises UserError for anything that does not match the format."""
     config = read_config(folder)
     path = next((folder / name for name in WEIGHTS if os.path.lexists(folder / name)), None)
     if path is None:
@@ -53,9 +53,9 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensor
     if str(config.get("version", "1")) != "1":
         raise UserError(f"{folder}: Medusa heads of version {config['version']} are not supported; use version 1")
     tensors = files.read_file(path, (lambda _name: False) if headers_only else files.everything)
-    known = _described(path, config, tensors)
-    _check_tensors(path, known, tensors)
-    return known, tensors
+    medusa_config = _described(path, config, tensors)
+    _check_tensors(path, medusa_config, tensors)
+    return medusa_config, tensors
 
 
 def save(heads: MedusaHeads, folder: Path, base_model: str) -> None:
@@ -65,11 +65,11 @@ def save(heads: MedusaHeads, folder: Path, base_model: str) -> None:
         "medusa_num_heads": heads.config.num_heads,
         "medusa_num_layers": heads.config.num_layers,
     }
-    files.write(folder, config, heads.state_dict(), WEIGHTS[0])
+    files.write_checkpoint(folder, config, heads.state_dict(), WEIGHTS[0])
 
 
 def _described(path: Path, config: Json, tensors: Tensors) -> MedusaConfig:
-    """Numbers as the config has them, sizes as the tensors have them."""
+    """The number of layers is taken from the config, the number of heads and all sizes from the tensors."""
     names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.\d+(\.linear)?\.(weight|bias)", name))]
     odd = sorted(tensors.keys() - {match[0] for match in names})
     if odd or not names:
@@ -85,24 +85,24 @@ def _described(path: Path, config: Json, tensors: Tensors) -> MedusaConfig:
         if type(value) is not int or not 1 <= value <= MOST:
             raise UserError(f"{path}: {key} cannot be {value!r}; copy config.json and weights again")
     if named > num_heads:  # type: ignore[operator]
-        raise UserError(f"{path} holds {num_heads} heads, config.json says {named}; copy the checkpoint again")
+        raise UserError(f"{path} holds {num_heads} heads, but config.json says {named}; copy the checkpoint again")
     out = tensors.get(f"0.{num_layers}.weight")
     if out is None or out.ndim != 2:
         raise UserError(
-            f"{path}: missing tensor 0.{num_layers}.weight; copy it again, or see if config.json is its own"
+            f"{path}: missing tensor 0.{num_layers}.weight; copy it again, or see if config.json belongs to it"
         )
     return MedusaConfig(out.shape[1], out.shape[0], num_heads, num_layers)  # type: ignore[arg-type]
 
 
 def _check_tensors(path: Path, config: MedusaConfig, tensors: Tensors) -> None:
     with torch.device("meta"):
-        wanted = MedusaHeads(config).state_dict()
-    for name in sorted(wanted.keys() ^ tensors.keys()):
-        what = "missing" if name in wanted else "surplus"
+        expected = MedusaHeads(config).state_dict()
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        what = "missing" if name in expected else "surplus"
         raise UserError(f"{path}: {what} tensor {name}; copy it again, or see if config.json belongs to it")
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            shapes = f"{list(tensor.shape)} and not {list(wanted[name].shape)}"
-            raise UserError(f"{path}: {name} is {shapes} as the others say; copy it again")
+        if tensor.shape != expected[name].shape:
+            shapes = f"{list(tensor.shape)}, but the other tensors need {list(expected[name].shape)}"
+            raise UserError(f"{path}: {name} is {shapes}; copy it again")
         if tensor.dtype not in FLOATS:
             raise UserError(f"{path}: {name} holds {tensor.dtype}: quantised heads are not supported; use the original")

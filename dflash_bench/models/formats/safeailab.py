@@ -1,7 +1,7 @@
-"""EAGLE-3 as SafeAILab publishes it, and after it SpecForge and AngelSlim: one Llama layer named `midlayer`.
+"""EAGLE-3 as SafeAILab, SpecForge and AngelSlim publish it: one Llama layer named `midlayer`.
 
-The default layers are named by their input (2, n//2, n-3); lists in the file are written either way, so a leading 1
-is taken for outputs and anything else for inputs. `num_hidden_layers` is not to be trusted.
+The default layers are named by their input (2, n//2, n-3). Lists in files name inputs or outputs, so we take a list
+that starts with 1 for outputs and any other for inputs. `num_hidden_layers` cannot be trusted.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ WHAT = "an EAGLE-3 draft"
 OLDER_NAME = "norm_output is read as in EAGLE 3.1; SpecForge used the name for something else before September 2026"
 
 
-def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     both = {**config, **(config.get("eagle_config") or {})}
     if both.get("use_aux_hidden_state") is False:
         raise UserError(f"{WHAT} with use_aux_hidden_state = False in config.json is not supported")
-    listed = both.get("eagle_aux_hidden_state_layer_ids") or ()
-    own = fields.renamed(tensors, "layers.0.", "midlayer.")
+    taps = both.get("eagle_aux_hidden_state_layer_ids") or ()
+    tensors = fields.renamed(tensors, "layers.0.", "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=both["draft_vocab_size"],
-        target_layer_ids=named_taps(listed) if listed else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
+        target_layer_ids=tapped_outputs(taps) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
         num_target_layers=None,
-        # Publishers copy attention_bias from the target whatever their layer is.
-        attention_bias="midlayer.self_attn.q_proj.bias" in own,
+        # Publishers copy attention_bias from the target even if the draft's layer has no bias.
+        attention_bias="midlayer.self_attn.q_proj.bias" in tensors,
         norm_before_residual=both.get("norm_before_residual") or False,
         norm_before_fc=both.get("norm_before_fc") or False,
         fc_norm=both.get("fc_norm") or False,
         norm_output=both.get("norm_output") or False,
-        own_embedding="embed_tokens.weight" in own,
+        own_embedding="embed_tokens.weight" in tensors,
         **fields.body(both, WHAT, both.get("head_dim") or both["hidden_size"] // both["num_attention_heads"]),
     )
-    notes = [f"eagle_aux_hidden_state_layer_ids {list(listed)}: {_convention(listed)}"] if listed else []
+    notes = [f"eagle_aux_hidden_state_layer_ids {list(taps)}: {_convention(taps)}"] if taps else []
     notes += [OLDER_NAME] if draft.norm_output else []
-    formula = None if listed or depth else FORMULA
-    return Checkpoint(draft, own, None, tuple(notes), formula)
+    formula = None if taps or depth else FORMULA
+    return Checkpoint(draft, tensors, None, tuple(notes), formula)
 
 
-def named_taps(listed: Sequence[int]) -> tuple[int, ...]:
-    """The list of a file -> outputs."""
-    ids = tuple(listed)
+def tapped_outputs(taps: Sequence[int]) -> tuple[int, ...]:
+    """A file's list of inputs or outputs -> outputs."""
+    ids = tuple(taps)
     return ids if ids[0] == 1 else fields.shifted(ids, -1)
 
 
-def _convention(listed: Sequence[int]) -> str:
-    if listed[0] == 1:
+def _convention(taps: Sequence[int]) -> str:
+    if taps[0] == 1:
         return "starts with 1, so it is taken for outputs of layers"
-    return f"{'starts with 2' if listed[0] == 2 else 'does not start with 1'}, so it is taken for inputs of layers"
+    return f"{'starts with 2' if taps[0] == 2 else 'does not start with 1'}, so it is taken for inputs of layers"
 
 
-def write(checkpoint: Checkpoint) -> Stored:
+def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
     inputs = fields.shifted(config.target_layer_ids, 1)
@@ -81,4 +81,4 @@ def write(checkpoint: Checkpoint) -> Stored:
     return written, fields.without_whole_map(config, checkpoint.tensors)
 
 
-EAGLE3 = Format("safeailab", "eagle3", read, write, holds_vocabulary=False)
+EAGLE3 = Format("safeailab", "eagle3", read_eagle3, write_eagle3, holds_vocabulary=False)

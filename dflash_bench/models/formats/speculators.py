@@ -1,7 +1,7 @@
-"""DFlash and EAGLE-3 as the speculators library writes them: layers named by their input, the body nested.
+"""DFlash and EAGLE-3 as the speculators library writes them: layers named by their input, a nested config.
 
-The nested config is a difference against the defaults of its transformers class, so a missing key means the default
-of that class and not that the thing is absent.
+The nested config only holds what differs from the defaults of its transformers class. So a missing key means that
+class's default, not that the feature is absent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     body = _body(config)
     taps = config.get("aux_hidden_state_layer_ids")
     reduced = fields.different(config.get("draft_vocab_size", 32000), body["vocab_size"])
-    read = dflash.checkpoint(
+    checkpoint = dflash.checkpoint(
         {**body, "block_size": config.get("block_size", 8), "mask_token_id": config["mask_token_id"]},
         tensors,
         depth,
@@ -33,13 +33,13 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         shifted_labels=config.get("sample_from_anchor") or False,
         draft_vocab_size=reduced,
     )
-    return read if taps or depth else replace(read, derived_taps=safeailab.FORMULA)
+    return checkpoint if taps or depth else replace(checkpoint, derived_taps=safeailab.FORMULA)
 
 
 def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     body = _body(config)
     taps = config.get("eagle_aux_hidden_state_layer_ids")
-    own = fields.renamed(tensors, LAYER, "midlayer.")
+    tensors = fields.renamed(tensors, LAYER, "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=config["draft_vocab_size"],
         target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
@@ -48,13 +48,13 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         qk_norm=body["model_type"] == "qwen3",
         norm_before_residual=config.get("norm_before_residual") or False,
         norm_before_fc=config.get("norm_before_fc") or False,
-        fc_norm=bool(config.get("fc_norm")) or "fc_norm.0.weight" in own,
+        fc_norm=bool(config.get("fc_norm")) or "fc_norm.0.weight" in tensors,
         norm_output=config.get("norm_output") or False,
-        own_embedding="embed_tokens.weight" in own,
+        own_embedding="embed_tokens.weight" in tensors,
         **fields.body(body, safeailab.WHAT),
     )
     notes = () if "norm_before_residual" in config else (NO_FLAG,)
-    return Checkpoint(draft, own, _verifier(config), notes, None if taps or depth else safeailab.FORMULA)
+    return Checkpoint(draft, tensors, _verifier(config), notes, None if taps or depth else safeailab.FORMULA)
 
 
 def _body(config: Json) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def _body(config: Json) -> dict[str, Any]:
     nested = dict(config["transformer_layer_config"])
     kind = nested.get("model_type")
     if kind not in BODIES:
-        raise UserError(f"a draft whose transformer_layer_config is {kind!r} is not supported; {', '.join(BODIES)} are")
+        kinds = ", ".join(BODIES)
+        raise UserError(f"a draft whose transformer_layer_config is {kind!r} is not supported; only {kinds} are")
     try:
         whole: dict[str, Any] = CONFIG_MAPPING[kind](**nested).to_dict()
     except StrictDataclassError as error:
@@ -82,7 +83,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
     fields.needs_vocabulary("speculators", checkpoint)
-    own = {
+    header = {
         "architectures": ["DFlashSpeculator"],
         "auto_map": {"": "config.DFlashSpeculatorConfig"},
         "speculators_model_type": "dflash",
@@ -94,14 +95,14 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     }
     layers = {"num_hidden_layers": config.num_layers, "layer_types": ["full_attention"] * config.num_layers}
     num_drafts = config.num_drafts(config.block_size)
-    return own | _rest(checkpoint, "dflash", num_drafts, {"model_type": "qwen3", **layers}), dict(checkpoint.tensors)
+    return header | _rest(checkpoint, "dflash", num_drafts, {"model_type": "qwen3", **layers}), dict(checkpoint.tensors)
 
 
 def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
     fields.needs_vocabulary("speculators", checkpoint)
-    own = {
+    header = {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
         "speculators_model_type": "eagle3",
@@ -114,7 +115,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
     }
     layer = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
     tensors = fields.without_whole_map(config, checkpoint.tensors)
-    return own | _rest(checkpoint, "eagle3", 5, layer), fields.renamed(tensors, "midlayer.", LAYER)
+    return header | _rest(checkpoint, "eagle3", 5, layer), fields.renamed(tensors, "midlayer.", LAYER)
 
 
 def _rest(checkpoint: Checkpoint, algorithm: str, num_drafts: int, layers: Json) -> dict[str, Any]:

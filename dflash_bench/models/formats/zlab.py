@@ -1,6 +1,6 @@
 """DFlash as z-lab publishes it: infill labels, layers named by their output, embedding and head left to the target.
 
-Block size, mask and layers are found beside `dflash_config` or inside it, where the inner one wins.
+Block size, mask and layers stand beside `dflash_config` or inside it; if in both places, the inner value counts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dflash_bench.models.formats import dflash, fields
 from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
 
 
-def read(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     both = {**config, **(config.get("dflash_config") or {})}
     variants = ("causal", "is_causal", "use_swa", "projector_type", "attention_sink_bias", "attention_value_scale")
     fields.refuse(both, dflash.WHAT, *variants, "shift_label", "sample_from_anchor")
     return dflash.checkpoint(both, tensors, depth, target_layer_ids=tuple(both.get("target_layer_ids") or ()))
 
 
-def write(checkpoint: Checkpoint) -> Stored:
+def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
     fields.cannot_hold(
@@ -29,8 +29,8 @@ def write(checkpoint: Checkpoint) -> Stored:
     )
     if config.own_embedding or config.own_head:
         raise UserError(
-            "the zlab format leaves embedding and head to the target, and this draft brings its own; "
-            "where they are copies, --target shows it and they are left out"
+            "the zlab format leaves embedding and head to the target, but this draft includes its own; "
+            "if they are copies, give --target, and they are left out"
         )
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
     written = {
@@ -49,4 +49,4 @@ def write(checkpoint: Checkpoint) -> Stored:
     return written, dict(checkpoint.tensors)
 
 
-DFLASH = Format("zlab", "dflash", read, write, holds_vocabulary=False)
+DFLASH = Format("zlab", "dflash", read_dflash, write_dflash, holds_vocabulary=False)

@@ -1,5 +1,5 @@
-"""The cage's own side: a keeper that builds it, and the runner inside.
+"""The inside of the sandbox: a keeper that builds the cage, and the runner in it.
 
-It starts anew for every program, hence only what Python has loaded anyway, or loads in a few milliseconds: no
-dataclasses, json, subprocess or pathlib here. The caller's side is `dflash_bench.tasks.sandbox`.
+It starts anew for every program, so it only imports modules that Python has loaded anyway or that load in a few
+milliseconds: no dataclasses, json, subprocess or pathlib here. The caller's side is `dflash_bench.tasks.sandbox`.
 """

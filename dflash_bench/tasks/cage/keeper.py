@@ -1,6 +1,6 @@
 """The keeper: builds the cage, forks the runner into it, watches it, and tells the caller how it ended.
 
-Its answer is two lines: the runner's process id, then the verdict. It ends with its process group, and so by SIGKILL.
+Its answer is two lines: the runner's process id, then the verdict. At the end it kills its process group, itself too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dflash_bench.tasks.cage import kernel, namespaces, runner
 from dflash_bench.tasks.cage.order import Order
 
 TICK_S = 0.05
-"""How often it looks at what no limit of the kernel's bounds."""
+"""How often it checks what the kernel has no limit for."""
 MOST_NESTED = 32
 REASON_CHARS = 200
 
@@ -26,7 +26,7 @@ def main() -> None:
     sys.path.remove(sys.argv[1])  # where this package was found
     if sys.platform == "linux":
         kernel.die_with_parent()
-    if os.getppid() != order.parent:  # it died before the line above
+    if os.getppid() != order.parent:  # the caller died before the line above
         sys.exit("the caller is gone")
     answer = _watch(order)
     os.write(sys.stdout.fileno(), f"{answer}\n".encode())
@@ -62,7 +62,7 @@ def _watch(order: Order) -> str:
 
 
 class Watch:
-    """Over one runner, from its start to its end."""
+    """Watches one runner, from its start to its end."""
 
     def __init__(self, order: Order, child: int, folder: str, proc: int) -> None:
         self.order, self.child, self.folder, self.proc = order, child, folder, proc
@@ -70,14 +70,14 @@ class Watch:
         self.excess: str | None = None
 
     def wait(self) -> str | None:
-        """Until it is dead, with all its threads. Returns why it failed, or None."""
+        """Wait until it is dead with all its threads. Returns why it failed, or None."""
         signal.signal(signal.SIGALRM, self._look)
         signal.setitimer(signal.ITIMER_REAL, TICK_S)
         _, status, usage = os.wait4(self.child, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
-            # The kernel counts whole ticks against the limit; on a busy machine these hold less work than it says here.
+            # The kernel counts whole ticks against the limit; on a busy machine the real usage is less than that.
             used_up = code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime > self.order.cpu_s / 2
             return self.excess or ("timed out" if used_up else f"killed by {signal.Signals(-code).name}")
         return f"exit status {code}: {last_line(2)}" if code else None
@@ -86,10 +86,10 @@ class Watch:
         start = time.monotonic()
         self.excess = self._excess()
         if self.excess:
-            with suppress(ProcessLookupError):  # it has ended by itself just now
+            with suppress(ProcessLookupError):  # it has just ended by itself
                 os.kill(self.child, signal.SIGKILL)
             return
-        # Looking at many files takes time, and must not take all of it.
+        # Checking many files takes time; at most a fifth of ours goes there.
         pause = max(TICK_S, 4 * (time.monotonic() - start))
         signal.setitimer(signal.ITIMER_REAL, max(TICK_S / 10, min(pause, self.deadline - time.monotonic())))
 
@@ -98,7 +98,7 @@ class Watch:
             return "timed out"
         if self._num_threads() > self.order.num_threads:
             return "too many threads"
-        # The tree of the namespaces has a size of its own.
+        # With namespaces, the temporary file system has its own size limit.
         if self.order.namespaces or not overflows(self.folder, self.order.folder_bytes, self.order.num_files):
             return None
         return "too many files"
@@ -111,7 +111,7 @@ class Watch:
 
 
 def overflows(folder: str, num_bytes: int, num_files: int) -> bool:
-    """More than so much beneath `folder`, or where this cannot be seen: too deep, or closed to its owner."""
+    """Is there more than this beneath `folder`? Also true if we cannot tell: nested too deep, or unreadable."""
     folders = [(folder, 0)]
     while folders:
         path, depth = folders.pop()
@@ -142,7 +142,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def last_line(file: int) -> str:
-    """Of what a process wrote to it, as far as a line of the answer may hold it."""
+    """The last line that a process wrote to this file descriptor, cut to what fits into the answer."""
     tail = os.pread(file, 4096, max(0, os.fstat(file).st_size - 4096)).decode(errors="replace")
     lines = tail.strip().splitlines() or [""]
     return lines[-1].strip()[:REASON_CHARS]

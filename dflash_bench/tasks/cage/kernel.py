@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *args: object) -> int:
-    """A function of the C library that gives -1 and `errno` when it fails; raises OSError then."""
+    """Call a C library function that returns -1 and sets `errno` when it fails; raises OSError then."""
     function = getattr(_libc, name)
     function.restype = ctypes.c_long if name == "syscall" else ctypes.c_int
     result: int = function(*args)
@@ -22,7 +22,7 @@ def call(name: str, *args: object) -> int:
 
 
 def system_call(number: int, *args: int | bytes | None) -> int:
-    """By number. Whole words, since the C library cannot know how wide each argument is."""
+    """Make a system call by number. Integers are passed as longs: the C library cannot know how wide they are."""
     words = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
     return call("syscall", ctypes.c_long(number), *words)
 
@@ -33,11 +33,11 @@ def prctl(option: int, *args: int | bytes) -> int:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends; a change of user or capabilities undoes it."""
+    """Have the kernel kill this process when its parent ends; a change of user or capabilities undoes this."""
     prctl(_PDEATHSIG, signal.SIGKILL)
 
 
 def renounce_privileges() -> None:
-    """No capability now, and none from any program started later."""
+    """Drop all capabilities, and gain none from any program started later."""
     prctl(_NO_NEW_PRIVS, 1)
     call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), bytes(24))

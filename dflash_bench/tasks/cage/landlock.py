@@ -1,7 +1,7 @@
-"""Files by Landlock, which takes no privilege: read the libraries, write one folder, execute nothing.
+"""File access limited by Landlock, which needs no privilege: read the libraries, write one folder, execute nothing.
 
-It does not hide that a file exists, nor its size, owner and times; and it does not rule over owner, mode, times and
-attributes of files, nor (before version 3) over truncation. The filter of system calls refuses to change those.
+It does not hide that a file exists, nor its size, owner and times; and it does not protect owner, mode, times and
+attributes of files, nor (before version 3) their length. The filter of system calls refuses to change those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VERSION, _PATH_BENEATH = 1, 1
     _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK, _MAKE_SYM, _REFER, _TRUNCATE, _IOCTL_DEV,
 ) = (1 << bit for bit in range(16))  # fmt: skip
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""By version of Landlock; later ones have no new rights over files."""
+"""Number of rights by version of Landlock; later versions have no new rights over files."""
 _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 _READ = _READ_FILE | _READ_DIR
@@ -30,7 +30,7 @@ _WRITE = (
 
 
 def restrict(folder: str) -> None:
-    """This process for good, which must have renounced new privileges. Raises OSError where there is no Landlock."""
+    """Restrict this process for good; it must have renounced privileges. Raises OSError where there is no Landlock."""
     version = kernel.system_call(_CREATE_RULESET, None, 0, _VERSION)
     handled = (1 << _NUM_RIGHTS.get(version, 16)) - 1
     # Later versions take a longer structure: files, then TCP from 4 on, then signals and abstract sockets from 6 on.

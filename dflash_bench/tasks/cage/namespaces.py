@@ -1,4 +1,4 @@
-"""The first wall, where the kernel grants it: no network, no other processes, no files but a new temporary tree."""
+"""The first wall, where the kernel allows it: no network, no other processes, and only a new temporary file tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORK = "/cage"  # not /tmp or /home, which may lead to the interpreter
 
 
 def enter(order: Order, folder: str) -> str:
-    """The caller's, and all that it forks later. Returns the folder that the program may write."""
+    """Move this process, and all that it forks later, into new namespaces. Returns the folder the program may write."""
     _unshare()
     _mount(None, "/", None, _REC | _PRIVATE)
     size = f"size={order.folder_bytes},nr_inodes={order.num_files},mode=755"
@@ -47,9 +47,9 @@ def _unshare() -> None:
 
 def _mount_read_only(source: str, target: str) -> None:
     _mount(source, target, None, _BIND | _REC)
-    # A user namespace may add restrictions to those the source is mounted with, but must repeat them.
-    kept = os.statvfs(target).f_flag & (_NOSUID | _NODEV | _NOEXEC)
-    _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | kept)
+    # A user namespace may add restrictions, but must repeat those that the source is mounted with.
+    inherited = os.statvfs(target).f_flag & (_NOSUID | _NODEV | _NOEXEC)
+    _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | inherited)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the caller orders: one program, and the cage and limits to run it under."""
+"""What the caller sends to the keeper: one program, and the cage and limits to run it under."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 class Order:
-    """A plain class: `dataclasses` would cost a keeper a third of its start."""
+    """A plain class: importing `dataclasses` would make the keeper's start a third longer."""
 
     parent: int
     """Process id of the caller."""
@@ -31,7 +31,7 @@ class Order:
 
 
 def readable() -> list[str]:
-    """Folders that the program may read: the standard library, the interpreter's and the system's libraries."""
+    """Folders that the program may read: the standard library, and the interpreter's and the system's libraries."""
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
     folders = (os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib"), *libraries)
     return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]

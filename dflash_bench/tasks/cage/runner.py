@@ -1,8 +1,8 @@
-"""The runner: gives up all that a program must not have, then runs it and says that it got to its end.
+"""The runner: gives up every right that the program must not have, runs it, and reports that it got to the end.
 
-Inside one process no end can be proven. The token keeps a program that leaves early from passing, and one that
-rummages among its frames, modules and the garbage collector's lists; one that reads raw memory can find it, as it can
-cheat its tests in simpler ways (answers that equal everything). It gains a verdict by that, and nothing else.
+Nothing inside one process can prove that the program really ended. The token stops a program from passing by leaving
+early, or by searching its frames, modules and the garbage collector's lists. A program that reads raw memory can find
+it, but then it can also cheat its tests in simpler ways (answers that equal everything). All it gains is a verdict.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TOKEN_BYTES = 16
 
 
 def run(order: Order, folder: str, token: int, report: int) -> NoReturn:
-    """`token` is read once and `report` written twice: these are pipes to the keeper."""
+    """`token` and `report` are pipes to the keeper: the first is read once, the second written twice."""
     _confine(order, folder)
-    module = types.ModuleType("solution")  # not __main__: a model's main guard stays shut
+    module = types.ModuleType("solution")  # not __main__, so that `if __name__ == "__main__"` is skipped
     sys.modules["solution"] = module
     sys.argv[:] = ["solution"]
     code = compile(order.program, "<program>", "exec")
     os.write(report, READY)
-    # While the program runs, the token is on the evaluation stack only: no name, frame or object leads to it.
-    # An exception, SystemExit included, ends the runner as it ends any script.
+    # While the program runs, the token is only on the evaluation stack: no name, frame or object leads to it.
+    # An exception, even SystemExit, ends the runner as it would end any script.
     _finish(os.getpid(), report, os.read(token, TOKEN_BYTES), eval(code, vars(module)))
     os._exit(0)
 

@@ -1,7 +1,8 @@
-"""System calls by a seccomp filter, which takes no privilege: a short list is allowed, everything else refused.
+"""A seccomp filter of system calls, which needs no privilege: a short list is allowed, everything else refused.
 
-So there is no second process, no program to execute, no socket but a pair, no signal but to itself, and nothing of the
-kernel's rarer and weaker corners. Threads are allowed: right answers use them, and they end with their process.
+So the program cannot start a process, execute another program, open a socket (except a connected pair), signal any
+process but itself, or reach rarely used parts of the kernel. Threads are allowed: correct answers use them, and they
+end with their process.
 """
 
 from __future__ import annotations
@@ -16,44 +17,44 @@ from dflash_bench.tasks.cage import kernel, syscalls
 
 _SET_SECCOMP, _FILTER = 22, 2  # <sys/prctl.h>, <linux/seccomp.h>
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in what the filter sees
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06  # <linux/filter.h>
 _ARCHITECTURES = {"x86_64": (0xC000003E, syscalls.X86_64), "aarch64": (0xC00000B7, syscalls.AARCH64)}
 _CLONE3, _NEWEST = 435, 450
 """The same on every architecture."""
 
-# <sched.h>: what makes a thread, and all that would make more of it
+# <sched.h>: flags that make a thread, flags that make new namespaces, and those of a thread that we check
 _THREAD, _NEW_NAMESPACES, _OF_CLONE = 0x00010900, 0x7E020000, 0x00012900
 _PLAIN_OPENS = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC)
 _ANY = 0xFFFFFFFF
 Condition = tuple[int, int, Sequence[int]]
-"""Number of an argument, a mask, and what the argument may be under it. Arguments so checked have 32 bits."""
+"""Number of an argument, a mask, and the values allowed for the masked argument. Such arguments have 32 bits."""
 
 
 def _conditions(pid: int) -> Mapping[str, Sequence[Condition]]:
-    """What is allowed with some arguments only, by process `pid`."""
+    """System calls that process `pid` may make with some arguments only."""
     opens = os.O_ACCMODE | os.O_TRUNC
     return {
         "clone": [(0, _OF_CLONE | _NEW_NAMESPACES, [_THREAD])],
         "kill": [(0, _ANY, [pid])],
         "tgkill": [(0, _ANY, [pid])],
         "prlimit64": [(0, _ANY, [0, pid])],
-        # Opened for reading with O_TRUNC, a file that may only be read would be emptied before Landlock 3.
+        # Before Landlock 3, opening a file for reading with O_TRUNC would empty it, even if it may only be read.
         "open": [(1, opens, _PLAIN_OPENS)],
         "openat": [(2, opens, _PLAIN_OPENS)],
-        "renameat2": [(4, _ANY, [0, 1])],  # RENAME_NOREPLACE; a whiteout would be a device
+        "renameat2": [(4, _ANY, [0, 1])],  # none or RENAME_NOREPLACE; RENAME_WHITEOUT would make a device
         # Flags and locks; F_SETOWN and F_SETSIG would send signals to others.
         "fcntl": [(1, _ANY, [0, 1, 2, 3, 4, 5, 6, 7, 1030])],
         # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2
         "ioctl": [(1, _ANY, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A])],
         "prctl": [(0, _ANY, [15, 16, 0x53564D41])],  # names of threads and of memory
-        # AF_UNIX and SOCK_STREAM: connected for good, unlike datagrams
+        # AF_UNIX and SOCK_STREAM: such a pair stays connected to each other, datagram sockets need not
         "socketpair": [(0, _ANY, [1]), (1, 0xFF, [1])],
     }
 
 
 def restrict() -> None:
-    """This process for good, which must have renounced new privileges. Raises OSError where there is no filter."""
+    """Restrict this process for good; it must have renounced privileges. Raises OSError where we have no filter."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
@@ -77,8 +78,8 @@ def program(machine: str, pid: int) -> bytes:
     for name, number in numbers.items():
         body = [*_checks(conditions.get(name, ())), (_RETURN, 0, 0, _ALLOW)]
         instructions += [(_JUMP_EQUAL, 0, len(body), number), *body]
-    # To calls newer than this list the kernel may as well have said "no such call", as C libraries expect; `clone3`,
-    # whose arguments cannot be seen, they replace by `clone`. The numbers of x32 are beyond the newest, too.
+    # Calls newer than this list get "no such call", which C libraries are prepared for. So does `clone3`, whose
+    # arguments a filter cannot see: C libraries then use `clone`. The numbers of x32 are above the newest, too.
     instructions += [(_JUMP_EQUAL, 1, 0, _CLONE3), (_JUMP_GREATER, 0, 1, _NEWEST), absent, refuse]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 

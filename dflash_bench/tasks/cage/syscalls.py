@@ -1,8 +1,8 @@
-"""System calls that a Python program needs, by name and number; what is not here is refused.
+"""System calls that a Python program needs, by name and number; all others are refused.
 
-Left out on purpose, beside all that is obviously dangerous: what changes mode, owner, times or attributes of a file or
-truncates it by name (Landlock rules over none of these), links and special files, what reaches another process
-(signals but to itself, its limits and priorities), sessions, sockets but a pair, and `execve`.
+Left out on purpose, besides what is obviously dangerous: changing mode, owner, times or attributes of a file or
+truncating it by name (Landlock covers none of these), links and special files, anything that affects another process
+(signals, limits, priorities), sessions, sockets (except a connected pair), and `execve`.
 """
 
 from __future__ import annotations

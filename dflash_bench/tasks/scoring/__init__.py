@@ -1,7 +1,7 @@
-"""Whether an answer is right: `SCORERS` maps a suite's scorer name to a function of prompt and text (and cage).
+"""Is an answer right? `SCORERS` maps a suite's scorer name to a function of prompt and text (and, for code, cage).
 
-Numbers and formulas are compared by value, code by running its tests in the sandbox. What a model may write
-around its answer (prose, fences, units, several boxes) is dealt with here and nowhere else.
+Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package deals with
+what a model may write around its answer (prose, fences, units, several boxes).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Scorer = Callable[[Prompt, str], Score]
 
 
 def require(names: Collection[str]) -> None:
-    """Raises UserError if one of these scorers cannot work here: better before the first answer than after it."""
+    """Raises UserError if one of these scorers cannot work on this machine; call it before the first answer."""
     for name in names:
         if name not in SCORERS:
             raise unknown("scorer", name, list(SCORERS))
@@ -28,7 +28,7 @@ def require(names: Collection[str]) -> None:
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
-    """Raises UserError for a prompt without what its answers are held against, or with what none could equal."""
+    """Raises UserError for a prompt that has no reference to compare answers with, or one that no answer can equal."""
     for prompt in prompts:
         if name in NUMBER_SCORERS:
             numbers.right_number(prompt)
@@ -37,7 +37,7 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
         for column, kind in COLUMNS.get(name, {}).items():
             if not isinstance(prompt.row.get(column), kind):
                 where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
-                raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} runs")
+                raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} needs")
 
 
 def score(name: str, prompt: Prompt, text: str, cage: Cage | None = None) -> Score:
@@ -66,14 +66,14 @@ COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
     "mbpp": {"test_list": list, "test_imports": list},
 }
-"""What they read of a prompt's row."""
+"""Columns of a prompt's row that these scorers need."""
 METRIC = str(Path(__file__).parent / "metric.py")
-"""For `evaluate.load`, with the name of a scorer of text."""
+"""The path to give `evaluate.load`, along with the name of a text scorer."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
-"""They compare by value."""
+"""Scorers whose reference must hold a number."""
 
 
 def require_text_scorer(name: str) -> None:
-    """Raises UserError for a scorer that needs more than an answer and a reference."""
+    """Raises UserError unless this scorer needs only an answer and a reference."""
     if name not in _TEXT_SCORERS:
         raise unknown("metric", name, list(_TEXT_SCORERS))

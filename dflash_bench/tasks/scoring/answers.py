@@ -1,4 +1,4 @@
-"""What a scorer gives, and what every scorer may need."""
+"""What a scorer returns, and helpers that several scorers share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last_box(text: str) -> str | None:
 def reference(prompt: Prompt) -> str:
     if prompt.reference is None:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
-        raise UserError(f"{where} has no reference to compare with; write it, or leave it unscored")
+        raise UserError(f"{where} has no reference to compare with; add one, or leave out --score")
     return prompt.reference
 
 

@@ -9,16 +9,16 @@ import warnings
 from collections.abc import Collection
 
 from dflash_bench.records import Prompt
-from dflash_bench.tasks.sandbox import Cage, Limits, run_tests
+from dflash_bench.tasks.sandbox import Cage, ProgramLimits, run_tests
 from dflash_bench.tasks.scoring.answers import Score
 
 _FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
-_QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # three are a doctest
+_QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # but >>> is a doctest
 _FIRST_CODE = re.compile(r"^(?:import|from|def|async def|class|@\w+)\b", re.MULTILINE)
 _PROSE = re.compile(r"^(?:[A-Z][\w']*(?:,? [a-z]|: [A-Za-z])|\*\*|- |\d+[.)] |#{2,} )", re.MULTILINE)
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 
-LIMITS = Limits(cpu_s=20, wall_s=30.0)  # several times what the slowest right solution takes
+LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes
 
 
 def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
@@ -42,9 +42,9 @@ def _score(code: str, program: str, cage: Cage | None) -> Score:
 
 
 def _code(text: str, names: Collection[str]) -> str:
-    """The last Python block that defines one of `names`, after the blocks that it may build on.
+    """The last Python block that defines one of `names`, preceded by the blocks it may depend on.
 
-    Failing that, the likeliest code there is.
+    Without such a block, the text most likely to be code.
     """
     text = _QUOTED.sub("", text)
     fenced = [(language.lower(), textwrap.dedent(body)) for _, language, body in _FENCED.findall(text)]
@@ -66,13 +66,14 @@ def _defines(code: str, names: Collection[str]) -> bool:
 
 
 def _only_defines(code: str) -> bool:
-    """Can it stand before other code, and do nothing but give it names?"""
+    """Does this code only define names, so that it can safely be put before other code?"""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that the model wrote
+        with warnings.catch_warnings(action="ignore"):  # about escapes that the model wrote
             statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return all(isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef) for each in statements)
+    definitions = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    return all(isinstance(statement, definitions) for statement in statements)
 
 
 def _without_prose(text: str) -> str:
@@ -83,6 +84,6 @@ def _without_prose(text: str) -> str:
 
 
 def _join(*parts: str) -> str:
-    """One program; Python wants imports from the future first."""
+    """One program; Python requires imports from `__future__` to come first."""
     program = "\n\n".join(parts)
     return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])

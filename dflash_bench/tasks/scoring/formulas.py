@@ -1,4 +1,4 @@
-"""Answers that are formulas: equal as text, or found equal by math-verify in a process that may be ended."""
+"""Answers that are formulas: equal as text, or equal according to math-verify, in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def math(prompt: Prompt, text: str) -> Score:
 
 
 def _same_in_prose(right: str, paragraph: str) -> bool:
-    """A word is right where it is the last; math-verify finds formulas."""
+    """If the reference is a word, it must be the paragraph's last; anything else is left to math-verify."""
     word = _TEXT.sub(r"\1", right).strip()
     if word.isalpha() and len(word) > 1:
         return re.search(rf"(?<!\w){word}$", paragraph.rstrip(_EMPHASIS), re.IGNORECASE) is not None
@@ -43,8 +43,8 @@ def _same_in_prose(right: str, paragraph: str) -> bool:
 
 
 def _may_equal(right: str, answer: str, whole: str) -> bool:
-    """What math-verify cannot tell apart is told here: a time or ratio from a quotient, and numbers of other bases."""
-    bases = [set(_BASE.findall(each)) for each in (right, answer)]
+    """Rules out what math-verify would confuse: a time or ratio with a quotient, and numbers of different bases."""
+    bases = [set(_BASE.findall(formula)) for formula in (right, answer)]
     if all(bases) and bases[0] != bases[1]:
         return False
     if ":" in right and ":" not in answer:
@@ -58,7 +58,7 @@ def _plain_formula(formula: str) -> str:
 
 
 def _same_formula(right: str, answer: str) -> bool:
-    """Ask the worker: comparing formulas can take forever, and importing what does it takes a second."""
+    """Asks the worker process: comparing formulas can take forever, and importing math-verify takes a second."""
     with _math_lock:
         worker = _math_worker()
         assert worker.stdin is not None
@@ -87,16 +87,17 @@ def _math_worker() -> subprocess.Popen[bytes]:
 
 
 def serve_math() -> None:
-    """The worker: a JSON list per line in, one byte out. SIGALRM ends it when a pair takes too long."""
+    """The worker's main loop: reads one JSON list per line, writes one byte each. SIGALRM kills it if a pair takes too
+    long."""
     import logging
 
     from math_verify import parse, verify
 
-    logging.disable()  # math-verify warns that we keep time ourselves
+    logging.disable()  # math-verify warns that its own timeout is off; ours is SIGALRM
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     sys.stdout.write("!")
     sys.stdout.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a formula that breaks it must not break the progress display
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a formula that crashes it must not spoil the progress display
     for line in sys.stdin:
         wall_s, *formulas = json.loads(line)
         signal.alarm(wall_s)

@@ -1,9 +1,10 @@
-"""The scorers of text as metrics of the evaluate library; `evaluate.load` takes this file's path and a scorer's name.
+"""The text scorers as metrics of the evaluate library; `evaluate.load` takes this file's path and a scorer's name.
 
     metric = evaluate.load(dflash_bench.tasks.scoring.METRIC, "gsm8k_number")
     metric.compute(predictions=["so it is 7"], references=["#### 7"])    # {"accuracy": 1.0}
 
-evaluate reads the imports below line by line, one import a line, and copies the file: it imports the package by name.
+evaluate copies this file elsewhere and reads its imports line by line. So there is one import per line, and they name
+the package in full.
 """
 
 from typing import Any
@@ -16,13 +17,13 @@ import dflash_bench.tasks.scoring
 
 
 class Accuracy(evaluate.Metric):  # type: ignore[misc]
-    """The share of answers that are right. Raises UserError for a name that is no scorer of text."""
+    """The share of correct answers. Raises UserError for a name that is not a text scorer."""
 
     def _info(self) -> Any:
         dflash_bench.tasks.scoring.require_text_scorer(self.config_name)
         string = datasets.Value("string")
         return evaluate.MetricInfo(
-            description=f"Share of answers that dflash-bench's scorer {self.config_name} finds right.",
+            description=f"Share of answers that dflash-bench's scorer {self.config_name} finds correct.",
             citation="",
             inputs_description="predictions: whole answers. references: what the suite's reference says, as text.",
             features=datasets.Features({"predictions": string, "references": string}),
@@ -32,4 +33,4 @@ class Accuracy(evaluate.Metric):  # type: ignore[misc]
         pairs = zip(predictions, references, strict=True)
         prompts = [(dflash_bench.records.Prompt("metric", "", (), reference=right), text) for text, right in pairs]
         scores = [dflash_bench.tasks.scoring.score(self.config_name, prompt, text) for prompt, text in prompts]
-        return {"accuracy": sum(one.passed is True for one in scores) / len(scores)}
+        return {"accuracy": sum(score.passed is True for score in scores) / len(scores)}

@@ -1,7 +1,7 @@
 """Answers that are numbers, compared by value: GSM8K's last number and AIME's integer.
 
-A number is read as models write it: with separators and units, as a fraction, a mixed number or a power of ten, in
-LaTeX or not. What stands in a box must be one number: a formula or two candidates are no answer.
+It reads numbers the way models write them: with separators and units, as a fraction, a mixed number or a power of ten,
+in LaTeX or not. A box must hold one number: a formula or two candidates do not count as an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMULA = re.compile(
     r"\\(?:sqrt|pi|binom|frac|log|ln|exp|sin|cos|tan|infty|sum|prod|times|cdot|div|pm|mp|[lc]?dots)(?![A-Za-z])"
     r"|[!*+^√π×·±]|[\d)]\s*-\s*\d",
 )
-"""What makes an expression of the numbers in a box, once powers, fractions and signs have been read."""
+"""What shows that a box still holds an expression, after powers, fractions and signs have been rewritten."""
 
 
 def number(prompt: Prompt, text: str) -> Score:
@@ -38,11 +38,11 @@ def number(prompt: Prompt, text: str) -> Score:
 
 def right_number(prompt: Prompt) -> str:
     text = reference(prompt)
-    found = _last_number(text)
-    if found is None or len(found) > _MAX_NUMBER_CHARS:
+    right = _last_number(text)
+    if right is None or len(right) > _MAX_NUMBER_CHARS:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
         raise UserError(f"{where}: its reference {text[:40]!r} holds no number; correct that row")
-    return found
+    return right
 
 
 def _same_number(answer: str | None, right: str) -> bool:
@@ -58,40 +58,41 @@ def _last_number(text: str) -> str | None:
 
 
 def _only_number(box: str) -> str | None:
-    """Of what follows the last sign of equality that a number follows; None for a formula, or for several numbers."""
-    plain = _plain(re.sub(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)", lambda found: found[0].replace(" ", ""), box))
+    """The number after the last equals sign that has one after it; None for a formula, or for several numbers."""
+    plain = _plain(re.sub(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)", lambda match: match[0].replace(" ", ""), box))
     parts = [part for part in _EQUALS.split(plain) if _NUMBER.search(part)]
     if not parts:
         return None
-    last = re.sub(r"^\s*([+-])\s*(?=[\d.])", lambda sign: sign[1].strip("+"), parts[-1])
+    last = re.sub(r"^\s*([+-])\s*(?=[\d.])", lambda match: match[1].strip("+"), parts[-1])
     if _FORMULA.search(last):
         return None
     numbers = _NUMBER.findall(_COMMAND.sub(" ", last))
-    return numbers[0] if len({Fraction(each) for each in numbers if len(each) <= _MAX_NUMBER_CHARS}) == 1 else None
+    values = {Fraction(digits) for digits in numbers if len(digits) <= _MAX_NUMBER_CHARS}
+    return numbers[0] if len(values) == 1 else None
 
 
 def _plain(text: str) -> str:
-    """With each number that LaTeX or typography writes in its own way as `_NUMBER` reads it."""
+    """The text with every number of LaTeX or typography rewritten to a form that `_NUMBER` can read."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
 
 
-def _fraction(found: re.Match[str]) -> str:
-    """A fraction, or with a whole number before it a mixed one; as it stood where that cannot be."""
-    minus, whole = found["minus"] or "", found["whole"]
-    top, bottom = (Fraction(found[name] or found[f"{name}_digit"]) for name in ("top", "bottom"))
+def _fraction(match: re.Match[str]) -> str:
+    """A fraction, or a mixed number if a whole one stands before it; unchanged if it cannot be either."""
+    minus, whole = match["minus"] or "", match["whole"]
+    top, bottom = (Fraction(match[name] or match[f"{name}_digit"]) for name in ("top", "bottom"))
     if not bottom or (whole and not 0 < top < bottom):
-        return found[0]
+        return match[0]
     value = top / bottom + int(whole or 0)
     return f" {-value if minus else value} "
 
 
-def _power(found: re.Match[str]) -> str:
-    base, exponent = int(found["base"]), int(found["braced"] or found["exponent"])
+def _power(match: re.Match[str]) -> str:
+    base, exponent = int(match["base"]), int(match["braced"] or match["exponent"])
     if not base and exponent < 0:
-        return found[0]
-    return str(Fraction(found["times"] or 1) * Fraction(base) ** exponent)
+        return match[0]
+    return str(Fraction(match["times"] or 1) * Fraction(base) ** exponent)
 
 
 _TEX_ARGUMENT = r"\s*(?:\{{\s*(?P<{0}>-?\d+(?:\.\d+)?)\s*\}}|(?P<{0}_digit>\d))"
@@ -105,7 +106,7 @@ _POWER = r"(?P<base>\d{1,4})\s*\^\s*(?:\{\s*(?P<braced>-?\d{1,2})\s*\}|(?P<expon
 _MODULUS = r"\(?\s{0,4}(?:\\[pb]?|(?<![A-Za-z]))mod(?:ulo)?\s{0,4}(?:\{\s{0,4}\d+\s{0,4}\}|\d+)\s{0,4}\)?"
 _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"[\u2212\u2013\ufe63\uff0d]"), "-"),
-    (re.compile(r"[¼-¾⅐-⅞]"), lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("\u2044", "/")),
+    (re.compile(r"[¼-¾⅐-⅞]"), lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("\u2044", "/")),
     (re.compile(r"\\(?:text\w*|math\w+|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\(?:left|right)(?![A-Za-z])|\*\*|\\?[$%]|\\text(?:dollar|degree)(?![A-Za-z])"), ""),
     (re.compile(r"(?<=\d)(?:,|\{,\}|\\[,;:! ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
@@ -118,5 +119,5 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(rf"(?P<times>{_DECIMAL})\s*(?:\\times|\\cdot|[×·*])\s*" + _POWER.replace(r"\d{1,4}", "10")), _power),
     (re.compile(rf"(?P<times>)(?<![\w.}}]){_POWER}"), _power),
     (re.compile(rf"(?<![\w.])(?P<times>{_DECIMAL})[eE](?P<braced>[+-]?\d{{1,2}})(?!\w)(?P<base>)(?P<exponent>)"),
-     lambda found: str(Fraction(found["times"]) * Fraction(10) ** int(found["braced"]))),
+     lambda match: str(Fraction(match["times"]) * Fraction(10) ** int(match["braced"]))),
 )  # fmt: skip

@@ -58,11 +58,11 @@ def roleplay(rng: Random) -> Task:
 
 
 def extraction(rng: Random) -> Task:
-    rows = [(name, rng.choice(ITEMS), rng.randint(2, 40)) for name in rng.sample(NAMES, 3)]
-    listed = ". ".join(f"{name} has {n} {items}" for name, items, n in rows)
-    first = f"List who has what in this text: {listed}."
-    answer = "\n".join(f"- {name}: {n} {items}" for name, items, n in rows)
-    name, items, n = max(rows, key=lambda row: row[2])
+    owners = [(name, rng.choice(ITEMS), rng.randint(2, 40)) for name in rng.sample(NAMES, 3)]
+    sentences = ". ".join(f"{name} has {n} {items}" for name, items, n in owners)
+    first = f"List who has what in this text: {sentences}."
+    answer = "\n".join(f"- {name}: {n} {items}" for name, items, n in owners)
+    name, items, n = max(owners, key=lambda owner: owner[2])
     return _task(
         "extraction",
         (first, "Who has the largest number of things?"),

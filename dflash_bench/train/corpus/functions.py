@@ -1,7 +1,7 @@
 """Small Python functions with docstring and tests (HumanEval and MBPP columns).
 
-A function is put together from parts (which elements, what of them, how they are joined), so that the number of
-different functions is large and its name, its description and its code follow from the same choice.
+A function is combined from parts (which elements, what is computed from them, how the results are joined). So there
+are many different functions, and each one's name, description and code follow from the same choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dflash_bench.train.corpus.task import Family, Task
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A specification: everything the two suites' columns are made of."""
+    """A specification, from which the columns of both suites are made."""
 
     name: str
     argument: str

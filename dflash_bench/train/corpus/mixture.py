@@ -1,4 +1,4 @@
-"""The training mixture: seeded, endless, and free of everything that ships as a prompt."""
+"""The mixture of tasks that training text and embedded prompts are drawn from: seeded and endless."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def tasks(seed: int) -> Iterator[Task]:
 
 
 def question(task: Task) -> str:
-    """What makes two tasks the same: the text a user would send."""
+    """The text a user would send; two tasks with the same question count as the same."""
     row = task.row
     return str(row.get("question") or row.get("problem") or row["prompt"])

@@ -1,4 +1,4 @@
-"""What a generator returns, and the words that generators share."""
+"""What the generators return, and the words that they share."""
 
 from __future__ import annotations
 

@@ -65,11 +65,11 @@ def shopping(rng: Random) -> Task:
 def containers(rng: Random) -> Task:
     """Equal groups, then some added or removed."""
     name, items, box = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(BOXES)
-    n, each = rng.randint(3, 12), rng.randint(3, 12)
-    total = n * each
+    n, per_box = rng.randint(3, 12), rng.randint(3, 12)
+    total = n * per_box
     k = rng.randint(2, min(40, total - 1))
-    first = f"{name} has {n} {box} with {each} {items} in each."
-    steps = [f"The {box} hold {n} * {each} = {total} {items}."]
+    first = f"{name} has {n} {box} with {per_box} {items} in each."
+    steps = [f"The {box} hold {n} * {per_box} = {total} {items}."]
     if rng.random() < 0.5:
         steps.append(f"Without the broken ones there are {total} - {k} = {total - k} {items}.")
         return _task(f"{first} Then {k} of the {items} break. How many {items} are still good?", steps, total - k)
@@ -80,8 +80,8 @@ def containers(rng: Random) -> Task:
 def sharing(rng: Random) -> Task:
     """Two piles put together and shared out equally."""
     name, other, items = *rng.sample(NAMES, 2), rng.choice(ITEMS)
-    people, each = rng.randint(2, 10), rng.randint(3, 12)
-    total = people * each
+    people, share = rng.randint(2, 10), rng.randint(3, 12)
+    total = people * share
     a = rng.randint(2, total - 2)
     question = (
         f"{name} has {a} {items} and {other} has {total - a} {items}. They put them together and share them "
@@ -89,9 +89,9 @@ def sharing(rng: Random) -> Task:
     )
     steps = [
         f"Together they have {a} + {total - a} = {total} {items}.",
-        f"Each friend gets {total} / {people} = {each} {items}.",
+        f"Each friend gets {total} / {people} = {share} {items}.",
     ]
-    return _task(question, steps, each)
+    return _task(question, steps, share)
 
 
 def comparison(rng: Random) -> Task:
@@ -112,15 +112,15 @@ def comparison(rng: Random) -> Task:
 
 
 def daily(rng: Random) -> Task:
-    """So many a day for some days, towards a goal."""
+    """A number per day for some days, towards a goal."""
     name = rng.choice(NAMES)
     verb, items = rng.choice([("reads", "pages"), ("writes", "letters"), ("bakes", "cakes"), ("plants", "trees")])
-    each, days = rng.randint(3, 12), rng.randint(3, 12)
-    done = each * days
+    per_day, days = rng.randint(3, 12), rng.randint(3, 12)
+    done = per_day * days
     goal = done + rng.randint(5, 60)
-    question = f"{name} {verb} {each} {items} a day for {days} days. The goal is {goal} {items}."
+    question = f"{name} {verb} {per_day} {items} a day for {days} days. The goal is {goal} {items}."
     steps = [
-        f"In {days} days {name} {verb} {each} * {days} = {done} {items}.",
+        f"In {days} days {name} {verb} {per_day} * {days} = {done} {items}.",
         f"To reach the goal {name} needs {goal} - {done} = {goal - done} more {items}.",
     ]
     return _task(f"{question} How many {items} are still missing?", steps, goal - done)
@@ -143,7 +143,7 @@ def travel(rng: Random) -> Task:
 
 
 def earnings(rng: Random) -> Task:
-    """Hours at a wage, less what is spent."""
+    """Hours times a wage, minus what is spent."""
     name, place, items = rng.choice(NAMES), rng.choice(PLACES), rng.choice(ITEMS)
     wage, hours = rng.randint(4, 12), rng.randint(4, 12)
     earned = wage * hours

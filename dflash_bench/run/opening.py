@@ -1,0 +1,91 @@
+"""From what was resolved to a backend: which device and type, and the weights loaded there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import Method
+from dflash_bench.models.presets import Preset
+from dflash_bench.run.resolving import Resolved, drafts_of
+
+if TYPE_CHECKING:
+    from dflash_bench.engine.local import LocalBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where and how a model is to be computed, as far as the user says; `is_small` is nano, for which a GPU is slow."""
+
+    device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    device_map: str | None = None
+    attention: str | None = None
+    trust_remote_code: bool = False
+    is_small: bool = False
+
+
+def open_local(resolved: Resolved) -> LocalBackend:
+    """The engine of this process, with the models of a resolved request. Raises UserError for what cannot be had."""
+    request = resolved.request
+    wanted = Wanted(
+        request.device, request.dtype, request.threads, request.device_map, request.attention,
+        request.trust_remote_code, is_small=request.name == "nano",
+    )  # fmt: skip
+    return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, request.seed or 0)
+
+
+def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int) -> LocalBackend:
+    # Read when torch is imported: waiting threads that spin take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    from dflash_bench.engine.local import open_backend
+    from dflash_bench.models.language import Placement
+    from dflash_bench.models.loading import load
+
+    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
+    # Small models are faster on one thread, and two busy threads spin against each other.
+    threads = (wanted.threads or 1) if device == "cpu" else None
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _silence_transformers()
+    placement = Placement(
+        spread=wanted.device_map is not None,
+        attention=wanted.attention,
+        trust_remote_code=wanted.trust_remote_code,
+    )
+    models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
+    machine = {"device": device, "device_map": wanted.device_map, "threads": threads}
+    return open_backend(models, model, methods, max_new_tokens, seed, machine)
+
+
+def _silence_transformers() -> None:
+    """Its bars and advice would tear our progress display; what fails is raised in any case."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
+    """Raises UserError for a device that is not there, and for options without effect on it."""
+    device = wanted.device or ("cuda" if num_gpus and not wanted.is_small else "cpu")
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
+        raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and not num_gpus:
+        raise UserError("no CUDA device here; use --device cpu")
+    if index and (len(index) > 4 or int(index) >= num_gpus):
+        raise UserError(f"--device {device}: this machine has cuda:0 to cuda:{num_gpus - 1}")
+    if kind == "cuda" and wanted.threads is not None:
+        raise UserError("--threads has no effect on a GPU")
+    if wanted.device_map is not None and kind == "cpu":
+        raise UserError("--device-map has no effect on the CPU: it spreads a target over GPUs")
+    dtype = wanted.dtype or ("float32" if kind == "cpu" else "bfloat16")
+    return device, dtype

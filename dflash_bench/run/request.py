@@ -1,0 +1,147 @@
+"""The options of `run` as the user gave them, and those that make no sense before anything is looked at."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Audit, is_greedy
+from dflash_bench.run import budget
+from dflash_bench.tasks import scoring, suites
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+ATTENTION = ("sdpa", "eager")
+"""What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
+THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of `run` as the user gave them; None is "not given"."""
+
+    suites: tuple[str, ...]
+    methods: tuple[str, ...]
+    model: str | None = None
+    target: str | None = None
+    drafts: tuple[str, ...] = ()
+    """METHOD=REFERENCE"""
+    data: str | None = None
+    prompts: Path | None = None
+    score: str | None = None
+    """The scorer of `prompts`."""
+    limit: int | None = None
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: tuple[int, ...] = ()
+    top_p: tuple[float, ...] = ()
+    min_p: tuple[float, ...] = ()
+    repetition_penalty: tuple[float, ...] = ()
+    block_size: str | None = None
+    """One, or several with commas between them; and so `draft_steps`."""
+    draft_steps: str | None = None
+    budget: str | None = None
+    """How long to measure, such as 5m; all prompts if absent."""
+    over: tuple[str, ...] = ()
+    """NAME=VALUE,VALUE, of an option or a setting."""
+    one_at_a_time: bool = False
+    repeats: int = 1
+    threads: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    device_map: str | None = None
+    attention: str | None = None
+    thinking: str | None = None
+    """A key of `THINKING`."""
+    trust_remote_code: bool = False
+    unsafe_code: bool = False
+    audit: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return self.model or (self.target or "nano").partition("@")[0]
+
+    @property
+    def samples(self) -> bool:
+        """Is there a temperature at which tokens are drawn?"""
+        return not all(map(is_greedy, self.temperatures))
+
+
+def check(request: Request) -> None:
+    """Raises UserError for options without effect, and for values that nothing here knows."""
+    _refuse_what_has_no_effect(request)
+    _refuse_unknown_values(request)
+
+
+def _refuse_what_has_no_effect(request: Request) -> None:
+    if not request.suites and request.prompts is None:
+        known = [*suites.known_suites(), *suites.known_groups()]
+        raise UserError(f"nothing to run: give --suite ({', '.join(known)}) or --prompts FILE.jsonl")
+    if request.data is not None and not request.suites:
+        raise UserError("--data has no effect without --suite")
+    if request.score is not None and request.prompts is None:
+        raise UserError("--score has no effect without --prompts: a suite says itself how it is scored")
+    if request.score is not None and request.score not in scoring.SCORERS:
+        raise unknown("scorer", request.score, list(scoring.SCORERS))
+    if request.seed is not None and not request.samples:
+        raise UserError(
+            "--seed has no effect at temperature 0; it seeds sampling (prompts are drawn by the suite's own seed)"
+        )
+    for flag in ("top_k", "top_p", "min_p"):
+        if getattr(request, flag) and not request.samples:
+            raise UserError(f"--{flag.replace('_', '-')} has no effect at temperature 0, where the best token is taken")
+
+
+def _refuse_unknown_values(request: Request) -> None:
+    """What can be told before anything heavy is loaded."""
+    if not all(math.isfinite(temperature) and temperature >= 0 for temperature in request.temperatures):
+        raise UserError(f"--temperature takes numbers from 0 up, not {_listed(request.temperatures)}")
+    if len(set(request.temperatures)) < len(request.temperatures):
+        raise UserError(f"--temperature names one twice: {_listed(request.temperatures)}")
+    _refuse_unknown_sampling(request)
+    if request.thinking is not None and request.thinking not in THINKING:
+        raise unknown("mode of thinking", request.thinking, list(THINKING))
+    if request.audit is not None and request.audit not in get_args(Audit):
+        raise unknown("audit", request.audit, list(get_args(Audit)))
+    if request.audit is not None and not any(map(is_greedy, request.temperatures)):
+        raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
+    if request.budget is not None:
+        budget.seconds(request.budget)
+    if request.dtype not in (None, *DTYPES):
+        raise unknown("dtype", request.dtype, list(DTYPES))
+    if request.threads is not None and request.threads > (os.cpu_count() or 1):
+        raise UserError(f"--threads {request.threads} is more than the processors of this machine, {os.cpu_count()}")
+    if request.device_map not in (None, "auto"):
+        raise unknown("device map", request.device_map, ["auto"])
+    if request.device_map is not None and request.device is not None:
+        raise UserError("--device has no effect with --device-map")
+    if (request.attention or "").startswith("flash"):
+        raise UserError(
+            f"--attention {request.attention} takes no mask, and this engine needs one for ragged rows and trees; "
+            f"use {' or '.join(ATTENTION)}"
+        )
+    if request.attention not in (None, *ATTENTION):
+        raise unknown("attention", request.attention, list(ATTENTION))
+
+
+def _refuse_unknown_sampling(request: Request) -> None:
+    if any(value < 1 for value in request.top_k):
+        raise UserError(f"--top-k is a number of tokens from 1 up, not {_listed(request.top_k)}")
+    for flag, value in [*(("--top-p", p) for p in request.top_p), *(("--min-p", p) for p in request.min_p)]:
+        if not 0 < value < 1:
+            raise UserError(f"{flag} is a share between 0 and 1, not {value:g}; leave it out to draw from all tokens")
+    for penalty in request.repetition_penalty:
+        if not math.isfinite(penalty) or penalty <= 0 or (penalty == 1 and len(request.repetition_penalty) == 1):
+            raise UserError(
+                f"--repetition-penalty is a number above 0 other than 1, which changes nothing; not {penalty:g}"
+            )
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ",".join(f"{number:g}" for number in numbers)

@@ -1,0 +1,174 @@
+"""From a request to what is to be run: methods, models, prompts and settings, each looked up once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import cast
+
+from dflash_bench import methods
+from dflash_bench.errors import UserError
+from dflash_bench.methods import Method
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
+from dflash_bench.records import CODE_SCORERS, Audit, Settings, is_greedy
+from dflash_bench.run import sweeping
+from dflash_bench.run.request import THINKING, Request, check
+from dflash_bench.tasks import prompts, sandbox, scoring, suites
+from dflash_bench.tasks.suites import Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a request comes to before any weights are loaded; `request` has its sweep written out."""
+
+    request: Request
+    methods: tuple[Method, ...]
+    model: Preset
+    suites: tuple[Loaded, ...]
+    audit: Audit
+    cage: sandbox.Cage | None
+    """Where code that the model writes will run; without one it is not run, and stays unscored."""
+
+    @property
+    def drafts(self) -> list[str]:
+        """Whose weights are needed, by their keys: `dflash`, or `dflash@a`."""
+        return drafts_of(self.methods)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.request.max_new_tokens or self.model.max_new_tokens
+
+    @property
+    def has_code(self) -> bool:
+        return has_code(self.suites)
+
+
+def methods_and_model(request: Request) -> tuple[Request, list[Method], Preset]:
+    """What is cheap to know; the request comes back with its sweep written out. Raises UserError."""
+    request, chosen = swept(request, methods_of(request))
+    check(request)
+    return request, chosen, model_of(request, chosen)
+
+
+def resolve(request: Request, chosen: Sequence[Method], model: Preset) -> Resolved:
+    """The prompts are read, and all is checked that can be without weights. Raises UserError."""
+    loaded = prompts_of(request, model)
+    scoring.require({one.suite.scorer for one in loaded})
+    for one in loaded:
+        scoring.check_references(one.suite.scorer, one.prompts)
+    if request.budget is not None:
+        loaded = [suites.as_drawn(one) for one in loaded]
+    return Resolved(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+
+
+def methods_of(request: Request) -> list[Method]:
+    """Those to measure, plain decoding first."""
+    chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
+    for name, text, drafter in (
+        ("block", request.block_size, "--method dflash, or another that leaves its block open"),
+        ("steps", request.draft_steps, "--method dflash, or where it says its steps itself"),
+    ):
+        flag = {"block": "--block-size", "steps": "--draft-steps"}[name]
+        if text is not None and not any(method.leaves_open(name) for method in chosen):
+            raise UserError(f"{flag} has no effect without {drafter}")
+        if text is not None:
+            chosen = sweeping.laid_out(chosen, [sweeping.Axis(name, sweeping.split(text, flag), flag=flag)], False)
+    return chosen
+
+
+def swept(request: Request, chosen: Sequence[Method]) -> tuple[Request, list[Method]]:
+    """The request with the settings that `--over` names, and the methods with the options."""
+    axes = sweeping.parse(request.over)
+    of_methods, of_settings = sweeping.divided(axes, chosen)
+    if request.one_at_a_time and not axes:
+        raise UserError("--one-at-a-time has no effect without --over")
+    if request.one_at_a_time and of_settings:
+        raise UserError(
+            "--one-at-a-time varies options of methods, and all methods run under all settings; "
+            f"leave it out, or --over {of_settings[0].name}"
+        )
+    for axis in of_settings:
+        field = "temperatures" if axis.name == "temperature" else axis.name
+        if getattr(request, field) not in ((), None, (0.0,)):
+            flag = f"--{axis.name.replace('_', '-')}"
+            raise UserError(f"{flag} and --over {axis.name} both say what it is; give one of them")
+        request = replace(request, **{field: sweeping.setting_values(axis)})
+    return request, sweeping.laid_out(chosen, of_methods, request.one_at_a_time)
+
+
+def model_of(request: Request, chosen: Sequence[Method]) -> Preset:
+    """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
+    drafts = presets.parse_drafts(request.drafts)
+    for draft in drafts:
+        if draft not in drafts_of(chosen):
+            users = " or ".join(f"--method {label}" for label in methods.users_of(draft))
+            raise UserError(f"--draft {draft}= has no effect without {users}")
+    model = presets.combine(request.model, request.target, drafts)
+    presets.require_drafts(model, drafts_of(chosen))
+    return model
+
+
+def drafts_of(chosen: Sequence[Method]) -> list[str]:
+    """The keys of the weights that these methods need, each once."""
+    return list(dict.fromkeys(method.draft for method in chosen if method.draft is not None))
+
+
+def prompts_of(request: Request, model: Preset) -> list[Loaded]:
+    """Of the suites, and after them the user's own."""
+    known = suites.expand(request.suites)
+    # `datasets` reads this when it is imported; its bars would tear ours.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    loaded = [suites.load_prompts(suite, request.data or model.data, request.limit) for suite in known]
+    if request.prompts is not None:
+        scorer = request.score or "none"
+        loaded.append(prompts.load(request.prompts, request.limit, scorer, list(scoring.COLUMNS.get(scorer, ()))))
+    return loaded
+
+
+def settings_of(request: Request, modes: Sequence[bool | None]) -> list[Settings]:
+    """One for each combination of what is given; what only changes sampling is left out at temperature 0."""
+    usual, several = Settings(), []
+    values = [
+        getattr(request, name) or (getattr(usual, name),) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+    ]
+    for mode, temperature, top_k, top_p, min_p, penalty in product(modes, request.temperatures, *values):
+        if is_greedy(temperature):
+            top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode))
+    return list(dict.fromkeys(several))
+
+
+def modes_of(request: Request, model: Preset, has_thinking: bool) -> tuple[bool | None, ...]:
+    """The modes of thinking to run; None where the chat template has no such switch."""
+    if has_thinking:
+        return (model.thinking,) if request.thinking is None else THINKING[request.thinking]
+    if request.thinking is not None:
+        raise UserError(
+            f"--thinking {request.thinking} has no effect: the chat template of {model.target} has no enable_thinking"
+        )
+    return (None,)
+
+
+def has_code(loaded: Sequence[Loaded]) -> bool:
+    """Is there a suite whose answers are code?"""
+    return bool(CODE_SCORERS & {each.suite.scorer for each in loaded})
+
+
+def _cage(request: Request, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
+    """Where the code that the model writes will run. Raises UserError where --unsafe-code would change nothing."""
+    if not has_code(loaded):
+        if request.unsafe_code:
+            raise UserError("--unsafe-code has no effect without a suite of code (humaneval or mbpp)")
+        return None
+    cage = sandbox.strongest()
+    if cage and request.unsafe_code:
+        raise UserError(f"--unsafe-code has no effect here: this system has a cage ({cage}), and code runs in it")
+    return sandbox.UNSAFE if request.unsafe_code else cage
+
+
+def _audit(request: Request) -> Audit:
+    """What is drawn at random has no one right token to be audited against."""
+    return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperatures)) else "none"
