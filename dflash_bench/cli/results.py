@@ -25,22 +25,29 @@ app = typer.Typer()
 @app.command(cls=Command)
 def compare(
     runs: Annotated[
-        list[Path], Argument(metavar="RUN...", help="Folders of runs; or result JSON of vllm bench serve.")
+        list[Path], Argument(metavar="RUN", help="Folders of runs; also result JSON files of vllm bench serve.")
     ],
     by: Annotated[
         str,
-        Option(metavar="WHAT", help="suite, category, turn, prompt-length, output-position or part."),
+        Option(
+            metavar="WHAT", help="Split the figures by suite, category, turn, prompt-length, output-position or part."
+        ),
     ] = "suite",
     against: Annotated[
-        str | None, Option(metavar="paper[:TARGET]", help="Set published figures beside the run, formula by formula.")
+        str | None,
+        Option(metavar="paper[:TARGET]", help="Show published figures beside those of the run, by the same formulas."),
     ] = None,
     compat: Annotated[
-        str | None, Option(metavar="zlab", help="What the official harness would have printed for the same rows.")
+        str | None,
+        Option(metavar="zlab", help="Show what the official harness would have printed for the same answers."),
     ] = None,
     allow: options.Allow = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare methods within a run, or the same cells before and after, on the same prompts."""
+    """Compare the methods of a run, or several runs.
+
+    Always on the same prompts. With several runs, the first is "before" and the others are "after".
+    """
     from dflash_bench.report.compared import compared
 
     comparison = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
@@ -56,10 +63,13 @@ def baseline(
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write, and to commit.")],
     limits: options.Limits = None,
     time_free: Annotated[
-        bool, Option("--time-free", help="Leave timings out: then any machine, however busy, can check.")
+        bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy it is.")
     ] = False,
 ) -> None:
-    """Write what runs reached as the expectation for later ones; several say how far runs are apart."""
+    """Save what runs reached, for 'check'.
+
+    Give several runs of the same command, so that the file also says how far runs are apart.
+    """
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import frame
 
@@ -73,23 +83,27 @@ def baseline(
 def check(
     runs: options.Runs,
     baseline: Annotated[
-        Path | None, Option(metavar="FILE", help="What to hold it against; without one, only what any run must reach.")
+        Path | None,
+        Option(metavar="FILE", help="What 'baseline' wrote. Without it, only what every run must reach is checked."),
     ] = None,
     limits: options.Limits = None,
     allow: options.Allow = None,
-    junit: Annotated[Path | None, Option(metavar="FILE", help="Write JUnit XML as well.")] = None,
+    junit: Annotated[Path | None, Option(metavar="FILE", help="Also write JUnit XML to FILE.")] = None,
     summary: Annotated[
-        Path | None, Option(metavar="FILE", help="Append Markdown to FILE as well, such as $GITHUB_STEP_SUMMARY.")
+        Path | None, Option(metavar="FILE", help="Also append Markdown to FILE, such as $GITHUB_STEP_SUMMARY.")
     ] = None,
     benchmark: Annotated[
-        Path | None, Option(metavar="FILE", help="Write customBiggerIsBetter JSON for github-action-benchmark as well.")
+        Path | None,
+        Option(metavar="FILE", help="Also write JSON for github-action-benchmark (customBiggerIsBetter) to FILE."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Exit 1 if runs fall short of their baseline, or are dead, wrong or slower than plain decoding.
+    """Fail if runs fall short of a baseline.
 
-    Of timings the speed-ups are judged; absolute speed only where --limits names tps.decode. One run says nothing of
-    the noise between runs, so that an allowance is made for it, and small losses pass: three and a baseline of three
+    Exit status 1 also for drafts that are never accepted, wrong answers, and methods slower than plain decoding.
+
+    Of the timings only speed-ups are judged, and absolute speed where --limits names tps.decode. A single run does not
+    show how much runs differ, so an allowance is made and small losses pass; three runs against a baseline of three
     show a loss of 10 %.
     """
     from dflash_bench.analysis.gate.checks import checked
@@ -128,25 +142,35 @@ def _opened(path: str, flags: int) -> int:
 def report(
     run: options.Run,
     kind: Annotated[
-        str | None, Option("--format", metavar="F", help="table (if absent), markdown, json, csv or latex.")
+        str | None, Option("--format", metavar="F", help="table (the default), markdown, json, csv or latex.")
     ] = None,
     html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write one self-contained page with plots and answers.")
+        Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in one file.")
     ] = None,
-    answers: Annotated[int | None, Option(metavar="N", min=1, help="Answers in the page; 300 if absent.")] = None,
+    answers: Annotated[
+        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 300.")
+    ] = None,
     tokenizer: Annotated[
-        Path | None, Option(metavar="PATH", help="tokenizer.json of the target, to colour tokens in the page.")
+        Path | None,
+        Option(
+            metavar="PATH",
+            help="With --html: the target's tokenizer.json or its folder, to colour tokens. Default: found by itself "
+            "where it can be.",
+        ),
     ] = None,
     by: Annotated[
         str | None,
         Option(
             metavar="WHAT",
-            help="Cut the table by category, turn, prompt-length, output-position or part.",
+            help="Split the table by category, turn, prompt-length, output-position or part.",
         ),
     ] = None,
     allow: options.AllowParts = None,
 ) -> None:
-    """Show a finished run: as a table, Markdown, JSON, CSV or LaTeX, or as one HTML page."""
+    """Show a finished run.
+
+    As a table, Markdown, JSON, CSV or LaTeX, or as an HTML page.
+    """
     from dflash_bench.report import FORMATS, MOST_ANSWERS, read_document, table_by, write_page
 
     if kind is not None and kind not in FORMATS:
@@ -179,14 +203,19 @@ def card(
 
 @app.command(cls=Command)
 def plot(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="A run's folder; several give their trend.")],
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN", help="Folder of a finished run; several give a plot of their trend.")
+    ],
     out: Annotated[
-        Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots; RUN/plots if absent.")
+        Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots. Default: RUN/plots.")
     ] = None,
-    kind: Annotated[str, Option("--format", metavar="F", help="png or svg.")] = "png",
+    kind: Annotated[str, Option("--format", metavar="F", help="File format: png or svg.")] = "png",
     allow: options.Allow = None,
 ) -> None:
-    """Draw the plots of a run, or with several runs that are alike their trend."""
+    """Draw the plots of a run, or a trend over runs.
+
+    Runs in a trend must be alike, except for what --allow accepts.
+    """
     from dflash_bench import report
     from dflash_bench.bars import with_bar
     from dflash_bench.report import plots

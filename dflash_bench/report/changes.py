@@ -37,15 +37,27 @@ def _table(
     cells: Sequence[Cell], ids: Sequence[str], more: Sequence[str] = (), extra: Sequence[Sequence[str]] | None = None
 ) -> str:
     known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
+    is_sliced = any(cell.slice for cell in cells)
     rows = [
-        [*_place(cell), f"{cell.num_prompts:,}", *(with_interval(cell.figures.get(name)) for name in known_ids), *rest]
+        [
+            *_place(cell, is_sliced),
+            f"{cell.num_prompts:,}",
+            *(with_interval(cell.figures.get(name)) for name in known_ids),
+            *rest,
+        ]
         for cell, rest in zip(cells, extra or [[]] * len(cells), strict=True)
     ]
-    return aligned(["suite", "slice", "method", "prompts", *known_ids, *more], rows, left=3)
+    names = _names(is_sliced, "method")
+    return aligned([*names, "prompts", *known_ids, *more], rows, left=len(names))
 
 
-def _place(cell: Cell) -> list[str]:
-    return [labels.under(cell.label, cell.setting), cell.slice or "-", cell.method]
+def _names(is_sliced: bool, *methods: str) -> list[str]:
+    """Heads of the columns that say what a row is about; slices only where there are any."""
+    return ["suite", *(["slice"] if is_sliced else []), *methods]
+
+
+def _place(cell: Cell, is_sliced: bool) -> list[str]:
+    return [labels.under(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method]
 
 
 def _tally(tally: tuple[int, int] | None) -> str:
@@ -55,25 +67,31 @@ def _tally(tally: tuple[int, int] | None) -> str:
 def versus_text(comparisons: Sequence[Versus]) -> str:
     """After over before: a line for each figure, the time-free ones first."""
     parts = []
+    is_sliced = any(versus.slice for versus in comparisons)
+    names = _names(is_sliced, "before", "after")
     for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
         rows = [
-            [*_sides(versus), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+            [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
             for versus in comparisons
             for name, change in versus.changes.items()
             if FIGURES[name].is_timing == is_timing
         ]
         if rows:
-            heads = ["suite", "slice", "before", "after", "figure", "ratio [95 %]", "p (Holm)", ""]
-            parts += [f"{title}\n{aligned(heads, rows, left=5)}"]
-    answers = [[*_sides(v), str(v.lost), str(v.gained), p_value(v.p_passed)] for v in comparisons if v.lost or v.gained]
+            heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
+            parts += [f"{title}\n{aligned(heads, rows, left=len(names) + 1)}"]
+    answers = [
+        [*_sides(v, is_sliced), str(v.lost), str(v.gained), p_value(v.p_passed)]
+        for v in comparisons
+        if v.lost or v.gained
+    ]
     if answers:
-        heads = ["suite", "slice", "before", "after", "lost", "gained", "p (McNemar)"]
-        parts += [f"prompts answered right\n{aligned(heads, answers, left=4)}"]
+        heads = [*names, "lost", "gained", "p (McNemar)"]
+        parts += [f"prompts answered right\n{aligned(heads, answers, left=len(names))}"]
     return "\n\n".join([*parts, NO_CHANGE])
 
 
-def _sides(versus: Versus) -> list[str]:
-    return [versus.label, versus.slice or "-", versus.before, versus.after]
+def _sides(versus: Versus, is_sliced: bool) -> list[str]:
+    return [versus.label, *([versus.slice or "-"] if is_sliced else []), versus.before, versus.after]
 
 
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -14,6 +14,11 @@ from dflash_bench.text import shortened
 NAMES = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that are said where they are not these, which change nothing."""
 
+LEGEND = (
+    "kept = answers whose first draft was accepted at least in part; cells = outcomes that are compared\n"
+    "off by = total variation distance from the model's probabilities; by chance = that of a method that is right"
+)
+
 
 def text(draws: Sequence[Draws], tests: Sequence[Comparison], verdicts: Sequence[Verdict], settings: Settings) -> str:
     heads = ["method", "prompt", "tested", "kept", "cells", "off by", "by chance", "G", "p", "adjusted", ""]
@@ -25,6 +30,8 @@ def text(draws: Sequence[Draws], tests: Sequence[Comparison], verdicts: Sequence
             f"{num_draws:,} answers to each prompt, at {_settings(settings)}, against the published model",
             "",
             aligned(heads, rows, left=3),
+            "",
+            LEGEND,
             "",
             *(_sentence(verdict) for verdict in verdicts),
             f"if every method is right, one or more of {number} fail by chance in {LEVEL:.1%} of cases",

@@ -210,5 +210,5 @@ def _reproduce(document: Document) -> str:
 
 def _data(listed: answers.Answers) -> str:
     """Inside a script element only "</" and "<!--" mean anything, and without "<" there is neither."""
-    stored = {"rows": listed.rows, "texts": listed.texts}
+    stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts}
     return json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { rows, texts } = JSON.parse(document.getElementById("data").textContent);
+  const { rows, texts, prompts } = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
 
   // What comes from a run is only ever set as text.
@@ -57,6 +57,8 @@
   };
   const whole = (row) => { const text = texts[row.text]; return Array.isArray(text) ? text.join("") : text; };
 
+  const question = (row) => prompts[row.asked] ?? "";
+
   const mood = (text) => ({ right: "fine", exact: "fine", wrong: "bad", mismatch: "bad", failed: "bad" })[text] || "";
   const line = (row) => {
     const tr = make("tr", "row");
@@ -93,7 +95,7 @@
       (!at("suite").value || row.suite === at("suite").value) &&
       (!at("method").value || row.method === at("method").value) &&
       (!at("outcome").value || outcomes[at("outcome").value](row)) &&
-      (!words || name(row).toLowerCase().includes(words) || whole(row).toLowerCase().includes(words));
+      (!words || name(row).toLowerCase().includes(words) || whole(row).toLowerCase().includes(words) || question(row).toLowerCase().includes(words));
     const visibleItems = items.filter(fits);
     if (sorted.place >= 0) {
       const { key } = columns[sorted.place];
@@ -205,6 +207,7 @@
     ];
     if (about.some(Boolean)) box.append(make("p", "sub", about.filter(Boolean).join("; ")));
     if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
+    if (question(row)) box.append(make("pre", "text question", question(row)));
     const text = texts[row.text];
     if (Array.isArray(text) && row.by_round) {
       const pre = coloured(text, row.by_round, row.leaves);

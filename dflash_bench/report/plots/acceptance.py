@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.report.plots.material import Group, Material
-from dflash_bench.report.plots.style import NothingToPlotError, finish, looks, name_axes, panels
+from dflash_bench.report.plots.style import NothingToPlotError, finish, looks, name_axes, panels, top_of
 from dflash_bench.results.rounds import Histogram, accept_at
 
 MIN_ROUNDS = 10
@@ -80,7 +80,8 @@ def output(material: Material) -> Any:
             if bounds:
                 axes.fill_between(*zip(*bounds, strict=True), color=look[method]["color"], alpha=0.16, linewidth=0)
         axes.set_xticks(range(len(stretches)), stretches, rotation=20)
-    next(iter(axes_of.values())).set_ylim(bottom=1)
+    top = top_of([interval for by in intervals_of.values() for interval in by.values()])
+    next(iter(axes_of.values())).set_ylim(1, top)
     name_axes(axes_of, "tokens into the answer", "al.pooled")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     return finish(

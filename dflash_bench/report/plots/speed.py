@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from dflash_bench.report.plots.style import (
     looks,
     name_axes,
     panels,
+    top_of,
 )
 from dflash_bench.text import visible
 
 MOST_POINTS = 400
 MOST_LABELS = 16
+MOST_UPRIGHT = 4
+"""Suites with settings whose names fit side by side."""
 PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
 """Hollow, one for each published configuration."""
 BARS = 0.8
@@ -42,7 +46,8 @@ def speedup(material: Material) -> Any:
         raise NothingToPlotError("no method has answers to compare with plain decoding")
     labels = [material.label(group) for group in groups]
     # Long names, at a slant, need room.
-    figure, axes = _one(5.0 if any("\n" in label for label in labels) else 3.4)
+    figure, axes = _one(5.0 if _are_slanted(labels) else 3.4)
+    top = top_of(list(speedups.values()))
     for method in methods:
         bars_of_method = [
             (place, speedups[*group, method]) for place, group in enumerate(groups) if (*group, method) in speedups
@@ -56,12 +61,15 @@ def speedup(material: Material) -> Any:
         axes.errorbar(xs, values, errors(intervals), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
         for x, interval in zip(xs, intervals, strict=True):
             if len(groups) * len(methods) <= MOST_LABELS:
-                axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
+                above = min(interval.high or interval.value, top or inf)
+                axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
+    if top is not None:
+        axes.set_ylim(0, top)
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
     marks = _published_marks(axes, material, groups)
@@ -74,13 +82,17 @@ def speedup(material: Material) -> Any:
 
 
 def _name_groups(axes: Any, labels: Sequence[str]) -> None:
-    """Suites below their bars in two lines; with settings names are long, and stand at a slant."""
-    if any("\n" in label for label in labels):
+    """Suites below their bars, a line for each part of the name; many with settings stand at a slant."""
+    if _are_slanted(labels):
         slanted = [label.replace("\n", ", ") for label in labels]
         axes.set_xticks(range(len(labels)), slanted, rotation=45, ha="right", rotation_mode="anchor", fontsize=9.5)
         return
     below = [label.replace(" (", "\n(", 1) for label in labels]
     axes.set_xticks(range(len(labels)), below, rotation=0 if len(labels) <= 5 else 20)
+
+
+def _are_slanted(labels: Sequence[str]) -> bool:
+    return len(labels) > MOST_UPRIGHT and any("\n" in label for label in labels)
 
 
 def _of(cell: Cell) -> tuple[str, str, str]:

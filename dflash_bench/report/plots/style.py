@@ -27,6 +27,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
 WIDTH = 6.4
 MOST_PANELS = 8
+TALLEST = 3.0
+"""Times the highest value that an axis reaches at most."""
 DPI = 200
 SETTINGS: Any = {
     "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
@@ -96,6 +98,13 @@ def errors(intervals: Sequence[Interval]) -> list[list[float]]:
     below = [interval.value - (interval.value if interval.low is None else interval.low) for interval in intervals]
     above = [(interval.value if interval.high is None else interval.high) - interval.value for interval in intervals]
     return [below, above]
+
+
+def top_of(intervals: Sequence[Interval]) -> float | None:
+    """Where an axis ends whose intervals, of a handful of prompts, would flatten their values; None where none does."""
+    values = [interval.value for interval in intervals]
+    highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
+    return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
 
 
 def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:

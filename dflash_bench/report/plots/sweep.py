@@ -15,6 +15,7 @@ from dflash_bench.report.plots.style import (
     errors,
     finish,
     panels,
+    top_of,
 )
 
 FIGURES = {LENGTH: lambda point: point.length, SPEEDUP: lambda point: point.speedup}
@@ -44,17 +45,13 @@ def sweep(material: Material) -> Any:
         handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
     }
     note = "error bars: 95 % interval over prompts; ring: highest speed-up"
-    return finish(
-        figure,
-        "Acceptance and speed-up by the value of an option",
-        list(handles.values()),
-        note,
-        len(names) - len(axes_of),
-    )
+    title = "Acceptance and speed-up by the value of an option"
+    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
 
 
 def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
-    return f"{option} · {suites[0] if len(suites) == 1 else f'mean over {len(suites)} suites'}"
+    """The suite; which figure and which option stand at the axes."""
+    return suites[0] if len(suites) == 1 else f"mean over {len(suites)} suites"
 
 
 def _places(swept: Sweep) -> dict[Any, float]:
@@ -89,3 +86,6 @@ def _name_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     if figure_id == SPEEDUP:
         axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     axes.margins(y=0.12)
+    figures = [FIGURES[figure_id](point) for curve in swept.curves for point in curve.points]
+    if (top := top_of([figure for figure in figures if figure is not None])) is not None:
+        axes.set_ylim(top=top)
