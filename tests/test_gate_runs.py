@@ -319,7 +319,7 @@ def test_runs_that_are_unlike_or_the_same_are_not_checked_together(tmp_path: Pat
     assert (code, "--allow device" in err) == (2, True)
     code, out, _ = main("check", "one", "two", "--allow", "device")
     assert code == 0
-    assert "note: allowed, though unlike: device: processor" in out
+    assert "note: allowed although it differs: device: processor" in out
 
 
 # Files

@@ -160,7 +160,7 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, main: Main) -> 
     Path("tokenizer.json").write_text('{"version": 1}')
     code, _, text = main("report", "run", "--html", "page.html", "--tokenizer", "tokenizer.json")
     assert (code, text.count("\n")) == (2, 1)
-    assert "cannot read tokenizer.json: no tokenizer" in text
+    assert "cannot read tokenizer.json: not a tokenizer" in text
 
 
 def test_of_a_large_run_whole_prompts_of_each_suite_are_shown(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_of_a_large_run_whole_prompts_of_each_suite_are_shown(tmp_path: Path) ->
     ]
     expected = [(suite, f"p{number:03}") for suite, number in numbers]
     assert sorted(places) == sorted((*place, method) for place in expected for method in ("ar", "dflash"))
-    assert "10 of 120 answers, the first prompts of each suite." in page
+    assert "10 of 120 answers: those to the first prompts of each suite." in page
 
 
 def test_one_prompt_is_shown_even_where_it_is_too_much(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_of_very_many_prompts_a_draw_is_shown_and_said(tmp_path: Path, monkeypat
     monkeypatch.setattr(speed, "MOST_POINTS", 5)
     figure = speed.prompts(Material(read_document(stored(tmp_path / "run", answers(12)))))
     assert len(figure.axes[0].lines[0].get_xydata()) == 5
-    assert "5 prompts of each cell" in figure.legends[0].get_title().get_text()
+    assert "a sample of 5 prompts a method" in figure.legends[0].get_title().get_text()
 
 
 def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_panel_says_where_its_prompts_came_from_even_alone(tmp_path: Path) -> 
 def test_more_suites_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:
     rows = [row for at in range(style.MOST_PANELS + 2) for row in answers(2, suite=f"s{at}")]
     figure = acceptance.histogram(Material(read_document(stored(tmp_path / "run", rows))))
-    assert "2 more panels are left out" in figure.legends[0].get_title().get_text()
+    assert "2 more panels not shown" in figure.legends[0].get_title().get_text()
 
 
 def test_the_same_run_gives_the_same_bytes_and_colours_that_a_page_can_change(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main
     code, shown, told = main("plot", *words)
     assert (code, shown) == (0, "there/trend.svg\n")
     assert told.splitlines() == [
-        "note: allowed, though unlike: dtype: dtype float32 and bfloat16",
-        "note: allowed, though unlike: suite: version of math500 1 and 2",
+        "note: allowed although it differs: dtype: dtype float32 and bfloat16",
+        "note: allowed although it differs: suite: version of math500 1 and 2",
     ]
     assert "the runs differ in dtype, suite" in Path("there/trend.svg").read_text()
 
@@ -240,14 +240,14 @@ def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -
     assert code == 0
     assert shown.splitlines() == ["plots/speedup.svg", "plots/rounds.svg", "plots/prompts.svg"]
     assert [line.split("'")[1] for line in told.splitlines()] == ["acceptance", "positions", "output"]
-    assert "the backend shows no rounds" in told
+    assert "the backend does not report rounds" in told
 
 
 def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(2))
     for words, told in [
         (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
-        (["run", "run"], "say where with -o DIR"),
+        (["run", "run"], "give -o DIR"),
         (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, doubled, foreign, invalid"),
         (["run", "run", "-o", "there", "--allow", "all"], "unknown difference 'all'"),
     ]:

@@ -339,7 +339,7 @@ def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> 
     ]  # fmt: skip
     stored(tmp_path / "run", rows, settings=settings_to_json([thinks]))
     out = main("compare", "run", "--by", "part")[1]
-    assert "thinking" in out and "answer" in out and "seconds are those of rounds" in out
+    assert "thinking" in out and "answer" in out and "timings here cover rounds only" in out
     out = main("report", "run", "--by", "part")[1]
     assert "gsm8k (embedded; thinking)" in out and "gsm8k (embedded; answer)" in out
 

@@ -170,7 +170,7 @@ def test_without_plain_answers_there_is_no_best(tmp_path: Path) -> None:
     _, curve = only(made.sweeps)
     assert (curve.best, curve.rivals) == (None, [])
     assert curve.points[0].length is not None
-    assert "no block is the best" in FORMATS["table"](made)
+    assert "no block can be called the best" in FORMATS["table"](made)
 
 
 def test_p_over_suites_is_that_of_one_suite_where_there_is_one_and_grows_with_a_suite_that_disagrees() -> None:

@@ -185,7 +185,7 @@ def _truncated(case: Case) -> Seen | None:
 def _few_prompts(case: Case) -> Seen | None:
     if not case.is_baseline or case.cell.num_prompts >= MIN_PROMPTS:
         return None
-    text = f"only {case.cell.num_prompts} prompts: too few to trust the interval"
+    text = f"only {case.cell.num_prompts} prompts, too few to trust the interval"
     return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
 
 

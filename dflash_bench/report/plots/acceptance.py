@@ -85,7 +85,11 @@ def output(material: Material) -> Any:
     name_axes(axes_of, "tokens into the answer", "al.pooled")
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     return finish(
-        figure, "Acceptance along the answer", handles, "band: 95 % interval over prompts", len(groups) - len(axes_of)
+        figure,
+        "Acceptance along the answer",
+        handles,
+        "band: 95 % interval over prompts" + (", cut off where too wide" if top is not None else ""),
+        len(groups) - len(axes_of),
     )
 
 

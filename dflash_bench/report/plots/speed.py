@@ -16,6 +16,7 @@ from dflash_bench.report.plots.style import (
     PAPER,
     PARTS,
     NothingToPlotError,
+    bars_note,
     errors,
     finish,
     looks,
@@ -77,7 +78,7 @@ def speedup(material: Material) -> Any:
         figure,
         "Speed-up over plain decoding",
         [*bars, *marks],
-        "error bars: 95 % interval over prompts; dashed line: plain decoding",
+        f"{bars_note(top)}; dashed line: plain decoding",
     )
 
 

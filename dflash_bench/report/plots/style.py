@@ -107,6 +107,10 @@ def top_of(intervals: Sequence[Interval]) -> float | None:
     return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
 
 
+def bars_note(top: float | None = None) -> str:
+    return "error bars: 95 % interval over prompts" + (", cut off where too long" if top is not None else "")
+
+
 def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")

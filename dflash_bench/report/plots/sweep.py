@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import LENGTH, SPEEDUP, Curve, Point, Sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.style import (
@@ -12,6 +13,7 @@ from dflash_bench.report.plots.style import (
     MUTED,
     SERIES,
     NothingToPlotError,
+    bars_note,
     errors,
     finish,
     panels,
@@ -35,18 +37,27 @@ def sweep(material: Material) -> Any:
     names = [(*row, figure_id) for row in order for figure_id in FIGURES]
     series = list(dict.fromkeys(curve.series for swept in material.sweeps for curve in swept.curves))
     figure, axes_of = panels(names, 2.2, lambda name: _title(*name))
+    tops: list[float] = []
     for (option, suites, figure_id), axes in axes_of.items():
         swept = rows[option, suites]
         for curve in swept.curves:
             if curve.suites == suites:
                 _line(axes, swept, curve, figure_id, series.index(curve.series))
         _name_axes(axes, swept, figure_id)
+        if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
+            axes.set_ylim(0, top)
+            tops.append(top)
     handles = {
         handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
     }
-    note = "error bars: 95 % interval over prompts; ring: highest speed-up"
+    note = f"{bars_note(max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
     return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+
+
+def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval]:
+    points = [point for curve in swept.curves if curve.suites == suites for point in curve.points]
+    return [interval for point in points if (interval := FIGURES[figure_id](point))]
 
 
 def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
@@ -86,6 +97,3 @@ def _name_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     if figure_id == SPEEDUP:
         axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     axes.margins(y=0.12)
-    figures = [FIGURES[figure_id](point) for curve in swept.curves for point in curve.points]
-    if (top := top_of([figure for figure in figures if figure is not None])) is not None:
-        axes.set_ylim(top=top)

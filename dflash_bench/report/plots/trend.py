@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_bench import labels
 from dflash_bench.report.plots.material import Group, Material
-from dflash_bench.report.plots.style import NothingToPlotError, errors, finish, looks, panels
+from dflash_bench.report.plots.style import NothingToPlotError, bars_note, errors, finish, looks, panels
 
 FIGURES = ("speedup.decode", "al.pooled")
 
@@ -31,7 +31,7 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
         axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     kinds = dict.fromkeys(difference.partition(":")[0] for difference in unlike)
-    note = "error bars: 95 % interval over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
