@@ -180,9 +180,9 @@ def _rollback(by: int) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         commit = decoding._State._commit
 
-        def faulty(self: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int]) -> None:
+        def faulty(self: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int], *rest: Any) -> None:
             is_prefill = max(self.starts) == 0
-            commit(self, hidden, tokens, counts)
+            commit(self, hidden, tokens, counts, *rest)
             has_room = max(self.starts) + 2 * self.drafter.num_drafts + 4 < self.target.cache.capacity
             if not is_prefill and self.drafter.num_drafts and has_room:
                 self.starts = [
