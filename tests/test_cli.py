@@ -93,7 +93,7 @@ def test_the_list_of_suites_says_where_code_runs(monkeypatch: Patch, capsys: Cap
     monkeypatch.setattr(sandbox, "strongest", lambda: None)
     assert main(monkeypatch, "suites") == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "code that a model wrote is not run here, for want of a cage; see 'run --unsafe-code'"
+    assert last == "model-written code is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
 
 
 # The whole output

@@ -469,7 +469,9 @@ def test_a_server_without_speculation_does_not_hide_the_runs_acceptance(tmp_path
 def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
     (tmp_path / "serve.json").write_text(json.dumps(SERVED))
     stored(tmp_path / "run", answers())
-    assert found(main, "run", "serve.json")["notes"] == ["the target of run is nano, but serve.json measured Qwen/Qwen3-8B"]
+    assert found(main, "run", "serve.json")["notes"] == [
+        "the target of run is nano, but serve.json measured Qwen/Qwen3-8B"
+    ]
     stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
     assert found(main, "same", "serve.json")["notes"] == []
 

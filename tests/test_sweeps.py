@@ -210,7 +210,7 @@ def test_the_plot_has_both_figures_with_the_mean_first_and_a_ring_around_the_bes
     axes = [each for each in drawn(made).axes if each.get_visible()]
     assert [each.get_ylabel() for each in axes] == ["al.pooled", "speedup.decode"] * 3
     assert [each.get_title() for each in axes[::2]] == [
-        "block · mean over 2 suites", "block · gsm8k (embedded)", "block · math500"
+        "mean over 2 suites", "gsm8k (embedded)", "math500"
     ]  # fmt: skip
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["4", "8"]
     (ring,) = [line for line in axes[1].lines if line.get_fillstyle() == "none"]

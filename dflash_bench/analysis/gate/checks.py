@@ -93,7 +93,9 @@ def judge(
     cells = baselines.by_place(runs, cells_of_runs)
     notes = [text for run in runs for text in run.missing]
     unlike = [changes.refuse_unlike(*pair, allow) for pair in combinations(runs, 2)]
-    notes += [f"allowed, though unlike: {text}" for text in dict.fromkeys(text for pair in unlike for text in pair)]
+    notes += [
+        f"allowed although it differs: {text}" for text in dict.fromkeys(text for pair in unlike for text in pair)
+    ]
     with_timings = baseline is None or baseline.with_timings
     if not with_timings:
         notes.append("the baseline holds no timings, so none is judged")
