@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from dflash_bench.records import Record
 from dflash_bench.report import answers as shown_answers
 from dflash_bench.report import html, read_document, tokens
+from dflash_bench.results import asked
 
 Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
@@ -127,6 +128,18 @@ def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
 
 
 # Answers
+
+
+def test_an_answer_stands_below_what_was_asked_in_its_turn(tmp_path: Path) -> None:
+    rows = [*told("p0"), *told("p0", turn=1), *told("unknown")]
+    folder = stored(tmp_path / "run", rows)
+    opening = [{"role": "system", "content": "Be brief."}]
+    prompt = {"suite": "gsm8k", "prompt_id": "p0", "prompt_hash": "h", "category": None, "reference": "7"}
+    asked.write(folder, [{**prompt, "opening": opening, "turns": ["What is 3 + 4?", "And 5?"]}])
+    page = data(page_of(folder))
+    assert page["prompts"] == ["Be brief.\n\nWhat is 3 + 4?", "And 5?"]
+    assert [row.get("asked") for row in page["rows"]] == [0, 0, 1, 1, None, None]
+    assert data(page_of(stored(tmp_path / "old", told())))["prompts"] == []
 
 
 def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Path) -> None:

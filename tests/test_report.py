@@ -96,9 +96,10 @@ def test_the_same_mode_or_one_that_is_not_known_is_no_finding(thinking: bool | N
 
 @pytest.mark.parametrize(("label", "draft"), [("dflash@b:block=8", "dflash@b"), ("eagle3-tree:60", "eagle3")])
 def test_what_is_known_of_a_draft_is_said_of_the_methods_that_use_it(label: str, draft: str) -> None:
-    rows = [replace(row, method=label) if row.method == "dflash" else row for row in steady()]
+    rows = [replace(row, method=label) if row.method == "dflash" else row
+            for row in steady(settings=Settings(thinking=False))]  # fmt: skip
     drafts = {"dflash": {"trained_thinking": False}, draft: {"trained_thinking": True}}
-    (finding,) = found(rows, {"thinking": False, "drafts": drafts})
+    (finding,) = found(rows, {"drafts": drafts})
     assert finding.kind == "other_mode" and label in finding.text
 
 
