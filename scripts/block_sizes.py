@@ -9,7 +9,7 @@ from dflash_bench.report import document, sweeps
 
 
 def main(folder: str) -> None:
-    run = document.read(Path(folder))
+    run = document.read_document(Path(folder))
     swept = [sweep for sweep in run.sweeps if sweep.option == "block"]
     info = run.results.info
     print(
@@ -21,7 +21,7 @@ def main(folder: str) -> None:
         "from the generator of texts that nano and its draft were trained on; greedy, float32, one thread.\n\n"
         "![acceptance and speed-up by block size](block-sizes-nano-cpu.svg)\n"
     )
-    print("\n\n".join(sweeps.in_markdown(swept, info)), end="\n\n")
+    print("\n\n".join(sweeps.sweep_paragraphs(swept, info)), end="\n\n")
     print(
         "\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "speedup.decode")),
         "Intervals are 95 %, by bootstrap over prompts; of 16 prompts a suite they are likely too narrow.",

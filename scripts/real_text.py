@@ -15,7 +15,7 @@ HEADS = ["suite", "method", "prompts", "tokens", "al.pooled [95 %]", "exact"]
 
 
 def main(*folders: str) -> None:
-    runs = [document.read(Path(folder)) for folder in folders]
+    runs = [document.read_document(Path(folder)) for folder in folders]
     rows = [
         [cell.label, cell.method, str(cell.num_prompts), f"{cell.num_tokens:,}",
          with_interval(cell.figures.get("al.pooled")), "/".join(map(str, cell.exact or ()))]

@@ -23,7 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Rich takes as long to load as all the rest of --help
-    help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.",
+    help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.\n\n"
+    "To begin, with the small model that is included: dflash-bench run --suite gsm8k --limit 4",
 )
 
 
@@ -49,8 +50,8 @@ def _refuse_undecodable(words: list[str]) -> None:
             raise UserError(f"'{word}' is not UTF-8; rename what it names") from error
 
 
-def _version(shown: bool) -> None:
-    if shown:
+def _version(wanted: bool) -> None:
+    if wanted:
         say(f"dflash-bench {__version__}")
         raise typer.Exit
 

@@ -19,7 +19,10 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 def models(as_json: options.AsJson = False) -> None:
-    """List the models: target, drafts, how they were trained, what is on this disk, what this machine can hold."""
+    """List the models and their drafts.
+
+    With how drafts were trained, what is already on this disk, and what this machine can hold.
+    """
     from dflash_bench.models import catalogue
 
     listings, machine = catalogue.list_presets(), catalogue.machine()
@@ -33,11 +36,15 @@ def models(as_json: options.AsJson = False) -> None:
 def inspect(
     checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="A draft: a folder or a hub id.")],
     target: Annotated[
-        str | None, Option(metavar="T", help="See whether it fits: nano, a preset, or a folder with a model.")
+        str | None,
+        Option(metavar="T", help="Check whether the draft fits this target: nano, a preset, or a folder with a model."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what a draft is, in which format, and what does not fit (exit status 1). Reads headers, not weights."""
+    """Show what a draft is and whether it fits.
+
+    Says which format it is in and lists what is wrong with it (exit status 1). Reads headers, not weights.
+    """
     from dflash_bench.models import inspection
 
     seen = inspection.inspect(checkpoint, target)
@@ -50,12 +57,19 @@ def inspect(
 def convert(
     source: Annotated[str, Argument(metavar="SRC", help="A draft: a folder or a hub id.")],
     destination: Annotated[Path, Argument(metavar="DST", help="A folder that does not exist yet.")],
-    to: Annotated[str, Option(metavar="FORMAT", help="zlab, speculators, deepspec or safeailab.")],
+    to: Annotated[str, Option(metavar="FORMAT", help="The format to write: zlab, speculators, deepspec or safeailab.")],
     target: Annotated[
-        str | None, Option(metavar="T", help="The draft's target, where a format carries its embedding and head.")
+        str | None,
+        Option(
+            metavar="T",
+            help="The draft's target; needed where the new format includes the target's embedding and head.",
+        ),
     ] = None,
 ) -> None:
-    """Write a draft in another publisher's format, bit for bit; what the format cannot hold is refused by name."""
+    """Convert a draft to another publisher's format.
+
+    Weights stay the same bit for bit. A draft with parts that the format cannot hold is refused, with the parts named.
+    """
     from dflash_bench.models import conversion
 
     for remark in conversion.convert(source, destination, to, target):
@@ -65,23 +79,29 @@ def convert(
 
 @app.command(cls=Command, name="build-datastore")
 def build_datastore(
-    model: Annotated[str, Option(metavar="M", help="Whose tokenizer: nano, a preset, or a folder with a model.")],
-    out: Annotated[Path, Option(metavar="FILE", help="The datastore, a file that does not exist yet.")],
+    model: Annotated[
+        str, Option(metavar="M", help="The model whose tokenizer to use: nano, a preset, or a folder with a model.")
+    ],
+    out: Annotated[Path, Option(metavar="FILE", help="The datastore to write, a file that does not exist yet.")],
     data: Annotated[
         Path | None,
-        Option(metavar="PATH", help="Texts: .txt, or .jsonl or .parquet with text or messages; a file or a folder."),
+        Option(
+            metavar="PATH",
+            help="Texts, a file or a folder: .txt, or .jsonl or .parquet with a column text or messages.",
+        ),
     ] = None,
     runs: Annotated[
-        list[Path] | None, Option(metavar="RUN", help="A run whose answers are the texts; may be given several times.")
+        list[Path] | None,
+        Option(metavar="RUN", help="The folder of a run, to use its answers as texts; may be repeated."),
     ] = None,
 ) -> None:
-    """Make a datastore for the method rest, from texts or from the answers of runs.
+    """Build a datastore for the method rest.
 
-    Do not measure it on prompts whose answers it holds.
+    From texts, or from the answers of runs. Do not measure it on prompts whose answers it holds.
     """
     from dflash_bench.run import datastores
 
     built = datastores.build(model, data, runs or [], out)
     say(f"{built.num_texts:,} texts of {built.num_tokens:,} tokens, saved in {out}")
     if runs:
-        say("it holds answers to the prompts of these runs: measure rest on others, or it looks up what it predicts")
+        say("it holds the answers of these runs: measure rest on other prompts, or it only looks up the answers")

@@ -16,11 +16,11 @@ LONGEST_NAME = 255
 
 class Command(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        typed, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        if any(param.name == "help" for param in given):
+        typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
+        if any(param.name == "help" for param in typed_params):
             return super().parse_args(ctx, args)
-        for param in given:
-            _refuse_repeated(param, given.count(param))
+        for param in typed_params:
+            _refuse_repeated(param, typed_params.count(param))
             value = typed[str(param.name)]
             for text in value if isinstance(value, list | tuple) else [value]:
                 _refuse_empty_or_long(param, text)

@@ -20,29 +20,36 @@ app = typer.Typer()
 def verify_distribution(
     method: Annotated[
         list[str] | None,
-        Option(metavar="NAME[:KEY=VALUE]", help="Method to test; may be repeated. dflash under both rules if absent."),
+        Option(
+            metavar="NAME[:KEY=VALUE]", help="Method to test; may be repeated. Default: dflash with each of its rules."
+        ),
     ] = None,
     model: options.Model = None,
     target: options.Target = None,
     draft: options.Drafts = None,
-    temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Above 0.")] = 1.2,
-    top_k: Annotated[int, Option(metavar="K", min=0, help="0 is all tokens.")] = 0,
-    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="1 is all tokens.")] = 0.9,
-    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="0 is all tokens.")] = 0.0,
-    repetition_penalty: Annotated[float, Option(metavar="R", min=0.01, max=100.0, help="1 is none.")] = 1.0,
+    temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Sampling temperature, above 0.")] = 1.2,
+    top_k: Annotated[int, Option(metavar="K", min=0, help="As in 'run'; 0 is off.")] = 0,
+    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As in 'run'; 1 is off.")] = 0.9,
+    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As in 'run'; 0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, Option(metavar="R", min=0.01, max=100.0, help="As in 'run'; 1 is off.")] = 1.0,
     draws: Annotated[
-        int | None, Option(metavar="N", min=100, max=10_000_000, help="Answers to each prompt by each method.")
+        int | None,
+        Option(
+            metavar="N", min=100, max=10_000_000, help="Answers drawn for each prompt by each method. Default: 1024."
+        ),
     ] = None,
-    seed: Annotated[int, Option(metavar="S", min=0, help="Another seed draws other answers.")] = 0,
+    seed: Annotated[int, Option(metavar="S", min=0, help="Random seed; another seed draws other answers.")] = 0,
     device: options.Device = None,
     dtype: Annotated[
         str, Option(metavar="T", help="float32, bfloat16 or float16. Below float32, rounding moves probabilities too.")
     ] = "float32",
     as_json: options.AsJson = False,
 ) -> None:
-    """Test whether tokens are drawn as often as the published model says, above temperature 0.
+    """Test sampling at a temperature above 0.
 
-    Exit status 1: they are not, or drafts were never put to the test.
+    Draws many answers and tests whether tokens come up as often as the published model says they should.
+
+    Exit status 1: they do not, or too few drafts were tested to tell.
     """
     from dflash_bench.analysis import distribution as analysis
     from dflash_bench.records import Settings
@@ -50,18 +57,18 @@ def verify_distribution(
     from dflash_bench.run import distribution
 
     settings = Settings(temperature, top_k, top_p, min_p, repetition_penalty)
-    made = distribution.perform(
+    draws_of_methods = distribution.perform(
         distribution.Request(
             methods=tuple(dict.fromkeys(method or distribution.METHODS)), settings=settings,
             num_draws=draws or distribution.NUM_DRAWS, seed=seed, model=model, target=target,
             drafts=tuple(draft or ()), device=device, dtype=dtype,
         )
     )  # fmt: skip
-    tests = analysis.compared(made)
-    verdicts = analysis.verdicts(made, tests)
+    tests = analysis.compared(draws_of_methods)
+    verdicts = analysis.verdicts(draws_of_methods, tests)
     if as_json:
-        say(json.dumps(report.as_json(made, tests, verdicts, settings), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(draws_of_methods, tests, verdicts, settings), indent=1, allow_nan=False))
     else:
-        say(report.text(made, tests, verdicts, settings))
+        say(report.text(draws_of_methods, tests, verdicts, settings))
     if any(verdict.state != "as the model" for verdict in verdicts):
         sys.exit(1)

@@ -60,9 +60,11 @@ def run(
     allow: options.AllowFailed = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run suites under methods, side by side with plain decoding, and save every generation.
+    """Measure methods against plain decoding.
 
-    Exit status 1: an answer is not the model's own output, or failed.
+    Answers the prompts of suites with each method and with plain decoding, and saves every answer.
+
+    Exit status 1: an answer failed, or is not the model's own output.
     """
     from dflash_bench import report
     from dflash_bench.analysis import metrics
@@ -116,14 +118,15 @@ def run(
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
     if num_failed and not allow:
-        note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; --allow failed lets that pass")
+        note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; give --allow failed to accept that")
         sys.exit(1)
 
 
 app.command(
     "sweep", cls=GroupedHelp,
-    help="Run over several values of options or settings (--over), and say which is the best on this machine.\n\n"
-    "All else is as in 'run'.",
+    help="Find the best value of an option.\n\n"
+    "Measures several values of options or settings (--over) and says which is the fastest on this machine. All other "
+    "options are those of 'run'.",
 )(run)  # fmt: skip
 
 
@@ -136,27 +139,33 @@ def _stopped(folder: Path) -> str:
         words = [*words, "--out", str(folder)]
     if "--resume" not in words:
         words = [*words, "--resume"]
-    return f"stopped; what was finished is saved. To continue: {shlex.join(['dflash-bench', *words])}"
+    return f"stopped; finished answers are saved. To continue: {shlex.join(['dflash-bench', *words])}"
 
 
 @app.command(cls=Command)
 def suites() -> None:
-    """List the suites: where their rows come from, how many are shipped, how they are scored."""
+    """List the suites of prompts.
+
+    With where they come from, how many prompts are embedded, and how answers are scored.
+    """
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
     from dflash_bench.tasks.suites import known_groups, listings
 
     say(report.suites_text(listings(), known_groups()))
     cage = sandbox.strongest()
-    here = f"here runs in: {cage}" if cage else "is not run here, for want of a cage; see 'run --unsafe-code'"
-    say(f"\ncode that a model wrote {here}")
+    here = f"runs here in: {cage}" if cage else "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
+    say(f"\nmodel-written code {here}")
 
 
 @app.command(cls=Command)
 def methods(
-    name: Annotated[str | None, Argument(metavar="[NAME]", help="One method, with all its options.")] = None,
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="A method, to see all its options.")] = None,
 ) -> None:
-    """List the methods, or the options of one: what each drafts, which draft it needs, whether it is lossless."""
+    """List the methods, or one with its options.
+
+    With what each drafts, which draft it needs, and whether it is lossless.
+    """
     from dflash_bench.report import methods as listed
 
     say(listed.text() if name is None else listed.text_of(name))

@@ -13,41 +13,57 @@ def _under(heading: str) -> Callable[..., Any]:
     return lambda *names, **settings: Option(*names, rich_help_panel=heading, **settings)
 
 
-_asked, _models, _decoding = _under("What is asked"), _under("Models"), _under("Decoding")
-_sweeping, _machine, _results = _under("Sweeping"), _under("Machine"), _under("Results")
+_prompts, _models, _answers = _under("Prompts"), _under("Models"), _under("Answers")
+_drafting, _sweeping, _measuring = _under("Drafting"), _under("Sweeping"), _under("Measuring")
+_machine, _results = _under("Machine"), _under("Results")
 
 Suites = Annotated[
-    list[str] | None, _asked(metavar="NAME", help="Suite or group; may be repeated. See 'dflash-bench suites'.")
+    list[str] | None,
+    _prompts(metavar="NAME", help="A suite or a group of suites, from 'dflash-bench suites'; may be repeated."),
 ]
 Prompts = Annotated[
     Path | None,
-    _asked(
+    _prompts(
         metavar="FILE",
-        help="Your own prompts, one JSON object a line: prompt, turns or messages. Spec-Bench's will do.",
+        help="Your own prompts: a file with one JSON object a line, with prompt, turns or messages; Spec-Bench files "
+        "work too.",
     ),
 ]
 Score = Annotated[
     str | None,
-    _asked(
-        metavar="NAME", help="How the answers to --prompts are scored, by the scorer of a suite: gsm8k_number, math..."
+    _prompts(
+        metavar="NAME",
+        help="How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or "
+        "math.",
     ),
 ]
-Data = Annotated[str | None, _asked(metavar="FROM", help="Where rows come from: embedded, hub, or a folder.")]
-Limit = Annotated[int | None, _asked(metavar="N", min=1, help="Prompts per suite, drawn by id; the same everywhere.")]
+Data = Annotated[
+    str | None,
+    _prompts(
+        metavar="FROM",
+        help="Where the suites' prompts come from: embedded (shipped with dflash-bench, the default for nano), hub "
+        "(the default for all else), or a folder of files in the hub's columns.",
+    ),
+]
+Limit = Annotated[
+    int | None,
+    _prompts(metavar="N", min=1, help="Use at most N prompts of each suite, the same ones on every machine."),
+]
 For = Annotated[
     str | None,
-    _asked(
+    _prompts(
         "--for",
         metavar="TIME",
-        help="Measure so long, as 90s, 5m or 1h: prompts where intervals are widest, at most --limit of a suite. "
-        "Models are loaded before. With --resume it is the time of all parts of the run together.",
+        help="Measure for this long, such as 90s, 5m or 1h, and choose prompts where intervals are widest, at most "
+        "--limit "
+        "of each suite. Loading models does not count; with --resume, earlier parts of the run do.",
     ),
 ]
 Thinking = Annotated[
     str | None,
-    _asked(
+    _prompts(
         metavar="MODE",
-        help="The chat template's mode: on, off, or both in one run. If absent, the model's own default, else off.",
+        help="The chat template's thinking mode: on, off, or both in one run. Default: the model's own, else off.",
     ),
 ]
 NoThinking = Annotated[bool, Option("--no-thinking", hidden=True)]
@@ -57,73 +73,85 @@ Methods = Annotated[
     list[str] | None,
     _models(
         metavar="NAME[@LABEL][:KEY=VALUE,...]",
-        help="How tokens are drafted, dflash if absent: see 'dflash-bench methods'. NAME:N drafts N tokens a round. "
-        "May be repeated; plain decoding always runs.",
+        help="How tokens are drafted, from 'dflash-bench methods'; NAME:N drafts N tokens a round. May be repeated. "
+        "Default: dflash. Plain decoding always runs.",
     ),
 ]
 Model = Annotated[
     str | None,
     _models(
         metavar="NAME",
-        help="nano (the default), a preset of 'dflash-bench models', or a folder with target/ and a folder per draft.",
+        help="A name from 'dflash-bench models', or a folder with target/ and a folder for each draft. Default: nano.",
     ),
 ]
 Target = Annotated[
-    str | None, _models(metavar="PATH|ID[@REV]", help="A target of your own, a folder or hub id, for the model's.")
+    str | None, _models(metavar="PATH|ID[@REV]", help="Your own target instead of the model's: a folder or a hub id.")
 ]
 Drafts = Annotated[
     list[str] | None,
     _models(
         metavar="NAME[@LABEL]=PATH|ID[@REV]",
-        help="A draft of your own, in place of the model's, or beside it as NAME@LABEL; may be repeated.",
+        help="Your own draft instead of the model's, or beside it as NAME@LABEL: a folder or a hub id; may be "
+        "repeated.",
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool, _models("--trust-remote-code", help="Run the code that the target's checkpoint brings. Never otherwise.")
-]
-
-MaxNewTokens = Annotated[int | None, _decoding(metavar="N", min=1, help="Longest answer, in tokens.")]
-Temperature = Annotated[
-    str,
-    _decoding(
-        metavar="T[,T...]",
-        help="0 is greedy, and checked token for token. Several, as 0,1, are measured side by side in one run.",
+    bool,
+    _models(
+        "--trust-remote-code",
+        help="Run Python code that comes with the target's checkpoint. Without it, such code never runs.",
     ),
 ]
-TopK = Annotated[str | None, _decoding(metavar="K[,K...]", help="Draw from the K likeliest tokens only.")]
+
+MaxNewTokens = Annotated[
+    int | None, _answers(metavar="N", min=1, help="Stop answers after N tokens. Default: 2048, and fewer for nano.")
+]
+Temperature = Annotated[
+    str,
+    _answers(
+        metavar="T[,T...]",
+        help="0 is greedy decoding, where answers are checked token for token. Several, such as 0,1, are measured side "
+        "by side.",
+    ),
+]
+TopK = Annotated[str | None, _answers(metavar="K[,K...]", help="Sample only from the K likeliest tokens.")]
 TopP = Annotated[
-    str | None, _decoding(metavar="P[,P...]", help="Draw from the likeliest tokens that together hold the share P.")
+    str | None,
+    _answers(metavar="P[,P...]", help="Sample only from the likeliest tokens whose probabilities add up to P."),
 ]
 MinP = Annotated[
-    str | None, _decoding(metavar="P[,P...]", help="Draw from tokens at least P times as likely as the likeliest.")
+    str | None,
+    _answers(metavar="P[,P...]", help="Sample only from tokens at least P times as likely as the likeliest one."),
 ]
 RepetitionPenalty = Annotated[
-    str | None, _decoding(metavar="R[,R...]", help="Above 1, tokens that were already there become less likely.")
+    str | None, _answers(metavar="R[,R...]", help="Above 1, tokens that have already occurred become less likely.")
 ]
-Seed = Annotated[int | None, _decoding(metavar="S", min=0, help="Seed of sampling at temperature above 0.")]
+Seed = Annotated[int | None, _answers(metavar="S", min=0, help="Random seed for sampling at temperatures above 0.")]
 BlockSize = Annotated[
     str | None,
-    _decoding(
+    _drafting(
         metavar="B[,B...]",
-        help="NAME:block=B for every method that drafts blocks and says no size itself; the draft's own if absent. "
-        "Several, as 4,8,16, are measured side by side.",
+        help="Block size for every method that drafts blocks and does not set block= itself. Several, such as 4,8,16, "
+        "are "
+        "measured side by side. Default: the draft's own.",
     ),
 ]
 DraftSteps = Annotated[
     str | None,
-    _decoding(
+    _drafting(
         metavar="S[,S...]",
-        help="NAME:steps=S for every method that can draft a block in several passes and says no number.",
+        help="Draft passes per block, for every method that has this option and does not set steps= itself.",
     ),
 ]
-Repeats = Annotated[int, _decoding(metavar="R", min=1, help="Generations per prompt and method.")]
+Repeats = Annotated[int, _measuring(metavar="R", min=1, help="Answer every prompt R times with each method.")]
 
 Audit = Annotated[
     str | None,
-    _decoding(
+    _measuring(
         metavar="WHICH",
-        help="Which answers transformers' own forward checks token by token: all (the default), divergent (those that "
-        "leave the plain answer) or none.",
+        help="Which answers are checked token by token against transformers' own code: all (the default), divergent "
+        "(only "
+        "those that differ from the plain answer) or none.",
     ),
 ]
 
@@ -131,60 +159,75 @@ Over = Annotated[
     list[str] | None,
     _sweeping(
         metavar="NAME=V,V...",
-        help="Values of an option of a method, or of a setting such as temperature, side by side; may be repeated.",
+        help="Measure several values of a method's option (block=4,8,16) or of a setting (temperature=0,1) side by "
+        "side; may be repeated.",
     ),
 ]
 OneAtATime = Annotated[
     bool,
-    _sweeping("--one-at-a-time", help="Vary each option alone, from the methods as given; else all combinations."),
+    _sweeping(
+        "--one-at-a-time", help="Vary one option at a time, starting from --method, instead of trying all combinations."
+    ),
 ]
 
 Device = Annotated[
-    str | None, _machine(metavar="D", help="cpu or cuda; cuda if absent and there is one, but cpu for nano.")
+    str | None, _machine(metavar="D", help="cpu or cuda. Default: cpu for nano; for other models cuda if there is one.")
 ]
 DeviceMap = Annotated[
-    str | None, _machine(metavar="auto", help="Spread the target over all GPUs, where one cannot hold it.")
+    str | None, _machine(metavar="auto", help="Spread the target over all GPUs, when one cannot hold it.")
 ]
 Dtype = Annotated[
     str | None,
     _machine(
         metavar="T",
-        help="float32, bfloat16, float16, or auto, the checkpoint's own. If absent, float32 on the CPU, else bfloat16.",
+        help="float32, bfloat16, float16, or auto (the checkpoint's own). Default: float32 on the CPU, else bfloat16.",
     ),
 ]
 Attention = Annotated[
-    str | None, _machine(metavar="A", help="sdpa or eager; if absent, what transformers takes for the target.")
+    str | None, _machine(metavar="A", help="sdpa or eager. Default: what transformers chooses for the target.")
 ]
 Threads = Annotated[
-    int | None, _machine(metavar="N", min=1, help="CPU threads; 1 if absent, which is fastest for nano.")
+    int | None, _machine(metavar="N", min=1, help="CPU threads. Default: 1, which is fastest for nano.")
 ]
 UnsafeCode = Annotated[
     bool,
-    _machine(
-        "--unsafe-code", help="Without a cage for it, run code that a model wrote all the same; else it is not run."
+    _measuring(
+        "--unsafe-code",
+        help="Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
     ),
 ]
 
-Out = Annotated[Path | None, _results(metavar="DIR", help="Folder for the results; results/runs/TIME-MODEL if absent.")]
-Resume = Annotated[bool, _results("--resume", help="Continue the run in --out.")]
+Out = Annotated[Path | None, _results(metavar="DIR", help="Folder for the results. Default: results/runs/TIME-MODEL.")]
+Resume = Annotated[
+    bool, _results("--resume", help="Continue the unfinished run in --out; give the other options again as they were.")
+]
 AsJson = Annotated[bool, _results("--json", help="Print one JSON object and nothing else.")]
 
 Run = Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")]
-Runs = Annotated[list[Path], Argument(metavar="RUN...", help="Folders of finished runs of one command.")]
+Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs of the same command.")]
 Allow = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help="Go on in spite of a difference, and print it; may be repeated. The refusal says which NAME.",
+        help="Go on in spite of what an error message refused and named, and print it; may be repeated.",
     ),
 ]
 AllowParts = Annotated[
     list[str] | None,
-    Option(metavar="WHAT", help="unfinished, damaged, doubled, foreign or invalid; may be repeated."),
+    Option(
+        metavar="WHAT",
+        help="Read the run although parts of it are WHAT: unfinished, damaged, doubled, foreign or invalid; may be "
+        "repeated.",
+    ),
 ]
 AllowFailed = Annotated[
-    list[str] | None, _results("--allow", metavar="failed", help="Exit with status 0 although answers failed.")
+    list[str] | None, _results("--allow", metavar="failed", help="Exit with status 0 even if answers failed.")
 ]
 Limits = Annotated[
-    Path | None, Option(metavar="FILE", help="TOML: a table per figure, with fall (a share), at_least and run_noise.")
+    Path | None,
+    Option(
+        metavar="FILE",
+        help='TOML file with a table for each figure, such as ["al.pooled"], and in it fall (0.05 for 5 %), at_least '
+        "or run_noise.",
+    ),
 ]

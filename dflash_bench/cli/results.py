@@ -25,26 +25,36 @@ app = typer.Typer()
 @app.command(cls=Command)
 def compare(
     runs: Annotated[
-        list[Path], Argument(metavar="RUN...", help="Folders of runs; or result JSON of vllm bench serve.")
+        list[Path], Argument(metavar="RUN", help="Folders of runs; also result JSON files of vllm bench serve.")
     ],
     by: Annotated[
         str,
-        Option(metavar="WHAT", help="suite, category, turn, prompt-length, output-position or part."),
+        Option(
+            metavar="WHAT", help="Split the figures by suite, category, turn, prompt-length, output-position or part."
+        ),
     ] = "suite",
     against: Annotated[
-        str | None, Option(metavar="paper[:TARGET]", help="Set published figures beside the run, formula by formula.")
+        str | None,
+        Option(metavar="paper[:TARGET]", help="Show published figures beside those of the run, by the same formulas."),
     ] = None,
     compat: Annotated[
-        str | None, Option(metavar="zlab", help="What the official harness would have printed for the same rows.")
+        str | None,
+        Option(metavar="zlab", help="Show what the official harness would have printed for the same answers."),
     ] = None,
     allow: options.Allow = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare methods within a run, or the same cells before and after, on the same prompts."""
+    """Compare the methods of a run, or several runs.
+
+    Always on the same prompts. With several runs, the first is "before" and the others are "after".
+    """
     from dflash_bench.report.compared import compared
 
-    found = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
-    say(json.dumps(found.json, indent=1, allow_nan=False) if as_json else found.text, end="\n" if as_json else "")
+    comparison = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
+    say(
+        json.dumps(comparison.json, indent=1, allow_nan=False) if as_json else comparison.text,
+        end="\n" if as_json else "",
+    )
 
 
 @app.command(cls=Command)
@@ -53,16 +63,19 @@ def baseline(
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write, and to commit.")],
     limits: options.Limits = None,
     time_free: Annotated[
-        bool, Option("--time-free", help="Leave timings out: then any machine, however busy, can check.")
+        bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy it is.")
     ] = False,
 ) -> None:
-    """Write what runs reached as the expectation for later ones; several say how far runs are apart."""
+    """Save what runs reached, for 'check'.
+
+    Give several runs of the same command, so that the file also says how far runs are apart.
+    """
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import frame
 
     baselines.refuse_twins(runs)
-    found = baselines.read_limits(limits) if limits else {}
-    baselines.write([frame.read(run) for run in runs], output, with_timings=not time_free, limits=found)
+    expectations = baselines.read_limits(limits) if limits else {}
+    baselines.write([frame.read(run) for run in runs], output, with_timings=not time_free, limits=expectations)
     say(f"wrote {output}")
 
 
@@ -70,46 +83,50 @@ def baseline(
 def check(
     runs: options.Runs,
     baseline: Annotated[
-        Path | None, Option(metavar="FILE", help="What to hold it against; without one, only what any run must reach.")
+        Path | None,
+        Option(metavar="FILE", help="What 'baseline' wrote. Without it, only what every run must reach is checked."),
     ] = None,
     limits: options.Limits = None,
     allow: options.Allow = None,
-    junit: Annotated[Path | None, Option(metavar="FILE", help="Write JUnit XML as well.")] = None,
+    junit: Annotated[Path | None, Option(metavar="FILE", help="Also write JUnit XML to FILE.")] = None,
     summary: Annotated[
-        Path | None, Option(metavar="FILE", help="Append Markdown to FILE as well, such as $GITHUB_STEP_SUMMARY.")
+        Path | None, Option(metavar="FILE", help="Also append Markdown to FILE, such as $GITHUB_STEP_SUMMARY.")
     ] = None,
     benchmark: Annotated[
-        Path | None, Option(metavar="FILE", help="Write customBiggerIsBetter JSON for github-action-benchmark as well.")
+        Path | None,
+        Option(metavar="FILE", help="Also write JSON for github-action-benchmark (customBiggerIsBetter) to FILE."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Exit 1 if runs fall short of their baseline, or are dead, wrong or slower than plain decoding.
+    """Fail if runs fall short of a baseline.
 
-    Of timings the speed-ups are judged; absolute speed only where --limits names tps.decode. One run says nothing of
-    the noise between runs, so that an allowance is made for it, and small losses pass: three and a baseline of three
+    Exit status 1 also for drafts that are never accepted, wrong answers, and methods slower than plain decoding.
+
+    Of the timings only speed-ups are judged, and absolute speed where --limits names tps.decode. A single run does not
+    show how much runs differ, so an allowance is made and small losses pass; three runs against a baseline of three
     show a loss of 10 %.
     """
     from dflash_bench.analysis.gate.checks import checked
     from dflash_bench.report import gate as formats
 
-    found = checked(runs, baseline, limits, tuple(allow or ()))
-    _save(junit, "w", lambda: formats.junit(found.outcome, "dflash-bench"))
-    _save(summary, "a", lambda: formats.summary(found.outcome))
-    _save(benchmark, "w", lambda: formats.benchmark(found.cells))
+    result = checked(runs, baseline, limits, tuple(allow or ()))
+    _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
+    _save(summary, "a", lambda: formats.summary(result.outcome))
+    _save(benchmark, "w", lambda: formats.benchmark(result.cells))
     if as_json:
-        say(json.dumps(formats.as_json(found.outcome), indent=1, allow_nan=False))
+        say(json.dumps(formats.as_json(result.outcome), indent=1, allow_nan=False))
     else:
-        say(formats.text(found.outcome))
-    if found.outcome.failures:
+        say(formats.text(result.outcome))
+    if result.outcome.failures:
         sys.exit(1)
 
 
-def _save(path: Path | None, mode: str, made: Callable[[], str]) -> None:
+def _save(path: Path | None, mode: str, text_of: Callable[[], str]) -> None:
     if path is None:
         return
     try:
         with open(path, mode, encoding="utf-8", opener=_opened) as file:
-            file.write(visible(made(), keep="\n\t"))
+            file.write(visible(text_of(), keep="\n\t"))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -125,34 +142,44 @@ def _opened(path: str, flags: int) -> int:
 def report(
     run: options.Run,
     kind: Annotated[
-        str | None, Option("--format", metavar="F", help="table (if absent), markdown, json, csv or latex.")
+        str | None, Option("--format", metavar="F", help="table (the default), markdown, json, csv or latex.")
     ] = None,
     html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write one self-contained page with plots and answers.")
+        Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in one file.")
     ] = None,
-    answers: Annotated[int | None, Option(metavar="N", min=1, help="Answers in the page; 300 if absent.")] = None,
+    answers: Annotated[
+        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 300.")
+    ] = None,
     tokenizer: Annotated[
-        Path | None, Option(metavar="PATH", help="tokenizer.json of the target, to colour tokens in the page.")
+        Path | None,
+        Option(
+            metavar="PATH",
+            help="With --html: the target's tokenizer.json or its folder, to colour tokens. Default: found by itself "
+            "where it can be.",
+        ),
     ] = None,
     by: Annotated[
         str | None,
         Option(
             metavar="WHAT",
-            help="Cut the table by category, turn, prompt-length, output-position or part.",
+            help="Split the table by category, turn, prompt-length, output-position or part.",
         ),
     ] = None,
     allow: options.AllowParts = None,
 ) -> None:
-    """Show a finished run: as a table, Markdown, JSON, CSV or LaTeX, or as one HTML page."""
-    from dflash_bench.report import FORMATS, MOST_ANSWERS, read, table_by, write_page
+    """Show a finished run.
+
+    As a table, Markdown, JSON, CSV or LaTeX, or as an HTML page.
+    """
+    from dflash_bench.report import FORMATS, MOST_ANSWERS, read_document, table_by, write_page
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
     if html is None and (answers is not None or tokenizer is not None):
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
     if by is not None and (html is not None or kind not in (None, "table")):
-        raise UserError("--by cuts the table; leave out --html and --format, or use compare --by --json")
-    document = read(run, allow or ())
+        raise UserError("--by splits the table; leave out --html and --format, or use compare --by --json")
+    document = read_document(run, allow or ())
     if by is not None:
         say(table_by(document, by), end="")
         return
@@ -171,19 +198,24 @@ def card(
     """Print a run's result in ten lines, to share."""
     from dflash_bench import report
 
-    say(report.card(report.read(run, allow or ())), end="")
+    say(report.card(report.read_document(run, allow or ())), end="")
 
 
 @app.command(cls=Command)
 def plot(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="A run's folder; several give their trend.")],
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN", help="Folder of a finished run; several give a plot of their trend.")
+    ],
     out: Annotated[
-        Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots; RUN/plots if absent.")
+        Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots. Default: RUN/plots.")
     ] = None,
-    kind: Annotated[str, Option("--format", metavar="F", help="png or svg.")] = "png",
+    kind: Annotated[str, Option("--format", metavar="F", help="File format: png or svg.")] = "png",
     allow: options.Allow = None,
 ) -> None:
-    """Draw the plots of a run, or with several runs that are alike their trend."""
+    """Draw the plots of a run, or a trend over runs.
+
+    Runs in a trend must be alike, except for what --allow accepts.
+    """
     from dflash_bench import report
     from dflash_bench.bars import with_bar
     from dflash_bench.report import plots
@@ -192,10 +224,10 @@ def plot(
     if len(runs) > 1:
         _plot_trend(runs, out, kind, allow or [])
         return
-    material = plots.Material(report.read(runs[0], allow or ()))
+    material = plots.Material(report.read_document(runs[0], allow or ()))
     for name in with_bar(plots.names_for(material), "drawing plots"):
         try:
-            say(plots.write(material, name, out or runs[0] / "plots", kind))
+            say(plots.write_plot(material, name, out or runs[0] / "plots", kind))
         except plots.NothingToPlotError as error:
             note(f"no plot '{name}': {error}")
 
@@ -207,12 +239,12 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
     from dflash_bench.report import plots
 
     if out is None:
-        raise UserError("the trend of several runs belongs to none of them: say where with -o DIR")
+        raise UserError("the trend of several runs has no run folder to go to: give -o DIR")
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
-    read = [plots.Material(report.read(folder, of_parts)) for folder in with_bar(runs, "reading runs")]
-    pairs = combinations([each.document.results for each in read], 2)
+    read = [plots.Material(report.read_document(folder, of_parts)) for folder in with_bar(runs, "reading runs")]
+    pairs = combinations([run.document.results for run in read], 2)
     unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
     for difference in unlike:
-        note(f"note: allowed, though unlike: {difference}")
+        note(f"note: allowed although it differs: {difference}")
     say(plots.write_trend(read, out, kind, unlike))

@@ -14,16 +14,16 @@ from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.compared import IN_STRETCHES
 from dflash_bench.report.console import suites_text, text
 from dflash_bench.report.data import as_json, csv_text, document_json
-from dflash_bench.report.document import ALLOWED, Document, read
+from dflash_bench.report.document import ALLOWED, Document, read_document
 from dflash_bench.report.html import MOST_ANSWERS, write_page
-from dflash_bench.report.sweeps import in_markdown
+from dflash_bench.report.sweeps import sweep_paragraphs
 from dflash_bench.report.texts import latex, markdown
 from dflash_bench.results import frame
 from dflash_bench.results.slices import STRETCHES
 
 __all__ = [
     "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown",
-    "read", "suites_text", "table_by", "text", "write_page",
+    "read_document", "suites_text", "table_by", "text", "write_page",
 ]  # fmt: skip
 
 
@@ -36,12 +36,12 @@ def table_by(document: Document, by: str) -> str:
 
 
 def _table(document: Document) -> str:
-    told = text(document.cells, document.findings, document.sweeps, document.results.info)
-    return "\n".join([*document.notes, told])
+    tables = text(document.cells, document.findings, document.sweeps, document.results.info)
+    return "\n".join([*document.notes, tables])
 
 
 def _markdown(document: Document) -> str:
-    swept = in_markdown(document.sweeps, document.results.info)
+    swept = sweep_paragraphs(document.sweeps, document.results.info)
     return markdown(document.results.info, document.cells, document.findings, document.notes, swept)
 
 

@@ -14,7 +14,7 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.records import Settings
 from dflash_bench.report import tokens
 from dflash_bench.report.document import Document
-from dflash_bench.results import parts
+from dflash_bench.results import asked, parts
 from dflash_bench.results.identity import NAMES, settings_of, short_names
 
 COLUMNS = (
@@ -31,18 +31,22 @@ class Answers:
 
     rows: Sequence[dict[str, Any]]
     texts: Sequence[str | list[str]]
+    prompts: Sequence[str]
+    """What the user said in a turn; empty for a run that kept no prompts. A row names its prompt's text by number."""
     num_all: int
     why_plain: str
     """Why texts are not cut into tokens; empty where they are."""
 
 
-def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
+def read_answers(document: Document, most: int, tokenizer: Path | None) -> Answers:
     """At most `most` answers, but at least one prompt."""
     wanted = _chosen(document.results.rows, most)
     stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
-    cutter = tokens.load(document.results.info, tokenizer)
+    cutter = tokens.load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
     named = short_names(settings_of(document.results.info["identity"]))
+    said = _said(document.folder)
+    prompts = list(dict.fromkeys(said[key] for row in stored if (key := _turn(row)) in said))
     texts: dict[tuple[Any, ...], int] = {}
     cut: list[str | list[str]] = []
     rows = []
@@ -52,10 +56,26 @@ def read(document: Document, most: int, tokenizer: Path | None) -> Answers:
             texts[key] = len(cut)
             cut.append((tokens.pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
         heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
-        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]})
+        asked_text = {"asked": prompts.index(said[_turn(row)])} if _turn(row) in said else {}
+        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | asked_text)
     all_plain = any(isinstance(text, str) and text for text in cut)
     why = "" if not all_plain else tokens.OTHER if cutter else tokens.NOT_AT_HAND
-    return Answers(rows, cut, len(document.results.rows), why)
+    return Answers(rows, cut, prompts, len(document.results.rows), why)
+
+
+def _said(folder: Path) -> dict[tuple[str, str, int], str]:
+    """What the user said in each turn of each prompt, after the messages that open it."""
+    return {
+        (prompt["suite"], prompt["prompt_id"], turn): "\n\n".join(
+            [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), text]
+        )
+        for prompt in asked.read(folder)
+        for turn, text in enumerate(prompt["turns"] or ())
+    }
+
+
+def _turn(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["suite"], row["prompt_id"], row["turn"]
 
 
 def _chosen(rows: Any, most: int) -> list[tuple[str, str]]:
@@ -94,10 +114,10 @@ def _settings(row: dict[str, Any]) -> Settings:
 
 
 def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
-    own, theirs = _ms_per_token(row), _ms_per_token(plain) if plain else None
+    ms_per_token, plain_ms_per_token = _ms_per_token(row), _ms_per_token(plain) if plain else None
     accepted = row["accepted"] or []
-    shown = {name: row[name] for name in ("method", "turn", "repeat", "error", "answer", "passed")}
-    shown |= {
+    page_row = {name: row[name] for name in ("method", "turn", "repeat", "error", "answer", "passed")}
+    page_row |= {
         "prompt": row["prompt_id"],
         "exact": row["exactness"],
         "leaves": row["first_divergence"],
@@ -111,17 +131,21 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "tokens": len(row["token_ids"]),
         "rounds": len(accepted) if row["accepted"] is not None else None,
         "al": _short(1 + sum(accepted) / len(accepted)) if accepted else None,
-        "ms": _short(own),
-        "speedup": _short(theirs / own if theirs and own and row["method"] != BASELINE else None),
+        "ms": _short(ms_per_token),
+        "speedup": _short(
+            plain_ms_per_token / ms_per_token
+            if plain_ms_per_token and ms_per_token and row["method"] != BASELINE
+            else None
+        ),
     }
     if any(row["drafted"] or ()):
         # Per round: drafted, accepted, emitted, and the milliseconds of drafting and verifying.
         times = [row[name] or [None] * len(accepted) for name in ("draft_s", "verify_s")]
-        shown["shown"] = [
+        page_row["by_round"] = [
             [drafted, kept, emitted, *(_short(1000 * s if s is not None else None) for s in seconds)]
             for drafted, kept, emitted, *seconds in zip(row["drafted"], accepted, row["emitted"], *times, strict=True)
         ]
-    return {name: value for name, value in shown.items() if value is not None}
+    return {name: value for name, value in page_row.items() if value is not None}
 
 
 def _ms_per_token(row: dict[str, Any]) -> float | None:

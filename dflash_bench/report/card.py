@@ -12,15 +12,15 @@ from dflash_bench.report.words import facts, speedups, tally, with_badges
 def card(document: Document) -> str:
     """Raises nothing for what a run does not hold: that line says n/a."""
     info, about = document.results.info, facts(document.results.info)
-    found = [(line, *over_all(document.cells, line)) for line in document.lines]
-    faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in found)
+    means = [(line, *over_all(document.cells, line)) for line in document.lines]
+    faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
     weak = badges.legend([badge for line in document.lines for badge in document.badges(line)])
-    is_known = any(speedup for _, speedup, _ in found)
+    is_known = any(speedup for _, speedup, _ in means)
     meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
-    lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in found)
+    lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in means)
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
-    answers = f"{f'{exact[0]}/{exact[1]} the plain output, token for token' if exact else ABSENT}"
-    answers += f"; {audit[0]}/{audit[1]} the published model's own" if audit else ""
+    answers = f"{f'{exact[0]}/{exact[1]} equal the plain output, token for token' if exact else ABSENT}"
+    answers += f"; {audit[0]}/{audit[1]} are the published model's own choice" if audit else ""
     answers += f"; {passed[0]}/{passed[1]} right" if passed else ""
     commit = f", commit {about['commit']}" if "commit" in about else ""
     lines = {

@@ -16,8 +16,9 @@ from dflash_bench.report.tables import ABSENT, aligned, p_value, with_interval
 TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
 TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
 NO_CHANGE = (
-    "better or worse: p < 0.05 (Holm, over all lines), an interval without 1, and a change of at least "
-    f"{MIN_EFFECT:.0%}\nsame: the whole interval within {EQUAL:.0%} of 1; always on the same prompts"
+    "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
+    f"{MIN_EFFECT:.0%}\nsame = the whole interval is within {EQUAL:.0%} of 1; unclear = neither\n"
+    "ratios are always over the same prompts"
 )
 
 
@@ -35,44 +36,62 @@ def cells_text(cells: Sequence[Cell]) -> str:
 def _table(
     cells: Sequence[Cell], ids: Sequence[str], more: Sequence[str] = (), extra: Sequence[Sequence[str]] | None = None
 ) -> str:
-    shown = [name for name in ids if any(name in cell.figures for cell in cells)]
+    known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
+    is_sliced = any(cell.slice for cell in cells)
     rows = [
-        [*_place(cell), f"{cell.num_prompts:,}", *(with_interval(cell.figures.get(name)) for name in shown), *rest]
+        [
+            *_place(cell, is_sliced),
+            f"{cell.num_prompts:,}",
+            *(with_interval(cell.figures.get(name)) for name in known_ids),
+            *rest,
+        ]
         for cell, rest in zip(cells, extra or [[]] * len(cells), strict=True)
     ]
-    return aligned(["suite", "slice", "method", "prompts", *shown, *more], rows, left=3)
+    names = _names(is_sliced, "method")
+    return aligned([*names, "prompts", *known_ids, *more], rows, left=len(names))
 
 
-def _place(cell: Cell) -> list[str]:
-    return [labels.under(cell.label, cell.setting), cell.slice or "-", cell.method]
+def _names(is_sliced: bool, *methods: str) -> list[str]:
+    """Heads of the columns that say what a row is about; slices only where there are any."""
+    return ["suite", *(["slice"] if is_sliced else []), *methods]
+
+
+def _place(cell: Cell, is_sliced: bool) -> list[str]:
+    return [labels.under(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method]
 
 
 def _tally(tally: tuple[int, int] | None) -> str:
     return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
 
 
-def versus_text(found: Sequence[Versus]) -> str:
+def versus_text(comparisons: Sequence[Versus]) -> str:
     """After over before: a line for each figure, the time-free ones first."""
     parts = []
+    is_sliced = any(versus.slice for versus in comparisons)
+    names = _names(is_sliced, "before", "after")
     for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
         rows = [
-            [*_sides(versus), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
-            for versus in found
+            [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+            for versus in comparisons
             for name, change in versus.changes.items()
             if FIGURES[name].is_timing == is_timing
         ]
         if rows:
-            heads = ["suite", "slice", "before", "after", "figure", "ratio [95 %]", "p (Holm)", ""]
-            parts += [f"{title}\n{aligned(heads, rows, left=5)}"]
-    answers = [[*_sides(v), str(v.lost), str(v.gained), p_value(v.p_passed)] for v in found if v.lost or v.gained]
+            heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
+            parts += [f"{title}\n{aligned(heads, rows, left=len(names) + 1)}"]
+    answers = [
+        [*_sides(v, is_sliced), str(v.lost), str(v.gained), p_value(v.p_passed)]
+        for v in comparisons
+        if v.lost or v.gained
+    ]
     if answers:
-        heads = ["suite", "slice", "before", "after", "lost", "gained", "p (McNemar)"]
-        parts += [f"prompts answered right\n{aligned(heads, answers, left=4)}"]
+        heads = [*names, "lost", "gained", "p (McNemar)"]
+        parts += [f"prompts answered right\n{aligned(heads, answers, left=len(names))}"]
     return "\n\n".join([*parts, NO_CHANGE])
 
 
-def _sides(versus: Versus) -> list[str]:
-    return [versus.label, versus.slice or "-", versus.before, versus.after]
+def _sides(versus: Versus, is_sliced: bool) -> list[str]:
+    return [versus.label, *([versus.slice or "-"] if is_sliced else []), versus.before, versus.after]
 
 
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -100,7 +119,7 @@ def interval_json(interval: Interval) -> list[float | None]:
     return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
 
 
-def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
+def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
     return [
         {
             "suite": versus.suite, "setting": versus.setting or None, "sources": versus.sources,
@@ -112,5 +131,5 @@ def versus_json(found: Sequence[Versus]) -> list[dict[str, Any]]:
                 for name, change in versus.changes.items()
             },
         }
-        for versus in found
+        for versus in comparisons
     ]  # fmt: skip

@@ -82,4 +82,4 @@ def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
 
 def formulas(*columns: Column) -> dict[str, str]:
     """The formula of every id that stands in one of these heads."""
-    return {name: formula for name, formula in FORMULAS.items() if any(name in each.one_line for each in columns)}
+    return {name: formula for name, formula in FORMULAS.items() if any(name in column.one_line for column in columns)}

@@ -20,11 +20,11 @@ from dflash_bench.results.frame import Results
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.slices import STRETCHES
 
-IN_STRETCHES = "seconds are those of rounds: the draft's prefill, and what lies between rounds, belong to no stretch"
+IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparisonText:
     text: str
     json: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Comparison:
 def compared(
     paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
     allow: Sequence[str] = (),
-) -> Comparison:  # fmt: skip
+) -> ComparisonText:  # fmt: skip
     """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
     check_allowed(allow)
     idle = [name for name in allow if name in UNLIKE]
@@ -53,9 +53,9 @@ def compared(
     unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
     cells_of = {run.name: summarised(run) for run in runs}
     first, *others = cells_of
-    changes = [made for name in others for made in between(cells_of[first], cells_of[name], (first, name))]
-    notes = [*(f"allowed, though unlike: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
-    return _with_notes(runs, notes, _shown(cells_of, changes if others else within(cells_of[first])))
+    changes = [versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name))]
+    notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
+    return _with_notes(runs, notes, _cells_and_changes(cells_of, changes if others else within(cells_of[first])))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -69,19 +69,21 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
     if alone and (len(paths) > 1 or by != "suite"):
         raise UserError(f"{alone[0]} takes one run, and no --by")
     if len(set(paths)) < len(paths):
-        raise UserError("a run compared with itself says nothing; name each once")
+        raise UserError("comparing a run with itself says nothing; name each run once")
     if any(path.is_file() for path in paths) and by != "suite":
         raise UserError("--by has no effect on result files of a server, which hold no answers")
 
 
-def _with_notes(runs: Sequence[Results], notes: Sequence[str], shown: Comparison) -> Comparison:
+def _with_notes(runs: Sequence[Results], notes: Sequence[str], comparison: ComparisonText) -> ComparisonText:
     """What the reader must know stands above the tables."""
     lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
-    told = [text for run in runs for text in [*run.missing, *_wrong(run)]]
-    told += [*notes, *shown.notes]
-    lines += [f"note: {text}" for text in told]
+    sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
+    sentences += [*notes, *comparison.notes]
+    lines += [f"note: {text}" for text in sentences]
     head = "\n".join(lines)
-    return Comparison(f"{head}\n\n{shown.text}\n", {"runs": [run.name for run in runs], "notes": told} | shown.json)
+    return ComparisonText(
+        f"{head}\n\n{comparison.text}\n", {"runs": [run.name for run in runs], "notes": sentences} | comparison.json
+    )
 
 
 def _wrong(run: Results) -> list[str]:
@@ -98,33 +100,35 @@ def _label(run: Results, suite: str) -> str:
 
 
 def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
-    cells = [cell for own in cells_of for cell in own]
+    cells = [cell for of_run in cells_of for cell in of_run]
     few = [cell for cell in cells if 1 < cell.num_prompts < MIN_PROMPTS]
-    told = [
+    warning = [
         f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
     ]
-    return [*(told if few else []), *([IN_STRETCHES] if by in STRETCHES else [])]
+    return [*(warning if few else []), *([IN_STRETCHES] if by in STRETCHES else [])]
 
 
-def _shown(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> Comparison:
+def _cells_and_changes(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> ComparisonText:
     """The cells of each run, and after that what changed."""
     several = len(cells_of) > 1
     text = [(f"{name}\n\n" if several else "") + texts.cells_text(cells) for name, cells in cells_of.items()]
     text += [texts.versus_text(changes)] if changes else []
     named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in texts.cells_json(cells)]
-    return Comparison("\n\n".join(text), {"cells": named, "changes": texts.versus_json(changes)})
+    return ComparisonText("\n\n".join(text), {"cells": named, "changes": texts.versus_json(changes)})
 
 
-def _compat(run: Results) -> Comparison:
-    own = {(cell.suite, str(cell.settings), cell.method): cell for cell in summarised(run)}
-    rows, found = [], []
-    for each in zlab.official(run.rows):
-        cell = own[each.suite, each.settings, each.method]
+def _compat(run: Results) -> ComparisonText:
+    cells = {(cell.suite, str(cell.settings), cell.method): cell for cell in summarised(run)}
+    rows, figures = [], []
+    for printed in zlab.official(run.rows):
+        cell = cells[printed.suite, printed.settings, printed.method]
         ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
-        pairs = zip((each.al, each.tps, each.speedup), ours, strict=True)
-        rows.append([cell.heading, each.method, str(each.num_responses), *(number(v) for pair in pairs for v in pair)])
-        found.append(
-            asdict(each)
+        pairs = zip((printed.al, printed.tps, printed.speedup), ours, strict=True)
+        rows.append(
+            [cell.heading, printed.method, str(printed.num_responses), *(number(v) for pair in pairs for v in pair)]
+        )
+        figures.append(
+            asdict(printed)
             | {"source": cell.source}
             | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True))
         )
@@ -140,14 +144,14 @@ def _compat(run: Results) -> Comparison:
         "speedup.decode",
     ]
     text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}"
-    return Comparison(text, {"compat": "zlab", "cells": found}, tuple(zlab.notes(run.rows)))
+    return ComparisonText(text, {"compat": "zlab", "cells": figures}, tuple(zlab.notes(run.rows)))
 
 
-def _against(run: Results, against: str) -> Comparison:
+def _against(run: Results, against: str) -> ComparisonText:
     identity = run.info["identity"]
     model = published.model_of(identity)
     target = published.target_of(against.partition(":")[2] or model)
-    found = published.beside(zlab.official(run.rows), target, identity)
+    figures = published.beside(zlab.official(run.rows), target, identity)
     named = {str(settings): name for settings, name in short_names(settings_of(identity)).items()}
     heads = [
         "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
@@ -157,56 +161,57 @@ def _against(run: Results, against: str) -> Comparison:
         [labels.under(_label(run, b.suite), named[b.settings]), b.method, number(b.num_drafts, 0),
          b.published.formula, number(b.own),
          number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
-         b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in found
+         b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
     ]  # fmt: skip
     formulas = _formulas(
         {k: v for k, v in (zlab.FORMULAS | published.FORMULAS).items() if any(k in row for row in rows)}
     )
-    told = [asdict(each) | {"source": labels.source_of(identity, each.suite)} for each in found]
-    notes = (*_unlike_published(model, target, found), *published.unlike_conditions(found, identity))
+    figures_json = [asdict(figure) | {"source": labels.source_of(identity, figure.suite)} for figure in figures]
+    notes = (*_unlike_published(model, target, figures), *published.unlike_conditions(figures, identity))
     text = (
         f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
-        "n/a: not published, or no formula of ours is that one"
+        "n/a = not published, or published by a formula that is not computed here"
     )
-    return Comparison(text, {"against": "paper", "target": target, "figures": told}, notes)
+    return ComparisonText(text, {"against": "paper", "target": target, "figures": figures_json}, notes)
 
 
-def _unlike_published(model: str, target: str, found: Sequence[published.Beside]) -> Iterator[str]:
+def _unlike_published(model: str, target: str, figures: Sequence[published.Beside]) -> Iterator[str]:
     if not published.is_target(model, target):
-        yield f"the run's target is {model}, the published figures are of {target}"
-    longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in found if not b.is_as_long)
-    for method, own, theirs in longer:
-        yield f"{method} drafts {number(own, 0)} tokens a round in this run, {theirs} in some published figures"
+        yield f"the run's target is {model}, but the published figures are for {target}"
+    longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in figures if not b.is_as_long)
+    for method, num_here, num_published in longer:
+        here = f"{method} drafts {number(num_here, 0)} tokens a round in this run"
+        yield f"{here}, {num_published} in some published figures"
 
 
-def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Comparison:
+def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> ComparisonText:
     """By formula id; acceptance means the same on both sides, the rest has one side only."""
-    ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for each in served for name in each.figures))))
+    ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
     heads = ["what", "answers", "failed", "conc.", *ids]
     rows, cells = [], []
     for run in runs:
-        reached, own = _accept_at(run), summarised(run)
-        for cell, shown in zip(own, texts.cells_json(own), strict=True):
+        reached, cells_of_run = _accept_at(run), summarised(run)
+        for cell, cell_json in zip(cells_of_run, texts.cells_json(cells_of_run), strict=True):
             positions = reached.get((cell.suite, str(cell.settings), cell.method), {})
             figures = (positions.get(name, cell.value(name)) for name in ids)
             what = f"{run.name} {cell.heading} {cell.method}"
             # This engine answers one prompt at a time.
             rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
-            cells.append({"run": run.name, **shown, "accept_at": positions})
+            cells.append({"run": run.name, **cell_json, "accept_at": positions})
     rows += [
-        [f"{each.name} ({each.model})", f"{each.num_requests} requests", number(each.num_failed, 0),
-         str(each.concurrency or "no limit"), *(number(each.figures.get(name)) for name in ids)] for each in served
+        [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", number(bench.num_failed, 0),
+         str(bench.concurrency or "no limit"), *(number(bench.figures.get(name)) for name in ids)] for bench in served
     ]  # fmt: skip
     text = f"{aligned(heads, rows, left=1)}\n\n{_formulas(vllm.FORMULAS)}\nconc. = most requests at once"
-    told = [asdict(each) for each in served]
-    return Comparison(text, {"cells": cells, "served": told}, tuple(_other_models(runs, served)))
+    served_json = [asdict(bench) for bench in served]
+    return ComparisonText(text, {"cells": cells, "served": served_json}, tuple(_other_models(runs, served)))
 
 
 def _accept_at(run: Results) -> dict[rounds.Place, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
     several = settings_of(run.info["identity"])
     return {
-        place: {f"accept_at[{each.k}]": each.unconditional for each in rounds.accept_at(counts, place[-1])}
+        place: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, place[-1])}
         for place, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
     }
 
@@ -214,9 +219,9 @@ def _accept_at(run: Results) -> dict[rounds.Place, dict[str, float]]:
 def _other_models(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Iterator[str]:
     for run in runs:
         target = published.model_of(run.info["identity"])
-        for each in served:
-            if last_part(each.model) != last_part(target):
-                yield f"the target of {run.name} is {target}, {each.name} is of {each.model}"
+        for bench in served:
+            if last_part(bench.model) != last_part(target):
+                yield f"the target of {run.name} is {target}, but {bench.name} measured {bench.model}"
 
 
 def _formulas(formulas: dict[str, str]) -> str:

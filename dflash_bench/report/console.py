@@ -76,7 +76,7 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 def _swept_lines(swept: Sequence[Sweep], info: Mapping[str, Any]) -> Iterator[str]:
     yield from sweeps.tables(swept)
-    yield from (_wrapped(line, "", "  ") for line in (sweeps.LEGEND, "", *sweeps.answers(swept, info)))
+    yield from (_wrapped(line, "", "  ") for line in (sweeps.LEGEND, "", *sweeps.best_values(swept, info)))
 
 
 def _wrapped(text: str, first: str, others: str) -> str:
@@ -85,12 +85,12 @@ def _wrapped(text: str, first: str, others: str) -> str:
 
 def suites_text(listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]]) -> str:
     """A suite a line, with its title below it; then the groups."""
-    heads = ("suite", "shipped", "scored by", "licence", "rows on the hub")
-    rows = [heads, *(_suite_row(each) for each in listings)]
+    heads = ("suite", "embedded", "scored by", "licence", "source on the hub")
+    rows = [heads, *(_suite_row(listing) for listing in listings)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
     lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-    for number, each in enumerate(listings):
-        lines.insert(2 * number + 2, f"  {each.suite.title}")
+    for number, listing in enumerate(listings):
+        lines.insert(2 * number + 2, f"  {listing.suite.title}")
     return "\n".join([*lines, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
 
 

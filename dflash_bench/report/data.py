@@ -59,11 +59,11 @@ def as_json(
 def document_json(document: Document) -> dict[str, Any]:
     """The same and what it was measured on; and every figure of a cell under its formula id, with its interval."""
     info = document.results.info
-    made = as_json(document.folder, document.cells, document.findings, document.sweeps)
-    for stored, cell in zip(made["cells"], document.cells, strict=True):
+    summary = as_json(document.folder, document.cells, document.findings, document.sweeps)
+    for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
     about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
-    return {**made, "notes": document.notes, "formulas": FORMULAS, **about}
+    return {**summary, "notes": document.notes, "formulas": FORMULAS, **about}
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:
@@ -92,22 +92,22 @@ def _json_value(value: Any) -> Any:
 
 def csv_text(document: Document) -> str:
     """A figure has three columns, ID, ID.low and ID.high; what cannot be had is an empty field."""
-    shown = [name for name in FIGURES if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
+    ids = [name for name in FIGURES if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
     settings = ["settings"] * any(cell.setting for cell in document.cells)
     heads = ["suite", "source", *settings, "method", *COUNTS]
     heads += [f"{name}_{part}" for name in TALLIES for part in ("num", "of")]
-    heads += [f"{name}{bound}" for name in shown for bound in ("", ".low", ".high")]
+    heads += [f"{name}{bound}" for name in ids for bound in ("", ".low", ".high")]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(heads)
-    writer.writerows(_csv_row(cell, shown) for cell in document.cells)
+    writer.writerows(_csv_row(cell, ids) for cell in document.cells)
     return file.getvalue()
 
 
-def _csv_row(cell: Cell, shown: Sequence[str]) -> list[Any]:
+def _csv_row(cell: Cell, ids: Sequence[str]) -> list[Any]:
     tallies = [part for name in TALLIES for part in getattr(cell, name) or ("", "")]
-    bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in shown]
-    figures = [bound for each in bounds for bound in (each.value, each.low, each.high)]
+    bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in ids]
+    figures = [bound for interval in bounds for bound in (interval.value, interval.low, interval.high)]
     counts = [getattr(cell, name) for name in COUNTS]
     settings = [cell.setting] * bool(cell.setting)
     names = map(_csv_text, (cell.suite, cell.source, *settings, cell.method))

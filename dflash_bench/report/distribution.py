@@ -14,6 +14,11 @@ from dflash_bench.text import shortened
 NAMES = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that are said where they are not these, which change nothing."""
 
+LEGEND = (
+    "kept = answers whose first draft was accepted at least in part; cells = outcomes that are compared\n"
+    "off by = total variation distance from the model's probabilities; by chance = that of a method that is right"
+)
+
 
 def text(draws: Sequence[Draws], tests: Sequence[Comparison], verdicts: Sequence[Verdict], settings: Settings) -> str:
     heads = ["method", "prompt", "tested", "kept", "cells", "off by", "by chance", "G", "p", "adjusted", ""]
@@ -26,8 +31,10 @@ def text(draws: Sequence[Draws], tests: Sequence[Comparison], verdicts: Sequence
             "",
             aligned(heads, rows, left=3),
             "",
+            LEGEND,
+            "",
             *(_sentence(verdict) for verdict in verdicts),
-            f"one or more of {number} fail by chance, with every method right, in {LEVEL:.1%} of cases",
+            f"if every method is right, one or more of {number} fail by chance in {LEVEL:.1%} of cases",
         ]
     )
 
@@ -77,12 +84,14 @@ def _sentence(verdict: Verdict) -> str:
     said = {
         "as the model": "draws as the published model does",
         "differs": "does NOT draw as the published model does",
-        "not tested": "is not tested",
+        "not tested": "was not tested",
     }[verdict.state]
     return f"{verdict.method} {said}" + (f": {verdict.why}" if verdict.why else "")
 
 
 def _settings(settings: Settings) -> str:
-    given = [("temperature", settings.temperature)]
-    given += [(name, getattr(settings, name)) for name, plain in NAMES.items() if getattr(settings, name) != plain]
-    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in given)
+    named_values = [("temperature", settings.temperature)]
+    named_values += [
+        (name, getattr(settings, name)) for name, plain in NAMES.items() if getattr(settings, name) != plain
+    ]
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in named_values)

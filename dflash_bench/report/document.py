@@ -80,7 +80,7 @@ class Document:
         return badges.beside_mean(self.findings, str(line.settings), contains_one(speedup)) if speedup else []
 
 
-def read(folder: Path, allow: Sequence[str] = ()) -> Document:
+def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     """Raises UserError for a run that is unfinished or damaged, unless `allow` names that."""
     for name in allow:
         if name not in ALLOWED:
@@ -101,10 +101,10 @@ def _first_error(results: frame.Results) -> str:
 
 def over_all(cells: Sequence[Cell], line: Line) -> tuple[Interval | None, float | None]:
     """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
-    own = [cell for cell in line.cells_of(cells) if cell.num_prompts]
-    if not own:
+    answered = [cell for cell in line.cells_of(cells) if cell.num_prompts]
+    if not answered:
         return None, None
     speedup = FIGURES["speedup.decode"].places
-    terms = sum(cell.sums.sum(axis=0) for cell in own)
+    terms = sum(cell.sums.sum(axis=0) for cell in answered)
     verified, rounds = (float(terms[COLUMN[name]]) for name in ("verified", "rounds"))
-    return stats.geometric_mean([(cell.sums, speedup) for cell in own]), verified / rounds if rounds else None
+    return stats.geometric_mean([(cell.sums, speedup) for cell in answered]), verified / rounds if rounds else None

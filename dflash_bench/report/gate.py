@@ -17,7 +17,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
 
 COUNTS = ("mismatch", "failed")
-HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "let pass", "p (Holm)", "why")
+HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "allowed", "p (Holm)", "why")
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -35,7 +35,7 @@ def headline(outcome: GateOutcome) -> str:
 
 def _row(check: Check) -> list[str]:
     counted = check.kind in COUNTS
-    shown = f"{check.found:g}" if counted else f"{check.found:.4g}"
+    value = f"{check.found:g}" if counted else f"{check.found:.4g}"
     absolute = counted or check.is_floor
     change = "-" if absolute else f"{check.change:+.1%}".replace("-0.0%", "+0.0%")
     return [
@@ -43,7 +43,7 @@ def _row(check: Check) -> list[str]:
         check.label,
         check.method,
         check.figure,
-        shown,
+        value,
         f"{check.expected:.4g}",
         change,
         "-" if absolute else f"{check.tolerance:.1%}",
@@ -77,8 +77,8 @@ def junit(outcome: GateOutcome, name: str) -> str:
             at = {"classname": _xml(place), "name": check.figure}
             case = ElementTree.SubElement(inner, "testcase", at | {"time": "0"})
             if check.failed:
-                told = {"type": check.kind, "message": _xml(check.reason)}
-                ElementTree.SubElement(case, "failure", told).text = _xml(_sentence(check))
+                attributes = {"type": check.kind, "message": _xml(check.reason)}
+                ElementTree.SubElement(case, "failure", attributes).text = _xml(_sentence(check))
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
@@ -118,8 +118,8 @@ def benchmark(cells: Runs) -> str:
 
 def _over(runs: Sequence[Cell], name: str) -> Interval | None:
     """Of one run its interval over prompts; of several their mean, and from the least of them to the most."""
-    shown = [cell.figures[name] for cell in runs if name in cell.figures]
-    if len(runs) == 1 or not shown:
-        return shown[0] if shown else None
-    values = [interval.value for interval in shown]
+    intervals = [cell.figures[name] for cell in runs if name in cell.figures]
+    if len(runs) == 1 or not intervals:
+        return intervals[0] if intervals else None
+    values = [interval.value for interval in intervals]
     return Interval(geometric_mean(values), min(values), max(values))

@@ -49,7 +49,7 @@ WRONG = (
 
 def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS, tokenizer: Path | None = None) -> None:
     """Raises UserError where the file cannot be written, or `tokenizer` is none."""
-    shown = answers.read(document, most_answers, tokenizer)
+    listed = answers.read_answers(document, most_answers, tokenizer)
     figures = {}
     material = plots.Material(document)
     for name in with_bar(plots.names_for(material), "drawing plots"):
@@ -57,7 +57,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(document, figures, shown), encoding="utf-8")
+        path.write_text(page(document, figures, listed), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -66,7 +66,7 @@ def escape(text: str) -> str:
     return html.escape(visible(text, keep="\n\t"))
 
 
-def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answers.Answers) -> str:
+def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.Answers) -> str:
     """`figures` by name: the SVG, and a caption."""
     template, style, script = (
         (TEMPLATE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
@@ -88,16 +88,16 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], shown: answ
         "swept": _swept(document),
         "findings": _findings(document),
         "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),
-        "shown": escape(_shown(shown)),
+        "extent": escape(_extent(listed)),
         "facts": _pairs(facts(info)),
         "reproduce": escape(_reproduce(document)),
         "version": escape(__version__),
-        "data": _data(shown),
+        "data": _data(listed),
         "style": style,
         "script": script,
     }
     # In one pass, so that nothing is looked for inside what was put in.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda placeholder: parts[placeholder[1]], template)
 
 
 def _title(document: Document) -> str:
@@ -126,8 +126,8 @@ def _tile(document: Document, line: Line) -> str:
 def _pills(badges: Sequence[Badge], *, in_words: bool) -> str:
     """In words where there is room, else as marks that are explained below the table."""
     pills = (
-        f'<i class="badge" title="{escape(each.meaning)}">{escape(each.name if in_words else each.mark)}</i>'
-        for each in badges
+        f'<i class="badge" title="{escape(badge.meaning)}">{escape(badge.name if in_words else badge.mark)}</i>'
+        for badge in badges
     )
     return f'<span class="badges">{"".join(pills)}</span>' if badges else ""
 
@@ -152,8 +152,8 @@ def _swept(document: Document) -> str:
         body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
         table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
         tables.append(f'<h3>Sweep over {escape(sweeps.heading(sweep))}</h3><div class="wide">{table}</div>')
-    told = [sweeps.LEGEND, *sweeps.answers(document.sweeps, document.results.info)] if tables else []
-    return "".join([*tables, *(f"<p>{escape(text)}</p>" for text in told)])
+    sentences = [sweeps.LEGEND, *sweeps.best_values(document.sweeps, document.results.info)] if tables else []
+    return "".join([*tables, *(f"<p>{escape(text)}</p>" for text in sentences)])
 
 
 def _swept_row(row: Sequence[str]) -> str:
@@ -194,21 +194,21 @@ def _pairs(pairs: Mapping[str, str], *, code: bool = False) -> str:
     return "".join(f"<dt><{tag}>{escape(name)}</{tag}></dt><dd>{escape(text)}</dd>" for name, text in pairs.items())
 
 
-def _shown(shown: answers.Answers) -> str:
-    some = f"{len(shown.rows):,} of {shown.num_all:,} answers, the first prompts of each suite."
-    cut = f"All {shown.num_all:,} answers." if len(shown.rows) == shown.num_all else some
-    return f"{cut} No tokens are coloured where {shown.why_plain}." if shown.why_plain else cut
+def _extent(listed: answers.Answers) -> str:
+    some = f"{len(listed.rows):,} of {listed.num_all:,} answers: those to the first prompts of each suite."
+    cut = f"All {listed.num_all:,} answers." if len(listed.rows) == listed.num_all else some
+    return f"{cut} {listed.why_plain}" if listed.why_plain else cut
 
 
 def _reproduce(document: Document) -> str:
     info = document.results.info
     git = info["environment"].get("git")
     lines = [f"git checkout {git['commit']}"] if git else []
-    lines += ["# the code had changes that were not committed"] if git and git.get("dirty") else []
+    lines += ["# the working tree had uncommitted changes"] if git and git.get("dirty") else []
     return "\n".join([*lines, info["command"]])
 
 
-def _data(shown: answers.Answers) -> str:
+def _data(listed: answers.Answers) -> str:
     """Inside a script element only "</" and "<!--" mean anything, and without "<" there is neither."""
-    stored = {"rows": shown.rows, "texts": shown.texts}
+    stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts}
     return json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

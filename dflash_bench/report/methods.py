@@ -13,8 +13,8 @@ from dflash_bench.report import tables
 WIDTH = 100
 DRAFTED = {"none": "nothing", "chain": "a chain", "tree": "a tree"}
 FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens a round.
-Its options: dflash-bench methods NAME
-A draft of your own: --draft DRAFT=PATH; two of one kind: --draft DRAFT@a=PATH --draft DRAFT@b=PATH"""
+Options of one method: dflash-bench methods NAME
+Your own draft: --draft WEIGHTS=PATH; two of one kind: --draft WEIGHTS@a=PATH --draft WEIGHTS@b=PATH"""
 
 
 def text() -> str:
@@ -60,15 +60,15 @@ def _spelling(kind: Kind) -> str:
 
 
 def _facts(kind: Kind) -> Iterator[str]:
-    yield f"written  {_written(kind)}"
+    yield f"syntax   {_written(kind)}"
     yield f"weights  {_weights(kind)}"
     yield f"drafts   {DRAFTED[kind.shape]}"
-    yield f"output   {'lossless: what the target alone would give' if kind.lossless else 'lossy: not the target alone'}"
+    yield f"output   {'lossless: just' if kind.lossless else 'lossy: not'} what the target alone would give"
 
 
 def _written(kind: Kind) -> str:
     head = f"{kind.name}[@LABEL]" if kind.weights else kind.name
-    count = f", or {head}:N, which is {kind.count}=N" if kind.count else ""
+    count = f", or {head}:N, the same as {kind.count}=N" if kind.count else ""
     return f"{head}[:KEY=VALUE,...]{count}" if kind.options else head
 
 

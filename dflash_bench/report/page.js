@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { rows, texts } = JSON.parse(document.getElementById("data").textContent);
+  const { rows, texts, prompts } = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
 
   // What comes from a run is only ever set as text.
@@ -57,20 +57,22 @@
   };
   const whole = (row) => { const text = texts[row.text]; return Array.isArray(text) ? text.join("") : text; };
 
+  const question = (row) => prompts[row.asked] ?? "";
+
   const mood = (text) => ({ right: "fine", exact: "fine", wrong: "bad", mismatch: "bad", failed: "bad" })[text] || "";
   const line = (row) => {
     const tr = make("tr", "row");
     for (const [place, column] of columns.entries()) {
       const value = column.key(row);
-      const shown = column.show ? column.show(value) : value;
+      const label = column.show ? column.show(value) : value;
       const td = make("td", [column.name && "name", column.spare && "spare"].filter(Boolean).join(" "));
       if (place === 0) {
-        const button = make("button", "", shown);
+        const button = make("button", "", label);
         button.type = "button";
         button.setAttribute("aria-expanded", "false");
         td.append(button);
       } else {
-        td.append(make("span", place < 3 ? "" : mood(shown), shown));
+        td.append(make("span", place < 3 ? "" : mood(label), label));
       }
       tr.append(td);
     }
@@ -93,18 +95,18 @@
       (!at("suite").value || row.suite === at("suite").value) &&
       (!at("method").value || row.method === at("method").value) &&
       (!at("outcome").value || outcomes[at("outcome").value](row)) &&
-      (!words || name(row).toLowerCase().includes(words) || whole(row).toLowerCase().includes(words));
-    const shown = items.filter(fits);
+      (!words || name(row).toLowerCase().includes(words) || whole(row).toLowerCase().includes(words) || question(row).toLowerCase().includes(words));
+    const visibleItems = items.filter(fits);
     if (sorted.place >= 0) {
       const { key } = columns[sorted.place];
       // What is not there comes last both ways.
-      shown.sort((a, b) => {
+      visibleItems.sort((a, b) => {
         const [x, y] = [key(a.row), key(b.row)];
         return compare(x, y) * (sorted.up || x === undefined || y === undefined ? 1 : -1);
       });
     }
-    body.replaceChildren(...shown.flatMap(({ tr, open }) => open ? [tr, open] : [tr]));
-    at("count").textContent = `${shown.length} of ${items.length}`;
+    body.replaceChildren(...visibleItems.flatMap(({ tr, open }) => open ? [tr, open] : [tr]));
+    at("count").textContent = `${visibleItems.length} of ${items.length}`;
   };
 
   columns.forEach((column, place) => {
@@ -123,20 +125,20 @@
     });
     heads.append(th);
   });
-  const offer = (id, names) => names.forEach((each) => {
-    const option = make("option", "", each);
-    option.value = each;
+  const offer = (id, names) => names.forEach((value) => {
+    const option = make("option", "", value);
+    option.value = value;
     at(id).append(option);
   });
   offer("suite", [...new Set(rows.map((row) => row.suite))]);
   offer("method", [...new Set(rows.map((row) => row.method))]);
-  offer("outcome", Object.keys(outcomes).filter((each) => rows.some(outcomes[each])));
+  offer("outcome", Object.keys(outcomes).filter((value) => rows.some(outcomes[value])));
   at("filter").addEventListener("input", show);
   at("filter").addEventListener("submit", (event) => event.preventDefault());
 
   // One answer
 
-  const told = (round, place) => {
+  const describeRound = (round, place) => {
     const [drafted, kept, emitted, draft, verify] = round;
     const times = verify === null || verify === undefined ? "" : `; draft ${draft} ms, verify ${verify} ms`;
     return `round ${place + 1}: ${drafted} drafted, ${kept} accepted, ${drafted - kept} rejected, ${emitted} out${times}`;
@@ -146,7 +148,7 @@
     const add = (kind, text, words) => { const span = make("span"); span.append(make("span", kind, text), ` ${words}`); key.append(span); };
     add("t start", "a", "from prefill");
     add("t kept", "a", "drafted and accepted (shade changes with the round)");
-    add("t bonus", "a", "the target's own");
+    add("t bonus", "a", "chosen by the target");
     add("cut", "−9", "drafted and rejected");
     return key;
   };
@@ -155,14 +157,14 @@
     let place = 0;
     const token = (kind) => {
       const span = make("span", `t ${kind}${place === leaves ? " left" : ""}`, pieces[place]);
-      if (place === leaves) span.title = "here it leaves the plain output";
+      if (place === leaves) span.title = "the answer departs from the plain output here";
       place += 1;
       return span;
     };
     if (pieces.length) pre.append(token("start"));
     rounds.forEach(([drafted, kept, emitted, ...times], number) => {
       const span = make("span", `round ${number % 2 ? "odd" : "even"}`);
-      span.title = told([drafted, kept, emitted, ...times], number);
+      span.title = describeRound([drafted, kept, emitted, ...times], number);
       for (let out = 0; out < emitted && place < pieces.length; out += 1) span.append(token(out < kept ? "kept" : "bonus"));
       if (drafted > kept) span.append(make("span", "cut", `−${drafted - kept}`));
       pre.append(span);
@@ -176,7 +178,7 @@
       const bar = make("i");
       bar.style.height = `${100 * Math.max(round[0], 1) / longest}%`;
       bar.style.setProperty("--kept-share", `${round[0] ? 100 * round[1] / round[0] : 0}%`);
-      bar.title = told(round, place);
+      bar.title = describeRound(round, place);
       const light = (on) => {
         bar.classList.toggle("on", on);
         const span = pre.querySelectorAll(".round")[place];
@@ -200,18 +202,19 @@
     const about = [
       row.finish === "length" ? "cut at the token limit" : "",
       row.answer === undefined ? "" : `answer read as: ${row.answer}`,
-      row.leaves === undefined ? "" : `leaves the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
+      row.leaves === undefined ? "" : `differs from the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
       row.departs === undefined ? "" : `not the model's first choice at token ${row.departs}${behind(row.audit_gap, row.audit_tolerance)}`,
     ];
     if (about.some(Boolean)) box.append(make("p", "sub", about.filter(Boolean).join("; ")));
     if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
+    if (question(row)) box.append(make("pre", "text question", question(row)));
     const text = texts[row.text];
-    if (Array.isArray(text) && row.shown) {
-      const pre = coloured(text, row.shown, row.leaves);
-      box.append(legend(), strip(row.shown, pre), pre);
+    if (Array.isArray(text) && row.by_round) {
+      const pre = coloured(text, row.by_round, row.leaves);
+      box.append(legend(), strip(row.by_round, pre), pre);
     } else {
       const pre = make("pre", "text", whole(row));
-      if (row.shown) box.append(strip(row.shown, pre));
+      if (row.by_round) box.append(strip(row.by_round, pre));
       box.append(pre);
     }
     return tr;

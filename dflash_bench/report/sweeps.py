@@ -24,28 +24,30 @@ def tables(sweeps: Sequence[Sweep]) -> Iterator[str]:
         yield from [f"sweep over {heading(sweep)}", *aligned(*table(sweep)).splitlines(), ""]
 
 
-def in_markdown(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+def sweep_paragraphs(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """Its paragraphs."""
     tables = [part for sweep in sweeps for part in (f"## Sweep over {heading(sweep)}", markdown(*table(sweep)))]
-    told = "\n".join(f"- {text}" for text in answers(sweeps, info))
-    return [*tables, f"{LEGEND}.".replace("*", r"\*"), told] if sweeps else []
+    items = "\n".join(f"- {text}" for text in best_values(sweeps, info))
+    return [*tables, f"{LEGEND}.".replace("*", r"\*"), items] if sweeps else []
 
 
-def answers(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+def best_values(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """A sentence for each method that was swept, and on what all that was measured."""
-    told = [_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
-    return [*told, f"That is so on {engine(info)}. A faster or slower engine can have another best."]
+    sentences = [_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
+    return [*sentences, f"This holds for {engine(info)}. On a faster or slower engine another value may be the best."]
 
 
 def engine(info: Mapping[str, Any]) -> str:
-    """What decides which value is the best: `this engine (local, ...) and machine (...)`."""
+    """What decides which value is the best: `this engine (local, ...) and this machine (...)`."""
     identity, env = info["identity"], info["environment"]
     packages = env.get("packages", {})
     software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]
     threads = identity.get("threads")
     how = [str(identity.get("device") or "cpu"), identity["dtype"], *([f"threads {threads}"] if threads else [])]
     machine = environment.one_line(env).partition(";")[0]
-    return f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and machine ({machine})"
+    return (
+        f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and this machine ({machine})"
+    )
 
 
 def heading(sweep: Sweep) -> str:
@@ -83,7 +85,7 @@ def _row(curve: Curve, number: int, point: Point) -> list[str]:
 
 def _answer(sweep: Sweep, curve: Curve) -> str:
     if curve.best is None:
-        return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} is the best."
+        return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} can be called the best."
     best = curve.points[curve.best]
     assert best.speedup is not None
     parts = [

@@ -27,14 +27,14 @@ def markdown(
 ) -> str:  # fmt: skip
     """`info` as in `run.json`, with its `command` and `environment`; `swept` are paragraphs on sweeps."""
     suites = labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in cells))
-    told = legend(cells, findings)
+    marks = legend(cells, findings)
     parts = [
         f"# {tables.in_markdown(suites)}",
         *(f"**{note}**" for note in notes),
         f"```\n{visible(info['command'])}\n```",
         f"{environment.one_line(info['environment'])}.",
         _markdown_table(cells, RESULTS, findings),
-        *(["; ".join(told) + "."] if told else []),
+        *(["; ".join(marks) + "."] if marks else []),
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
         *swept,
@@ -91,8 +91,8 @@ def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequ
 
 
 def _latex_formulas(columns: Sequence[Column]) -> list[str]:
-    found = formulas(*columns)
-    return [rf"\texttt{{{latex_escaped(name)}}}: {latex_escaped(formula)}." for name, formula in found.items()]
+    formula_of = formulas(*columns)
+    return [rf"\texttt{{{latex_escaped(name)}}}: {latex_escaped(formula)}." for name, formula in formula_of.items()]
 
 
 def latex_escaped(text: str) -> str:

@@ -10,15 +10,15 @@ from dflash_bench import reading
 from dflash_bench.errors import UserError
 
 NANO = Path(__file__).parent.parent / "nano" / "target"
-NOT_AT_HAND = "the target's tokenizer is not at hand: give --tokenizer FOLDER"
-OTHER = "the tokenizer at hand does not decode the tokens to the text that was stored"
+NOT_AT_HAND = "Tokens are not coloured, because the target's tokenizer was not found: give --tokenizer FOLDER."
+OTHER = "Some answers are not coloured, because this tokenizer does not decode their tokens to the stored text."
 
 
-def load(info: Mapping[str, Any], given: Path | None) -> Any | None:
+def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
     """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
-    if given is not None and not any(path.is_file() for path in _places(given)):
-        raise UserError(f"{given} holds no tokenizer.json")
-    candidates = _places(given) if given else _known(info)
+    if chosen is not None and not any(path.is_file() for path in _places(chosen)):
+        raise UserError(f"{chosen} holds no tokenizer.json")
+    candidates = _places(chosen) if chosen else _known(info)
     path = next((path for path in candidates if path.is_file()), None)
     return None if path is None else _tokenizer(path)
 
@@ -31,13 +31,13 @@ def _tokenizer(path: Path) -> Any:
         case {"model": dict()}:
             pass
         case _:
-            raise UserError(f"cannot read {path}: no tokenizer (it holds no model)")
+            raise UserError(f"cannot read {path}: not a tokenizer (it holds no model)")
     try:
         return Tokenizer.from_str(text)
     except Exception as error:
         if type(error) is not Exception:  # tokenizers, which is Rust, raises nothing more exact
             raise
-        raise UserError(f"cannot read {path}: no tokenizer ({error})") from error
+        raise UserError(f"cannot read {path}: not a tokenizer ({error})") from error
 
 
 def _places(folder: Path) -> list[Path]:
@@ -55,9 +55,9 @@ def _known(info: Mapping[str, Any]) -> Iterator[Path]:
         yield from _places(Path(name))
     repository = str(identity.get("target") or "").partition("@")[0]
     if repository.count("/") == 1:
-        found = try_to_load_from_cache(repository, "tokenizer.json")
-        if isinstance(found, str):
-            yield Path(found)
+        cached = try_to_load_from_cache(repository, "tokenizer.json")
+        if isinstance(cached, str):
+            yield Path(cached)
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:

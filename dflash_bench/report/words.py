@@ -19,35 +19,37 @@ from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of
 
 def sentences(document: Document) -> list[str]:
     """The headline; a method that cannot be compared is not in it."""
-    found = [(line, *over_all(document.cells, line)) for line in document.lines]
+    means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = [
-        f"{line.name} {with_interval(speedup)} times as fast{_weak(document, line)}"
-        for line, speedup, _ in found
+        f"{line.name} is {with_interval(speedup)} times as fast{_weak(document, line)}"
+        for line, speedup, _ in means
         if speedup
     ]
-    longer = [f"{line.name} {number(al)} tokens" for line, _, al in found if al]
+    longer = [f"{line.name} {number(al)}" for line, _, al in means if al]
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
-    told = []
+    lines = []
     if faster:
-        told.append(f"Against plain decoding: {', '.join(faster)} (speedup.decode{over_suites(document)}, 95 %).")
+        lines.append(
+            f"Compared with plain decoding: {'; '.join(faster)} (speedup.decode{geometric_note(document)}, 95 %)."
+        )
     if longer:
-        told.append(f"Each forward of the target brings: {', '.join(longer)} (al.pooled).")
+        lines.append(f"Tokens per forward pass of the target: {', '.join(longer)} (al.pooled).")
     if exact and exact[0] == exact[1]:
-        told.append(f"All {exact[1]:,} answers compared are the plain output, token for token.")
+        lines.append(f"All {exact[1]:,} answers that were compared equal the plain output, token for token.")
     elif exact:
-        told.append(_not_plain(document, exact))
+        lines.append(_not_plain(document, exact))
     if audit and audit[0] == audit[1]:
-        told.append("Every token of theirs is the published model's own choice, by transformers' own forward.")
+        lines.append(f"In all {audit[1]:,} answers that were audited, every token is the published model's own choice.")
     if passed:
-        told.append(f"{100 * passed[0] / passed[1]:.1f} % of what the drafting methods answered is right.")
-    return told
+        lines.append(f"{100 * passed[0] / passed[1]:.1f} % of the drafting methods' scored answers are right.")
+    return lines
 
 
 def _not_plain(document: Document, exact: Share) -> str:
     others = exact[1] - exact[0]
     ties = sum(cell.num_near_ties for cell in document.cells if cell.method != BASELINE)
-    explained = "rounding explains that" if ties >= others else f"rounding explains {ties or 'none'} of them"
-    return f"{others:,} of {exact[1]:,} answers compared leave the plain output; {explained}."
+    explained = f"rounding explains {'all' if ties >= others else ties or 'none'} of them"
+    return f"{others:,} of {exact[1]:,} answers that were compared differ from the plain output; {explained}."
 
 
 def speedups(document: Document, is_known: bool) -> str:
@@ -59,8 +61,8 @@ def speedups(document: Document, is_known: bool) -> str:
         if cell.num_prompts and (cell.suite, cell.settings) not in plain
     )
     if bare and not is_known:
-        return f"no answers of plain decoding in {labels.listed(bare)}"
-    return f"speedup.decode{over_suites(document)}"
+        return f"no plain answers to compare with on {labels.listed(bare)}"
+    return f"speedup.decode{geometric_note(document)}"
 
 
 def _weak(document: Document, line: Line) -> str:
@@ -73,7 +75,7 @@ def with_badges(document: Document, line: Line, speedup: Interval | None) -> str
     return " ".join(filter(None, [with_interval(speedup), badges.marks(document.badges(line))]))
 
 
-def over_suites(document: Document) -> str:
+def geometric_note(document: Document) -> str:
     num_suites = len({cell.suite for cell in document.cells if cell.method != BASELINE and cell.num_prompts})
     return f", geometric mean over {num_suites} suites" if num_suites > 1 else ""
 
@@ -82,7 +84,7 @@ def tally(document: Document, name: str, line: Line | None = None) -> Share | No
     """Over all suites, of one drafting method or of all."""
     cells = [cell for cell in document.cells if cell.method != BASELINE]
     cells = line.cells_of(cells) if line else cells
-    known = [found for cell in cells if (found := getattr(cell, name))]
+    known = [counts for cell in cells if (counts := getattr(cell, name))]
     return (sum(right for right, _ in known), sum(judged for _, judged in known)) if known else None
 
 
@@ -91,10 +93,10 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
     identity, env = info["identity"], info["environment"]
     revisions = identity.get("revisions", {})
     packages = env.get("packages", {})
-    found = {
+    lines = {
         "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
-        "draft": ", ".join(_draft(name, each, identity) for name, each in _drafting(identity)),
-        "suite": "; ".join(_suite(name, each, info) for name, each in identity.get("suites", {}).items()),
+        "draft": ", ".join(_draft(name, method, identity) for name, method in _drafting(identity)),
+        "suite": "; ".join(_suite(name, suite, info) for name, suite in identity.get("suites", {}).items()),
         "machine": environment.one_line(env).partition(";")[0],
         "settings": ", ".join(_settings(identity)),
         "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
@@ -102,7 +104,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
         "code ran in": info.get("sandbox") or "",
         "started": str(info.get("started") or ""),
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in lines.items() if text}
 
 
 def _model(identity: Mapping[str, Any]) -> str:
@@ -111,7 +113,7 @@ def _model(identity: Mapping[str, Any]) -> str:
 
 
 def _drafting(identity: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, Any]]]:
-    return [(name, each) for name, each in identity.get("methods", {}).items() if name != BASELINE]
+    return [(name, method) for name, method in identity.get("methods", {}).items() if name != BASELINE]
 
 
 def _draft(label: str, method: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
@@ -140,7 +142,7 @@ def _suite(name: str, suite: Mapping[str, Any], info: Mapping[str, Any]) -> str:
 
 
 def _settings(identity: Mapping[str, Any]) -> list[str]:
-    shown = {
+    known = {
         "dtype": identity.get("dtype"),
         "device": identity.get("device"),
         "threads": identity.get("threads"),
@@ -151,7 +153,7 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
     }
     return [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in shown.items()
+        for name, value in known.items()
         if value is not None
     ]
 
@@ -164,14 +166,14 @@ def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
         name: list(dict.fromkeys(getattr(settings, name) for settings in (sampled if name in OF_SAMPLING else several)))
         for name in NAMES
     }
-    told = {
-        name.replace("_", " "): " and ".join(f"{value:g}" for value in own)
-        for name, own in values.items()
-        if name != "thinking" and (name == "temperature" or {*own} - {getattr(usual, name)})
+    changed = {
+        name.replace("_", " "): " and ".join(f"{value:g}" for value in of_name)
+        for name, of_name in values.items()
+        if name != "thinking" and (name == "temperature" or {*of_name} - {getattr(usual, name)})
     }
-    modes = {True: "on", False: "off", None: "not a switch of this model"}
-    return told | {"thinking": " and ".join(modes[mode] for mode in values["thinking"])}
+    modes = {True: "on", False: "off", None: "cannot be switched"}
+    return changed | {"thinking": " and ".join(modes[mode] for mode in values["thinking"])}
 
 
 def _commit(git: Mapping[str, Any] | None) -> str:
-    return f"{git['commit'][:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
+    return f"{git['commit'][:12]}{' with uncommitted changes' if git.get('dirty') else ''}" if git else ""

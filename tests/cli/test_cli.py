@@ -89,11 +89,11 @@ def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypat
 def test_the_list_of_suites_says_where_code_runs(monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
     assert main(monkeypatch, "suites") == 0
-    assert "\ncode that a model wrote here runs in: landlock, seccomp, rlimits" in capsys.readouterr().out
+    assert "\nmodel-written code runs here in: landlock, seccomp, rlimits" in capsys.readouterr().out
     monkeypatch.setattr(sandbox, "strongest", lambda: None)
     assert main(monkeypatch, "suites") == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "code that a model wrote is not run here, for want of a cage; see 'run --unsafe-code'"
+    assert last == "model-written code is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
 
 
 # The whole output
@@ -152,7 +152,7 @@ def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
     info, records = store.load(here / "out")
     assert (info["state"], len(records)) == ("complete", 12)
     told = " ".join(capsys.readouterr().out.split())
-    assert "gsm8k (folder data) dflash: 4 of 4 answers leave the plain answer" in told
+    assert "gsm8k (folder data) dflash: 4 of 4 answers differ from the plain answer" in told
 
 
 @pytest.mark.parametrize("temperature", ["0", "1e-6"])
@@ -203,7 +203,7 @@ def test_failed_answers_are_rows_and_exit_status_1(here: Path, monkeypatch: Patc
     captured = capsys.readouterr()
     shown = json.loads(captured.out)
     assert (code, shown["cells"][1]["tps_decode"]) == (1, None)
-    assert captured.err == "dflash-bench: 2 of 6 answers failed; --allow failed lets that pass\n"
+    assert captured.err == "dflash-bench: 2 of 6 answers failed; give --allow failed to accept that\n"
     assert "NaN logits" in shown["findings"][0]["text"]
 
 
@@ -215,7 +215,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path, monkeypatch: Patc
     captured = capsys.readouterr()
     assert (code, captured.out) == (130, "")
     command = "dflash-bench run --out out --suite gsm8k --data 'my data' --json --resume"
-    assert captured.err == f"stopped; what was finished is saved. To continue: {command}\n"
+    assert captured.err == f"stopped; finished answers are saved. To continue: {command}\n"
     assert len(store.load(here / "out")[1]) == 5
     code, backend = fake_run(monkeypatch, *words, "--resume")
     assert (code, len(backend.calls)) == (0, 6)

@@ -31,7 +31,7 @@ def given(counts: dict[tuple[int, ...], int], kept: int | None = 400) -> list[Dr
     [
         (given(RIGHT), 0, "dflash:rule=rejection draws as the published model does\n"),
         (given(WRONG), 1, "dflash:rule=rejection does NOT draw as the published model does: token"),
-        (given(RIGHT, kept=0), 1, "is not tested: drafts were almost never kept, so the test proves nothing"),
+        (given(RIGHT, kept=0), 1, "was not tested: drafts were almost never kept, so the test proves nothing"),
     ],
 )
 def test_the_verdict_is_said_in_words_and_by_the_exit_status(

@@ -79,7 +79,7 @@ REFUSED = {
         "--draft eagle3@a= has no effect without --method eagle3@a or --method eagle3-tree@a"
     ),
     "--draft dflash=x --draft dflash=y": "label them: --draft dflash@a=PATH --draft dflash@b=PATH",
-    "--draft dflash@a=x --draft dflash@a=y": "--draft dflash@a= is given twice; give each draft a label of its own",
+    "--draft dflash@a=x --draft dflash@a=y": "--draft dflash@a= is given twice; give each draft its own label",
     "--draft eagle3-tree@a=x": "eagle3-tree uses the draft of eagle3; write eagle3@a=",
     "--draft =x": "unknown draft ''; known: ",
     "--draft ar=x": "unknown draft 'ar'; known: ",

@@ -139,7 +139,7 @@ def test_unlike_runs_are_refused_and_allowed_by_name(
     stored(tmp_path / "now", answers(), **changes)
     assert f"then and now differ: {kind}: {text}. To compare them anyway: --allow {kind}" in told(main, "then", "now")
     notes = found(main, "then", "now", "--allow", kind)["notes"]
-    assert notes == [f"allowed, though unlike: {kind}: {text}"]
+    assert notes == [f"allowed although it differs: {kind}: {text}"]
 
 
 def test_other_prompts_under_the_same_ids_are_refused(tmp_path: Path, main: Main) -> None:
@@ -247,7 +247,7 @@ def test_of_many_lines_without_a_change_none_looks_like_one(tmp_path: Path, main
 def test_allowing_a_difference_of_a_single_run_is_refused(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     assert "--allow model has no effect on a single run" in told(main, "run", "--allow", "model")
-    assert "a run compared with itself says nothing" in told(main, "run", "run")
+    assert "comparing a run with itself says nothing" in told(main, "run", "run")
 
 
 # The official harness, and published figures
@@ -336,7 +336,7 @@ def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(), **asked("gsm8k"))
     assert "unknown target of published figures 'nano'; known: " in told(main, "run", "--against", "paper")
-    note = "the run's target is nano, the published figures are of Qwen3-4B"
+    note = "the run's target is nano, but the published figures are for Qwen3-4B"
     assert f"note: {note}" in main("compare", "run", "--against", "paper:qwen3-4b")[1]
     assert note in found(main, "run", "--against", "paper:qwen3-4b")["notes"]
     stored(tmp_path / "warm", answers(), temperature=0.7, **asked("gsm8k"))
@@ -348,7 +348,7 @@ def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: P
     stored(tmp_path / "other", answers(), model="qwen3-8b", target="my/Other-7B", **asked("gsm8k"))
     assert "unknown target of published figures 'my/Other-7B'" in told(main, "other", "--against", "paper")
     assert found(main, "other", "--against", "paper:qwen3-8b")["notes"][0] == (
-        "the run's target is my/Other-7B, the published figures are of Qwen3-8B"
+        "the run's target is my/Other-7B, but the published figures are for Qwen3-8B"
     )
     stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B", **asked("gsm8k"))
     assert not any("target" in note for note in found(main, "same", "--against", "paper:qwen3-8b")["notes"])
@@ -467,7 +467,9 @@ def test_a_server_without_speculation_does_not_hide_the_runs_acceptance(tmp_path
 def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
     (tmp_path / "serve.json").write_text(json.dumps(SERVED))
     stored(tmp_path / "run", answers())
-    assert found(main, "run", "serve.json")["notes"] == ["the target of run is nano, serve.json is of Qwen/Qwen3-8B"]
+    assert found(main, "run", "serve.json")["notes"] == [
+        "the target of run is nano, but serve.json measured Qwen/Qwen3-8B"
+    ]
     stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
     assert found(main, "same", "serve.json")["notes"] == []
 

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 
 from dflash_bench.records import Record
 from dflash_bench.report import answers as shown_answers
-from dflash_bench.report import html, read, tokens
+from dflash_bench.report import html, read_document, tokens
+from dflash_bench.results import asked
 
 Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
@@ -60,8 +61,10 @@ def data(page: str) -> dict[str, Any]:
 
 
 def page_of(folder: Path, **options: Any) -> str:
-    document = read(folder)
-    return html.page(document, {}, shown_answers.read(document, options.get("most", 300), options.get("tokenizer")))
+    document = read_document(folder)
+    return html.page(
+        document, {}, shown_answers.read_answers(document, options.get("most", 300), options.get("tokenizer"))
+    )
 
 
 # Hostile text
@@ -127,14 +130,26 @@ def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
 # Answers
 
 
+def test_an_answer_stands_below_what_was_asked_in_its_turn(tmp_path: Path) -> None:
+    rows = [*told("p0"), *told("p0", turn=1), *told("unknown")]
+    folder = stored(tmp_path / "run", rows)
+    opening = [{"role": "system", "content": "Be brief."}]
+    prompt = {"suite": "gsm8k", "prompt_id": "p0", "prompt_hash": "h", "category": None, "reference": "7"}
+    asked.write(folder, [{**prompt, "opening": opening, "turns": ["What is 3 + 4?", "And 5?"]}])
+    page = data(page_of(folder))
+    assert page["prompts"] == ["Be brief.\n\nWhat is 3 + 4?", "And 5?"]
+    assert [row.get("asked") for row in page["rows"]] == [0, 0, 1, 1, None, None]
+    assert data(page_of(stored(tmp_path / "old", told())))["prompts"] == []
+
+
 def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Path) -> None:
     stored_page = data(page_of(stored(tmp_path / "run", told())))
     plain, drafted = stored_page["rows"]
     (pieces,) = stored_page["texts"]
     assert "".join(pieces) == TEXT
-    assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["shown"])
-    assert drafted["shown"][0] == [5, 3, 4, 5.0, 12.0]
-    assert "shown" not in plain
+    assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["by_round"])
+    assert drafted["by_round"][0] == [5, 3, 4, 5.0, 12.0]
+    assert "by_round" not in plain
     assert drafted["speedup"] == pytest.approx(plain["ms"] / drafted["ms"], rel=1e-3)
 
 
@@ -158,7 +173,7 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, main: Main) -> 
     Path("tokenizer.json").write_text('{"version": 1}')
     code, _, text = main("report", "run", "--html", "page.html", "--tokenizer", "tokenizer.json")
     assert (code, text.count("\n")) == (2, 1)
-    assert "cannot read tokenizer.json: no tokenizer" in text
+    assert "cannot read tokenizer.json: not a tokenizer" in text
 
 
 def test_of_a_large_run_whole_prompts_of_each_suite_are_shown(tmp_path: Path) -> None:
@@ -174,7 +189,7 @@ def test_of_a_large_run_whole_prompts_of_each_suite_are_shown(tmp_path: Path) ->
     ]
     expected = [(suite, f"p{number:03}") for suite, number in numbers]
     assert sorted(places) == sorted((*place, method) for place in expected for method in ("ar", "dflash"))
-    assert "10 of 120 answers, the first prompts of each suite." in page
+    assert "10 of 120 answers: those to the first prompts of each suite." in page
 
 
 def test_one_prompt_is_shown_even_where_it_is_too_much(tmp_path: Path) -> None:

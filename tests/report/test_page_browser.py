@@ -14,7 +14,7 @@ import pytest
 from runs import stored
 from test_page import HOSTILE, TEXT, told
 
-from dflash_bench.report import read, write_page
+from dflash_bench.report import read_document, write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install 'dflash-bench[browser]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -36,7 +36,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         for row in told(f"p{number}", order=number, passed=number < 3, text=TEXT * (number + 1))
     ]
     rows += [replace(row, passed=True, answer=HOSTILE) for row in told(HOSTILE, HOSTILE, suite="humaneval", order=9)]
-    write_page(read(stored(folder / "run", rows)), folder / "page.html")
+    write_page(read_document(stored(folder / "run", rows)), folder / "page.html")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for flag in (*FLAGS, f"user-data-dir={folder / 'profile'}", "window-size=1200,900"):

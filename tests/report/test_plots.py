@@ -13,7 +13,7 @@ from runs import IDENTITY, SUITES, answers, asked, slower, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.records import Record, Settings
-from dflash_bench.report import plots, read
+from dflash_bench.report import plots, read_document
 from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.trend import trend
@@ -25,7 +25,7 @@ Main = Callable[..., tuple[int, str, str]]
 
 def material(folder: Path, **identity: object) -> Material:
     rows = [*answers(12), *[replace(row, suite="math500") for row in answers(12, seed=1)]]
-    return Material(read(stored(folder, rows, **identity)))
+    return Material(read_document(stored(folder, rows, **identity)))
 
 
 def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> N
 
 
 def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str]:
-    (legend,) = speed.speedup(Material(read(stored(folder, rows, **identity)))).legends
+    (legend,) = speed.speedup(Material(read_document(stored(folder, rows, **identity)))).legends
     return [text.get_text() for text in legend.get_texts()]
 
 
@@ -75,14 +75,14 @@ def test_a_published_figure_whose_formula_is_not_stated_stands_beside_none_of_ou
 
 def test_the_shares_of_rounds_add_up_and_stand_at_what_was_kept(tmp_path: Path) -> None:
     rows = [row for number in range(4) for row in pair(f"p{number}", [4, 4, 0, 1])]
-    figure = acceptance.histogram(Material(read(stored(tmp_path / "run", rows))))
+    figure = acceptance.histogram(Material(read_document(stored(tmp_path / "run", rows))))
     bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in figure.axes[0].patches}
     assert bars == {0: 25, 1: 25, 4: 50}
 
 
 def test_acceptance_by_position_shows_no_share_of_a_handful(tmp_path: Path) -> None:
     rows = [row for number in range(4) for row in pair(f"p{number}", [4, 4, 0, 1])]
-    figure = acceptance.positions(Material(read(stored(tmp_path / "run", rows))))
+    figure = acceptance.positions(Material(read_document(stored(tmp_path / "run", rows))))
     whole, given = figure.axes[0].lines
     assert whole.get_xydata().tolist() == [[1, 75], [2, 50], [3, 50], [4, 50]]
     # Of the 16 rounds 12 keep one token, but only 8 keep two.
@@ -98,16 +98,16 @@ def test_the_parts_of_a_round_add_up(tmp_path: Path) -> None:
 
 
 def test_each_prompt_is_a_point(tmp_path: Path) -> None:
-    made = Material(read(stored(tmp_path / "run", answers(12, noise=0))))
+    made = Material(read_document(stored(tmp_path / "run", answers(12, noise=0))))
     points = speed.prompts(made).axes[0].lines[0].get_xydata()
     assert len(points) == 12
     assert points[:, 0] == pytest.approx([10.0] * 12)
 
 
 def test_the_lines_that_are_drawn_are_those_that_are_named(tmp_path: Path) -> None:
-    slow = speed.prompts(Material(read(stored(tmp_path / "slow", slower(answers(12, noise=0), 5)))))
-    fast = speed.prompts(Material(read(stored(tmp_path / "fast", slower(answers(12, noise=0), 0.5)))))
-    near = speed.prompts(Material(read(stored(tmp_path / "near", slower(answers(12, noise=0), 1.2)))))
+    slow = speed.prompts(Material(read_document(stored(tmp_path / "slow", slower(answers(12, noise=0), 5)))))
+    fast = speed.prompts(Material(read_document(stored(tmp_path / "fast", slower(answers(12, noise=0), 0.5)))))
+    near = speed.prompts(Material(read_document(stored(tmp_path / "near", slower(answers(12, noise=0), 1.2)))))
     drawn = [[text.get_text() for text in figure.axes[0].texts] for figure in (slow, fast, near)]
     named = [figure.legends[0].get_title().get_text() for figure in (slow, fast, near)]
     # Near plain decoding its own line leaves the axes above, and tells who gained from who lost.
@@ -118,7 +118,9 @@ def test_the_lines_that_are_drawn_are_those_that_are_named(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["acceptance", "positions", "output", "prompts", "trend"])
 def test_every_row_of_panels_has_its_label_and_its_ticks(tmp_path: Path, name: str) -> None:
-    made = Material(read(stored(tmp_path / "run", [row for at in range(3) for row in answers(4, suite=f"s{at}")])))
+    made = Material(
+        read_document(stored(tmp_path / "run", [row for at in range(3) for row in answers(4, suite=f"s{at}")]))
+    )
     figure = style.with_style(lambda: trend([made]) if name == "trend" else plots.PLOTS[name](made))
     figure.draw_without_rendering()
     shown = [axes for axes in figure.axes if axes.get_visible()]
@@ -130,14 +132,14 @@ def test_every_row_of_panels_has_its_label_and_its_ticks(tmp_path: Path, name: s
 
 def test_of_very_many_prompts_a_draw_is_shown_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "MOST_POINTS", 5)
-    figure = speed.prompts(Material(read(stored(tmp_path / "run", answers(12)))))
+    figure = speed.prompts(Material(read_document(stored(tmp_path / "run", answers(12)))))
     assert len(figure.axes[0].lines[0].get_xydata()) == 5
-    assert "5 prompts of each cell" in figure.legends[0].get_title().get_text()
+    assert "a sample of 5 prompts a method" in figure.legends[0].get_title().get_text()
 
 
 def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Path) -> None:
     rows = [row for number in range(4) for row in pair(f"p{number}", [4] * 8 + [0] * 30)]
-    figure = acceptance.output(Material(read(stored(tmp_path / "run", rows))))
+    figure = acceptance.output(Material(read_document(stored(tmp_path / "run", rows))))
     values = figure.axes[0].lines[0].get_ydata()
     assert values[0] == pytest.approx(5)
     assert values[-1] == pytest.approx(1)
@@ -149,11 +151,14 @@ def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Pa
     cells = metrics.summarise(frame.read(folder, by="output-position").rows, IDENTITY)
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
-    assert Material(read(folder)).along["gsm8k", NO_THINKING, "dflash"] == expected
+    assert Material(read_document(folder)).along["gsm8k", NO_THINKING, "dflash"] == expected
 
 
 def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:
-    runs = [Material(read(stored(tmp_path / name, slower(answers(12), times)))) for name, times in (("a", 1), ("b", 2))]
+    runs = [
+        Material(read_document(stored(tmp_path / name, slower(answers(12), times))))
+        for name, times in (("a", 1), ("b", 2))
+    ]
     figure = style.with_style(trend, runs)
     values = figure.axes[0].lines[0].get_ydata()
     assert values[0] == pytest.approx(2 * values[1])
@@ -164,7 +169,7 @@ def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:
 
 def test_a_trend_over_runs_of_other_prompts_names_both_sources(tmp_path: Path) -> None:
     runs = [
-        Material(read(stored(tmp_path / name, answers(12), **asked("gsm8k", source=source))))
+        Material(read_document(stored(tmp_path / name, answers(12), **asked("gsm8k", source=source))))
         for name, source in (("a", "embedded"), ("b", "hub openai/gsm8k@c0ffee"))
     ]
     title = style.with_style(trend, runs).axes[0].get_title(loc="left")
@@ -172,14 +177,14 @@ def test_a_trend_over_runs_of_other_prompts_names_both_sources(tmp_path: Path) -
 
 
 def test_a_panel_says_where_its_prompts_came_from_even_alone(tmp_path: Path) -> None:
-    figure = style.with_style(acceptance.histogram, Material(read(stored(tmp_path / "run", answers(4)))))
+    figure = style.with_style(acceptance.histogram, Material(read_document(stored(tmp_path / "run", answers(4)))))
     assert figure.axes[0].get_title(loc="left") == "gsm8k (embedded)"
 
 
 def test_more_suites_than_fit_are_said_to_be_left_out(tmp_path: Path) -> None:
     rows = [row for at in range(style.MOST_PANELS + 2) for row in answers(2, suite=f"s{at}")]
-    figure = acceptance.histogram(Material(read(stored(tmp_path / "run", rows))))
-    assert "2 more panels are left out" in figure.legends[0].get_title().get_text()
+    figure = acceptance.histogram(Material(read_document(stored(tmp_path / "run", rows))))
+    assert "2 more panels not shown" in figure.legends[0].get_title().get_text()
 
 
 def test_the_same_run_gives_the_same_bytes_and_colours_that_a_page_can_change(tmp_path: Path) -> None:
@@ -219,8 +224,8 @@ def test_a_trend_of_unlike_runs_is_refused_or_says_so(tmp_path: Path, main: Main
     code, shown, told = main("plot", *words)
     assert (code, shown) == (0, "there/trend.svg\n")
     assert told.splitlines() == [
-        "note: allowed, though unlike: dtype: dtype float32 and bfloat16",
-        "note: allowed, though unlike: suite: version of math500 1 and 2",
+        "note: allowed although it differs: dtype: dtype float32 and bfloat16",
+        "note: allowed although it differs: suite: version of math500 1 and 2",
     ]
     assert "the runs differ in dtype, suite" in Path("there/trend.svg").read_text()
 
@@ -233,14 +238,14 @@ def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -
     assert code == 0
     assert shown.splitlines() == ["plots/speedup.svg", "plots/rounds.svg", "plots/prompts.svg"]
     assert [line.split("'")[1] for line in told.splitlines()] == ["acceptance", "positions", "output"]
-    assert "the backend shows no rounds" in told
+    assert "the backend does not report rounds" in told
 
 
 def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(2))
     for words, told in [
         (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
-        (["run", "run"], "say where with -o DIR"),
+        (["run", "run"], "give -o DIR"),
         (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, doubled, foreign, invalid"),
         (["run", "run", "-o", "there", "--allow", "all"], "unknown difference 'all'"),
     ]:

@@ -15,7 +15,7 @@ from golden import assert_golden
 from rows import failed, plain
 from runs import IDENTITY, answers, changed, stored
 
-from dflash_bench.report import read
+from dflash_bench.report import read_document
 from dflash_bench.report.texts import latex_escaped
 from dflash_bench.results import store
 
@@ -49,7 +49,7 @@ def test_the_table_is_what_is_shown_without_a_format(run: Path, main: Main) -> N
 def test_a_report_doubts_what_the_run_itself_doubted(tmp_path: Path) -> None:
     drafts = {"dflash": {"trained_thinking": True}}
     folder = stored(tmp_path / "run", answers(24), thinking=False, drafts=drafts)
-    assert "other_mode" in [finding.kind for finding in read(folder).findings]
+    assert "other_mode" in [finding.kind for finding in read_document(folder).findings]
 
 
 def test_the_json_is_as_stored(run: Path, main: Main) -> None:
@@ -60,7 +60,7 @@ def test_the_json_is_as_stored(run: Path, main: Main) -> None:
 
 def test_the_csv_holds_the_figures_of_every_cell(run: Path, main: Main) -> None:
     rows = list(csv.DictReader(io.StringIO(main("report", "run", "--format", "csv")[1])))
-    cells = read(run).cells
+    cells = read_document(run).cells
     assert [(row["suite"], row["method"]) for row in rows] == [(cell.suite, cell.method) for cell in cells]
     for row, cell in zip(rows, cells, strict=True):
         speedup = cell.figures["speedup.decode"]
@@ -88,10 +88,10 @@ def test_the_card_of_a_run_without_plain_answers_says_why_there_is_no_speedup(tm
     line = next(
         line for line in main("card", "run", "--allow", "unfinished")[1].splitlines() if line.startswith("speed-up")
     )
-    assert line == "speed-up    dflash n/a (no answers of plain decoding in gsm8k (embedded), math500)"
+    assert line == "speed-up    dflash n/a (no plain answers to compare with on gsm8k (embedded), math500)"
     assert main("report", "run", "--html", "page.html", "--allow", "unfinished")[0] == 0
     page = Path("page.html").read_text()
-    assert "<b>n/a</b><span>no answers of plain decoding in gsm8k (embedded), math500</span>" in page
+    assert "<b>n/a</b><span>no plain answers to compare with on gsm8k (embedded), math500</span>" in page
 
 
 def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, main: Main) -> None:
@@ -100,7 +100,7 @@ def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, m
     shown = dict(line.split(maxsplit=1) for line in main("card", "run")[1].splitlines())
     assert shown["draft"] == "n/a"
     assert shown["speed-up"].startswith("n/a (speedup.decode")
-    assert "thinking not a switch of this model" in shown["settings"]
+    assert "thinking cannot be switched" in shown["settings"]
 
 
 # Bad input: one line, exit 2
@@ -174,7 +174,7 @@ def test_a_schema_from_later(run: Path, main: Main) -> None:
 
 def test_answers_that_are_not_exact_are_in_the_card(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", changed(answers(4), first=1, exactness="mismatch"))
-    assert "3/4 the plain output" in main("card", "run")[1]
+    assert "3/4 equal the plain output" in main("card", "run")[1]
 
 
 def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, main: Main) -> None:

@@ -76,8 +76,8 @@ def with_changed(stored_json: Any, path: tuple[Any, ...], value: Any) -> str:
 
 
 READ: tuple[Callable[[Path], object], ...] = (
-    lambda run: report.card(report.read(run)),
-    lambda run: report.FORMATS["latex"](report.read(run)),
+    lambda run: report.card(report.read_document(run)),
+    lambda run: report.FORMATS["latex"](report.read_document(run)),
     lambda run: checked([run], None, None, ()).outcome,
 )
 

@@ -220,7 +220,7 @@ def test_failed_answers_are_exit_status_1_unless_they_are_allowed(
     captured = capsys.readouterr()
     num_failed = sum(row.generation.error is not None for row in store.load(run)[1])
     assert num_failed > 0
-    told = f"dflash-bench: {num_failed} of {NUM_ANSWERS} answers failed; --allow failed lets that pass\n"
+    told = f"dflash-bench: {num_failed} of {NUM_ANSWERS} answers failed; give --allow failed to accept that\n"
     assert captured.err == told
     assert "saved in run" in captured.out
     assert main(monkeypatch, "run", *WORDS, "--out", "run", "--resume", "--allow", "failed") == 0

@@ -20,7 +20,7 @@ from dflash_bench.analysis import metrics
 from dflash_bench.kinds import Kind
 from dflash_bench.models import chat
 from dflash_bench.records import Divergence, Message, Record, Settings
-from dflash_bench.report import plots, read
+from dflash_bench.report import plots, read_document
 from dflash_bench.report.compared import compared
 from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
@@ -235,7 +235,7 @@ def test_every_form_of_report_names_the_settings_of_a_run_of_several(tmp_path: P
     made = json.loads(main("report", "run", "--format", "json")[1])
     assert [cell["settings"]["temperature"] for cell in made["cells"]] == [0, 0, 1, 1]
     assert "dflash (temperature 1)" in main("card", "run")[1]
-    material = Material(read(run))
+    material = Material(read_document(run))
     assert [material.label(group) for group in material.groups] == [
         "gsm8k (embedded)\ntemperature 0", "gsm8k (embedded)\ntemperature 1",
     ]  # fmt: skip
@@ -340,7 +340,7 @@ def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> 
     ]  # fmt: skip
     stored(tmp_path / "run", rows, settings=settings_to_json([thinks]))
     out = main("compare", "run", "--by", "part")[1]
-    assert "thinking" in out and "answer" in out and "seconds are those of rounds" in out
+    assert "thinking" in out and "answer" in out and "timings here cover rounds only" in out
     out = main("report", "run", "--by", "part")[1]
     assert "gsm8k (embedded; thinking)" in out and "gsm8k (embedded; answer)" in out
 

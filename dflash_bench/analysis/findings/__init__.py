@@ -45,9 +45,9 @@ def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | Non
 
 def _finding(alike: Sequence[Seen]) -> Finding:
     first, *others = alike
-    likewise = f"; likewise {_wheres(others)}" if others else ""
+    also = f"; also {_wheres(others)}" if others else ""
     places = tuple(seen.place for seen in alike)
-    return Finding(first.kind, f"{_wheres([first])}: {first.text}{likewise}", first.remedy, places)
+    return Finding(first.kind, f"{_wheres([first])}: {first.text}{also}", first.remedy, places)
 
 
 def _wheres(others: Sequence[Seen]) -> str:
@@ -70,16 +70,18 @@ def _mismatch(case: Case) -> Seen | None:
     tally = f"{len(wrong)} of {answers(case.good)}"
     audited = wrong[wrong["audit"] == "mismatch"]
     if len(audited):
-        text = f"{tally} are not the published model's own output; first at {_departure(audited.iloc[0], 'audit')}"
+        text = f"{tally} are not the published model's own output; the first is {_departure(audited.iloc[0], 'audit')}"
         return case.seen(
-            "mismatch", text, "rounding does not explain it: a bug in the engine, do not use these numbers"
+            "mismatch", text, "rounding does not explain this: it is a bug in the engine; do not use these numbers"
         )
     at = _departure(wrong.iloc[0], "divergence")
     if case.is_baseline:
-        text = f"plain decoding disagrees with itself in {tally}; first at {at}"
-        return case.seen("mismatch", text, "the control failed: use --dtype float32, or find what is random")
-    text = f"{tally} leave the plain answer; first at {at}"
-    return case.seen("mismatch", text, "rounding does not explain it: a bug, do not use these numbers")
+        text = f"plain decoding disagrees with itself in {tally}; the first is {at}"
+        return case.seen(
+            "mismatch", text, "the control failed: use --dtype float32, or find out what makes plain decoding random"
+        )
+    text = f"{tally} differ from the plain answer; the first is {at}"
+    return case.seen("mismatch", text, "rounding does not explain this: it is a bug; do not use these numbers")
 
 
 def _departure(row: Any, kind: str) -> str:
@@ -95,14 +97,16 @@ def _failed(case: Case) -> Seen | None:
     if not len(errors):
         return None
     first = (errors.iloc[0].splitlines() or ["no message"])[0]
-    text = f"{len(errors)} of {answers(case.rows)} failed and are in no number; the first: {first[:160]}"
-    return case.seen("failed", text, "remove the cause and run again with another --out")
+    text = (
+        f"{len(errors)} of {answers(case.rows)} failed and are left out of all numbers; the first error: {first[:160]}"
+    )
+    return case.seen("failed", text, "fix the cause and run again with a new --out")
 
 
 def _no_baseline(case: Case) -> Seen | None:
     if case.has_plain or not case.cell.num_prompts:
         return None
-    text = "its suite has no answers of plain decoding (ar), so there is no speed-up"
+    text = "there are no plain answers (ar) to compare with, so there is no speed-up"
     return case.seen("no_baseline", text, "finish the run with --resume, or run it again")
 
 
@@ -111,16 +115,16 @@ def _near_ties(case: Case) -> Seen | None:
     if not len(ties):
         return None
     gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
-    apart = "" if isnan(gap) else f", {gap:.2g} logits apart at most"
-    text = f"{len(ties)} of {answers(case.good)} take the other of two tokens that rounding cannot tell apart{apart}"
-    return case.seen("near_tie", text, "rounding explains them; --dtype float32 removes them")
+    apart = "" if isnan(gap) else f", at most {gap:.2g} logits apart"
+    text = f"{len(ties)} of {answers(case.good)} chose the other of two tokens that only rounding separates{apart}"
+    return case.seen("near_tie", text, "rounding explains this; --dtype float32 avoids it")
 
 
 def _lossy(case: Case) -> Seen | None:
     if not is_lossy(case.cell.method) or not case.cell.num_prompts:
         return None
-    text = "the method does not keep the target's output: its speed-up is of other answers, which were only scored"
-    remedy = "hold what passed against that of plain decoding, on suites with a scorer"
+    text = "the method does not keep the target's output: its speed-up is for different answers, which were only scored"
+    remedy = "compare its passed % with that of plain decoding, on suites with a scorer"
     return case.seen("lossy", text, remedy)
 
 
@@ -128,7 +132,7 @@ def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not never_drafts(case):
         return None
     num_rounds = int(case.good["num_rounds"].sum())
-    remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft is the one for this model"
+    remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
     if not has_draft(case.cell.method):
         remedy = REPEATS
     return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
@@ -139,8 +143,8 @@ def _other_mode(case: Case) -> Seen | None:
     trained, thinking = case.draft.get("trained_thinking"), case.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
-    mode = {True: "with thinking", False: "without thinking"}
-    text = f"this run is {mode[thinking]}, its draft was trained on answers {mode[trained]}"
+    mode = {True: "on", False: "off"}
+    text = f"thinking is {mode[thinking]} in this run, but the draft was trained with thinking {mode[trained]}"
     return case.seen("other_mode", text, f"add --thinking {'on' if trained else 'off'}, or use another draft")
 
 
@@ -148,8 +152,8 @@ def _other_target(case: Case) -> Seen | None:
     verifier, target = case.draft.get("verifier"), case.identity.get("target")
     if not verifier or not target or last_part(verifier) == last_part(target):
         return None
-    text = f"its draft names {verifier} as its target, this one is {target}"
-    return case.seen("other_target", text, f"expect less than with --target {verifier}")
+    text = f"the draft was made for {verifier}, but this run's target is {target}"
+    return case.seen("other_target", text, f"expect lower acceptance than with --target {verifier}")
 
 
 def last_part(name: str) -> str:
@@ -164,8 +168,8 @@ def _saturated(case: Case) -> Seen | None:
     num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
-    text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) keep the whole draft"
-    limit = ", if the draft was trained for it" if has_draft(case.cell.method) else ""
+    text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) accept the whole draft"
+    limit = ", if the draft was trained for more" if has_draft(case.cell.method) else ""
     remedy = tokens_a_round(case.cell, "more") + limit
     return case.seen("saturated", text, remedy)
 
@@ -181,7 +185,7 @@ def _truncated(case: Case) -> Seen | None:
 def _few_prompts(case: Case) -> Seen | None:
     if not case.is_baseline or case.cell.num_prompts >= MIN_PROMPTS:
         return None
-    text = f"only {case.cell.num_prompts} prompts, too few for an interval to be trusted"
+    text = f"only {case.cell.num_prompts} prompts, too few to trust the interval"
     return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
 
 
@@ -189,7 +193,7 @@ def _code_not_run(case: Case) -> Seen | None:
     suite = case.identity.get("suites", {}).get(case.cell.suite, {})
     if not case.is_baseline or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
         return None
-    text = f"answers are code that was not run, and so are not scored: {sandbox.NO_CAGE}"
+    text = f"the answers are code, which was not run and so is not scored: {sandbox.NO_CAGE}"
     return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)
 
 

@@ -19,10 +19,10 @@ class Badge:
 
 
 BADGES = {
-    "unclear": Badge("?", "interval contains 1", "the interval contains 1: shown neither faster nor slower than plain"),
-    "few_prompts": Badge(
-        "n", "few prompts", f"fewer than {MIN_PROMPTS} prompts, too few for the interval to be trusted"
+    "unclear": Badge(
+        "?", "interval contains 1", "the interval contains 1: may be faster or slower than plain decoding"
     ),
+    "few_prompts": Badge("n", "few prompts", f"fewer than {MIN_PROMPTS} prompts, too few to trust the interval"),
     "drift": Badge("d", "drift", "the machine's speed drifted while this suite was measured"),
 }
 """By the kind of finding that says more."""

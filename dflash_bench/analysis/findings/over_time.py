@@ -23,8 +23,8 @@ def first_is_slow(case: Case) -> Seen | None:
     if len(known) < MIN_ANSWERS_OVER_TIME or not steps[0] > SLOW_FIRST * np.median(known):
         return None
     times = steps[0] / np.median(known)
-    text = f"the first answer took {1000 * steps[0]:.3g} ms a step, {times:.1f} times the median"
-    return case.seen("slow_first", text, "warm-up was too short: a higher --repeats makes it weigh less")
+    text = f"the first answer took {1000 * steps[0]:.3g} ms per step, {times:.1f} times the median"
+    return case.seen("slow_first", text, "the warm-up was too short; a higher --repeats gives this answer less weight")
 
 
 def outliers(case: Case) -> Seen | None:
@@ -40,8 +40,8 @@ def outliers(case: Case) -> Seen | None:
     worst = int(np.argmax(np.where(slow, steps, 0)))
     times = steps[worst] / np.median(steps[known])
     where = f"prompt {over_time['prompt_id'].iloc[worst]} turn {over_time['turn'].iloc[worst]}"
-    text = f"{slow.sum()} of {answers(case.good)} took far longer a step; worst {where}, {times:.1f} times the median"
-    return case.seen("outliers", text, "they are in the numbers; keep the machine free of other work and run again")
+    text = f"{slow.sum()} of {answers(case.good)} took far longer per step; worst {where}, {times:.1f} times the median"
+    return case.seen("outliers", text, "the numbers include them; keep the machine free of other work and run again")
 
 
 def _seconds_per_step(good: Any) -> Any:
@@ -63,5 +63,5 @@ def drift(case: Case) -> Seen | None:
     if not first or not last or abs(last / first - 1) <= DRIFT:
         return None
     change = f"from {1000 * first:.3g} to {1000 * last:.3g} ms per token ({last / first - 1:+.0%})"
-    text = f"the machine drifted from the first to the last quarter, {change}"
-    return case.seen_in_suite("drift", text, "let the machine cool, stop other work, fix --threads, and run again")
+    text = f"the machine's speed drifted from the first to the last quarter, {change}"
+    return case.seen_in_suite("drift", text, "let the machine cool, stop other work, set --threads, and run again")

@@ -14,16 +14,16 @@ WIDE = 0.10
 """Half of an interval, as a share of its value."""
 SPEED_REMEDIES = {
     "draft": "{fewer}, or use a smaller draft",
-    "verify": "{fewer}: on this device a longer forward costs too much",
-    "other": "the models are not the cost: try --threads 1, and keep the machine free of other work",
+    "verify": "{fewer}: on this device, verifying so many tokens at once costs too much",
+    "other": "the time is not spent in the models: try --threads 1, and keep the machine free of other work",
 }
 TRAINED = "check that the draft was trained for this model: revision, chat template, tapped layers"
 TRAINED_ON_THIS = (
-    "check that it was trained for this very target, chat template and thinking mode, and on texts like these "
-    "prompts; drafting fewer tokens a round cannot help"
+    "check that it was trained for exactly this target, chat template and thinking mode, and on texts like these "
+    "prompts; drafting fewer tokens a round will not help"
 )
-REPEATS = "it drafts what has been said before, and these answers repeat little: take a method with a trained draft"
-KNOWS_NOT = "drafting fewer tokens a round cannot help: take a draft that knows this text"
+REPEATS = "this method repeats earlier text, and these answers repeat little: use a method with a trained draft"
+KNOWS_NOT = "drafting fewer tokens a round will not help: use a draft trained on text like this"
 
 
 def dead_draft(case: Case) -> Seen | None:
@@ -62,8 +62,8 @@ def unclear(case: Case) -> Seen | None:
     if case.is_baseline or speedup is None or not contains_one(speedup) or never_drafts(case):
         return None
     text = (
-        f"speedup.decode {speedup.value:.2f} has an interval that contains 1, {speedup.low:.2f} to {speedup.high:.2f}: "
-        "shown neither faster nor slower than plain decoding"
+        f"speedup.decode {speedup.value:.2f} may be faster or slower than plain decoding: "
+        f"its interval, {speedup.low:.2f} to {speedup.high:.2f}, contains 1"
     )
     return case.seen("unclear", text, "raise --limit, or leave it out")
 
@@ -78,14 +78,14 @@ def wide_interval(case: Case) -> Seen | None:
     half = speedup.half_width if speedup else None
     if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or contains_one(speedup):
         return None
-    text = f"speedup.decode {speedup.value:.2f} is known to ± {half:.2f} only ({half / speedup.value:.0%})"
+    text = f"speedup.decode {speedup.value:.2f} is only known to ± {half:.2f} ({half / speedup.value:.0%})"
     return case.seen("wide_interval", text, "raise --limit, or add suites")
 
 
 def _why_slow(cell: Cell) -> str:
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
     if al is None or needed is None or not parts:
-        return "the backend shows no rounds, so the reason is not available"
+        return "the backend does not report rounds, so the reason is unknown"
     compared = "below" if al < needed else "not below"
     besides = "" if al < needed else ", which leaves out other ms and draft prefill"
     round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
@@ -99,7 +99,7 @@ def _how_faster(case: Case) -> str:
     if case.first_kept is not None and case.first_kept < FIRST_KEPT and (needed is None or al is None or al < needed):
         return KNOWS_NOT
     if not parts or al is None or needed is None:
-        return f"{tokens_a_round(cell, 'fewer')}, and see with a local model where a round spends its time"
+        return f"{tokens_a_round(cell, 'fewer')}, and run a local model to see where a round spends its time"
     remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if al < needed else "other"]
     return remedy.format(fewer=tokens_a_round(cell, "fewer"))
 

@@ -13,7 +13,7 @@ from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline,
 from dflash_bench.report.plots.trend import trend
 
 __all__ = [
-    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write",
+    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write_plot",
     "write_trend",
 ]  # fmt: skip
 
@@ -24,13 +24,13 @@ PLOTS: dict[str, Callable[[Material], Any]] = {
     "sweep": sweep.sweep,
 }  # fmt: skip
 CAPTIONS = {
-    "speedup": "Plain decoding's seconds per token over the method's, on the same answers.",
-    "acceptance": "Most weight far right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
-    "positions": "Where the solid line nears zero, drafting further costs time and brings nothing.",
-    "output": "A line that falls means that the draft loses its way in long answers.",
-    "rounds": "Plain decoding has only verify: one forward of one token. What is above it is the price of a round.",
-    "sweep": "Where acceptance still rises and the speed-up no longer does, the engine pays for what the draft gains.",
-    "prompts": "Each point is a prompt: the lower it lies for how far right it is, the more drafting gained.",
+    "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
+    "acceptance": "Tall bars on the right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
+    "positions": "Beyond the point where the solid line nears zero, drafting costs time and gains nothing.",
+    "output": "A falling line means that the draft gets worse as the answer gets longer.",
+    "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
+    "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
+    "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
 
 
@@ -44,7 +44,7 @@ def names_for(material: Material) -> list[str]:
     return [name for name in PLOTS if name != "sweep" or material.sweeps]
 
 
-def write(material: Material, name: str, folder: Path, kind: str) -> Path:
+def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
     """Raises NothingToPlotError where the rows do not hold what it shows."""
     return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
@@ -60,10 +60,10 @@ def svg(material: Material, name: str) -> str:
 
 
 def _write(draw: Callable[[Any], Any], what: Any, path: Path) -> Path:
-    found: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
+    image: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(found)
+        path.write_bytes(image)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     return path

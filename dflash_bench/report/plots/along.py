@@ -33,14 +33,14 @@ def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -
 
 def intervals(sums: Sequence[Any], several: Sequence[Settings]) -> dict[Place, dict[str, Interval]]:
     """al.pooled by place, then by stretch of the answer, with its interval over prompts."""
-    found: dict[Place, dict[str, Interval]] = {}
+    by_place: dict[Place, dict[str, Interval]] = {}
     pooled = stats.ratio([0], [1])
     for (suite, method, settings, stretch), rows in _added(sums).groupby(level=[0, 1, 3, 4]):
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
             place = suite, str(several[settings]), method
-            found.setdefault(place, {})[stretch_name(int(stretch))] = interval
-    return found
+            by_place.setdefault(place, {})[stretch_name(int(stretch))] = interval
+    return by_place
 
 
 def _added(frames: Sequence[Any]) -> Any:
@@ -52,8 +52,8 @@ def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
     compute, pandas = import_module("pyarrow.compute"), import_module("pandas")
     # Plain decoding has one token a round everywhere, and most of the rounds.
     drafting = compute.not_equal(batch.column("method"), BASELINE)
-    shown = compute.and_(compute.is_null(batch.column("error")), compute.is_valid(batch.column("emitted")))
-    good = batch.filter(compute.and_(drafting, shown))
+    with_rounds = compute.and_(compute.is_null(batch.column("error")), compute.is_valid(batch.column("emitted")))
+    good = batch.filter(compute.and_(drafting, with_rounds))
     lengths = good.column("accepted").value_lengths().to_numpy(zero_copy_only=False)
     accepted, emitted = (good.column(name).flatten().to_numpy() for name in ("accepted", "emitted"))
     owners = np.repeat(np.arange(len(lengths)), lengths)
@@ -68,9 +68,9 @@ def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
     under = checked_settings(good, several)
     codes = [*(coded[name].indices.to_numpy() for name in NAMES), under]
     sizes = [*(len(coded[name].dictionary) for name in NAMES), len(several), MOST_STRETCHES]
-    of_cuts = [*(own[owners[cuts]] for own in codes), stretch[cuts]]
-    found, group = np.unique(np.ravel_multi_index(of_cuts, sizes), return_inverse=True)
-    *places, settings, stretches = np.unravel_index(found, sizes)
+    of_cuts = [*(codes_of_answers[owners[cuts]] for codes_of_answers in codes), stretch[cuts]]
+    occupied, group = np.unique(np.ravel_multi_index(of_cuts, sizes), return_inverse=True)
+    *places, settings, stretches = np.unravel_index(occupied, sizes)
     names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(NAMES, places, strict=True)]
     index = pandas.MultiIndex.from_arrays([*names, settings, stretches], names=INDEX)
     added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}

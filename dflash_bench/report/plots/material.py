@@ -38,8 +38,8 @@ class Material:
     @property
     def methods(self) -> list[str]:
         """Plain decoding first."""
-        found = dict.fromkeys(cell.method for cell in self.cells)
-        return sorted(found, key=lambda method: method != BASELINE)
+        methods = dict.fromkeys(cell.method for cell in self.cells)
+        return sorted(methods, key=lambda method: method != BASELINE)
 
     @property
     def drafting(self) -> list[str]:
@@ -71,11 +71,11 @@ class Material:
     @cached_property
     def along(self) -> Mapping[rounds.Place, Mapping[str, Interval]]:
         """al.pooled by place, then by stretch of the answer."""
-        found = []
+        sums_of_parts = []
         for part in parts.of(self.document.folder):
             with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
-                found.append(along.sums(part, self.settings, self.document.results.left_out.get(part)))
-        return along.intervals(found, self.settings)
+                sums_of_parts.append(along.sums(part, self.settings, self.document.results.left_out.get(part)))
+        return along.intervals(sums_of_parts, self.settings)
 
     @cached_property
     def histograms(self) -> Mapping[rounds.Place, rounds.Histogram]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,20 @@ from dflash_bench.report.plots.style import (
     PAPER,
     PARTS,
     NothingToPlotError,
+    bars_note,
     errors,
     finish,
     looks,
     name_axes,
     panels,
+    top_of,
 )
 from dflash_bench.text import visible
 
 MOST_POINTS = 400
 MOST_LABELS = 16
+MOST_UPRIGHT = 4
+"""Suites with settings whose names fit side by side."""
 PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
 """Hollow, one for each published configuration."""
 BARS = 0.8
@@ -35,41 +40,61 @@ BARS = 0.8
 def speedup(material: Material) -> Any:
     """Bars with intervals by suite and method; figures by the official formula, published and ours, as marks."""
     methods, look = material.drafting, looks(material.methods)
-    found = {_of(cell): cell.figures["speedup.decode"] for cell in material.cells if "speedup.decode" in cell.figures}
-    shown = [group for group in material.groups if any((*group, method) in found for method in methods)]
-    if not shown:
-        raise NothingToPlotError("no method has answers beside those of plain decoding")
-    labels = [material.label(group) for group in shown]
+    speedups = {
+        _of(cell): cell.figures["speedup.decode"] for cell in material.cells if "speedup.decode" in cell.figures
+    }
+    groups = [group for group in material.groups if any((*group, method) in speedups for method in methods)]
+    if not groups:
+        raise NothingToPlotError("no method has answers to compare with plain decoding")
+    labels = [material.label(group) for group in groups]
     # Long names, at a slant, need room.
-    figure, axes = _one(5.0 if any("\n" in label for label in labels) else 3.4)
+    figure, axes = _one(5.0 if _are_slanted(labels) else 3.4)
+    top = top_of(list(speedups.values()))
     for method in methods:
-        own = [(place, found[*group, method]) for place, group in enumerate(shown) if (*group, method) in found]
-        xs, intervals = [_place(material, place, method) for place, _ in own], [interval for _, interval in own]
+        bars_of_method = [
+            (place, speedups[*group, method]) for place, group in enumerate(groups) if (*group, method) in speedups
+        ]
+        xs, intervals = (
+            [_place(material, place, method) for place, _ in bars_of_method],
+            [interval for _, interval in bars_of_method],
+        )
         values = [interval.value for interval in intervals]
         axes.bar(xs, values, 0.92 * BARS / len(methods), label=method, **_filled(look[method]))
         axes.errorbar(xs, values, errors(intervals), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
         for x, interval in zip(xs, intervals, strict=True):
-            if len(shown) * len(methods) <= MOST_LABELS:
-                axes.annotate(f"{interval.value:.2f}", (x, interval.high or interval.value), (0, 3),
+            if len(groups) * len(methods) <= MOST_LABELS:
+                above = min(interval.high or interval.value, top or inf)
+                axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
+    if top is not None:
+        axes.set_ylim(0, top)
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
-    marks = _published_marks(axes, material, shown)
-    return finish(figure, "Speed-up over plain decoding", [*bars, *marks], "bars: 95 % over prompts; dashed: plain")
+    marks = _published_marks(axes, material, groups)
+    return finish(
+        figure,
+        "Speed-up over plain decoding",
+        [*bars, *marks],
+        f"{bars_note(top)}; dashed line: plain decoding",
+    )
 
 
 def _name_groups(axes: Any, labels: Sequence[str]) -> None:
-    """Suites below their bars in two lines; with settings names are long, and stand at a slant."""
-    if any("\n" in label for label in labels):
+    """Suites below their bars, a line for each part of the name; many with settings stand at a slant."""
+    if _are_slanted(labels):
         slanted = [label.replace("\n", ", ") for label in labels]
         axes.set_xticks(range(len(labels)), slanted, rotation=45, ha="right", rotation_mode="anchor", fontsize=9.5)
         return
     below = [label.replace(" (", "\n(", 1) for label in labels]
     axes.set_xticks(range(len(labels)), below, rotation=0 if len(labels) <= 5 else 20)
+
+
+def _are_slanted(labels: Sequence[str]) -> bool:
+    return len(labels) > MOST_UPRIGHT and any("\n" in label for label in labels)
 
 
 def _of(cell: Cell) -> tuple[str, str, str]:
@@ -90,26 +115,28 @@ def _one(height: float) -> tuple[Any, Any]:
     return figure, axes[""]
 
 
-def _published_marks(axes: Any, material: Material, shown: list[Group]) -> list[Any]:
+def _published_marks(axes: Any, material: Material, groups: list[Group]) -> list[Any]:
     """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
-    found = [
-        each
-        for each in material.published
-        if each.published.formula == "speedup.zlab" and (each.suite, each.settings) in shown and each.is_as_long
+    figures = [
+        figure
+        for figure in material.published
+        if figure.published.formula == "speedup.zlab"
+        and (figure.suite, figure.settings) in groups
+        and figure.is_as_long
     ]
-    configs = list(dict.fromkeys(each.published.config for each in found))
+    configs = list(dict.fromkeys(figure.published.config for figure in figures))
     handles = {}
-    for each in found:
-        place = _place(material, shown.index((each.suite, each.settings)), each.method)
+    for figure in figures:
+        place = _place(material, groups.index((figure.suite, figure.settings)), figure.method)
         x = place + 0.3 * BARS / len(material.drafting)
-        config = each.published.config
+        config = figure.published.config
         style = {"linestyle": "none", "zorder": 4}
         theirs = {"color": PAPER, "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
         theirs["marker"] = PUBLISHED_MARKERS[configs.index(config) % len(PUBLISHED_MARKERS)]
         ours = {"color": INK, "markeredgecolor": PAPER, "markersize": 9}
-        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, each.published.value, **theirs, **style)[0]
-        if each.own is not None:
-            handles["this run, speedup.zlab"] = axes.plot(x, each.own, "X", **ours, **style)[0]
+        handles[f"published, speedup.zlab: {config}"] = axes.plot(x, figure.published.value, **theirs, **style)[0]
+        if figure.own is not None:
+            handles["this run, speedup.zlab"] = axes.plot(x, figure.own, "X", **ours, **style)[0]
     for label, handle in handles.items():
         handle.set_label(label)
     return list(handles.values())
@@ -119,7 +146,7 @@ def rounds(material: Material) -> Any:
     """Milliseconds of a round: draft, verify and the rest, a bar for each suite and method."""
     cells = [cell for cell in material.cells if all(cell.value(f"{name}_ms") is not None for name in PARTS)]
     if not cells:
-        raise NothingToPlotError("the backend does not show what a round spends its time on")
+        raise NothingToPlotError("the backend does not report where a round spends its time")
     figure, axes = _one(0.7 + 0.34 * len(cells))
     # A suite's name once: with its source it is long.
     headings = [cell.heading for cell in cells]
@@ -147,21 +174,24 @@ def prompts(material: Material) -> Any:
     """Each prompt once: plain milliseconds per token against the method's."""
     look = looks(material.methods)
     points = {_of(cell): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
-    shown = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
-    if not shown:
-        raise NothingToPlotError("no prompt was answered both plainly and by a method")
-    figure, axes_of = panels(shown, 2.9, material.label, sharex=True, sharey=True)
+    groups = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
+    if not groups:
+        raise NothingToPlotError("no prompt was answered both by plain decoding and by a method")
+    figure, axes_of = panels(groups, 2.9, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
-            found = points.get((*group, method), np.zeros((0, 2)))
-            axes.plot(*found.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
+            points_of_cell = points.get((*group, method), np.zeros((0, 2)))
+            axes.plot(*points_of_cell.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
                       markersize=5.5, markeredgewidth=0)  # fmt: skip
     name_axes(axes_of, "plain ms / token", "ms / token")
-    lines = _speedup_lines(list(axes_of.values()), np.concatenate([found for found in points.values() if len(found)]))
+    lines = _speedup_lines(
+        list(axes_of.values()),
+        np.concatenate([points_of_cell for points_of_cell in points.values() if len(points_of_cell)]),
+    )
     notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
-    notes += [f"{MOST_POINTS:,} prompts of each cell"] if max(map(len, points.values())) == MOST_POINTS else []
+    notes += [f"a sample of {MOST_POINTS:,} prompts a method"] if max(map(len, points.values())) == MOST_POINTS else []
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(shown) - len(axes_of))
+    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(groups) - len(axes_of))
 
 
 def _per_token(cell: Cell) -> Any:
@@ -176,9 +206,9 @@ def _per_token(cell: Cell) -> Any:
 
 def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
     """Draws those that cross the axes, up to the fastest prompt, and says which."""
-    plain, own = points.max(axis=0)
+    plain, drafting = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
-    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * own
+    left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * drafting
     drawn = [times for times in (1, 2, 4, 8, 16) if times <= max(1, fastest) and top * times > 1.05 * left]
     for axes in all_axes:
         axes.set_xlim(left, right)

@@ -27,6 +27,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
 WIDTH = 6.4
 MOST_PANELS = 8
+TALLEST = 3.0
+"""Times the highest value that an axis reaches at most."""
 DPI = 200
 SETTINGS: Any = {
     "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
@@ -52,11 +54,11 @@ class NothingToPlotError(Exception):
 def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Colour, marker and hatch of each method, plain decoding in grey."""
     drafting = [method for method in methods if method != BASELINE]
-    found = {
+    look_of = {
         method: {"color": SERIES[at % 7], "marker": MARKERS[at % 7], "hatch": HATCHES[at % 7]}
         for at, method in enumerate(drafting)
     }
-    return {BASELINE: {"color": PLAIN, "marker": ".", "hatch": ""}} | found
+    return {BASELINE: {"color": PLAIN, "marker": ".", "hatch": ""}} | look_of
 
 
 def panels(
@@ -68,14 +70,14 @@ def panels(
     """
     from matplotlib.figure import Figure
 
-    shown = list(names[:MOST_PANELS])
-    across = min(len(shown), 2)
-    down = -(-len(shown) // across)
+    fitting = list(names[:MOST_PANELS])
+    across = min(len(fitting), 2)
+    down = -(-len(fitting) // across)
     figure = Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
-    made = figure.subplots(down, across, squeeze=False, **shared)
-    for axes in made.flat[len(shown) :]:
+    grid = figure.subplots(down, across, squeeze=False, **shared)
+    for axes in grid.flat[len(fitting) :]:
         axes.set_visible(False)
-    axes_of = dict(zip(shown, made.flat, strict=False))
+    axes_of = dict(zip(fitting, grid.flat, strict=False))
     for name, axes in axes_of.items():
         axes.set_title(visible(title(name), keep="\n"))
         axes.tick_params(labelbottom=True)
@@ -93,15 +95,26 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
 
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
     """Below and above the value, as error bars want them; 0 where there is no interval."""
-    below = [each.value - (each.value if each.low is None else each.low) for each in intervals]
-    above = [(each.value if each.high is None else each.high) - each.value for each in intervals]
+    below = [interval.value - (interval.value if interval.low is None else interval.low) for interval in intervals]
+    above = [(interval.value if interval.high is None else interval.high) - interval.value for interval in intervals]
     return [below, above]
+
+
+def top_of(intervals: Sequence[Interval]) -> float | None:
+    """Where an axis ends whose intervals, of a handful of prompts, would flatten their values; None where none does."""
+    values = [interval.value for interval in intervals]
+    highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
+    return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
+
+
+def bars_note(top: float | None = None) -> str:
+    return "error bars: 95 % interval over prompts" + (", cut off where too long" if top is not None else "")
 
 
 def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:
     """Title above, legend and note below."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
-    notes = [*filter(None, [note]), *([f"{left_out} more panels are left out"] if left_out > 0 else [])]
+    notes = [*filter(None, [note]), *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
     for handle in handles:
         handle.set_label(visible(handle.get_label()))
     labels = [len(handle.get_label()) for handle in handles]

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_bench import labels
 from dflash_bench.report.plots.material import Group, Material
-from dflash_bench.report.plots.style import NothingToPlotError, errors, finish, looks, panels
+from dflash_bench.report.plots.style import NothingToPlotError, bars_note, errors, finish, looks, panels
 
 FIGURES = ("speedup.decode", "al.pooled")
 
@@ -30,8 +30,8 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    kinds = dict.fromkeys(each.partition(":")[0] for each in unlike)
-    note = "bars: 95 % over prompts" + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    kinds = dict.fromkeys(difference.partition(":")[0] for difference in unlike)
+    note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
@@ -45,10 +45,10 @@ def _title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
 
 def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure_id: str, look: dict[str, Any]) -> None:
     cells = [run.cell(group, method) for run in runs]
-    found = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
-    intervals = [interval for _, interval in found]
+    points = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
+    intervals = [interval for _, interval in points]
     values = [interval.value for interval in intervals]
-    axes.errorbar([at for at, _ in found], values, errors(intervals), label=method, color=look["color"],
+    axes.errorbar([at for at, _ in points], values, errors(intervals), label=method, color=look["color"],
                   marker=look["marker"], elinewidth=1.1, capsize=2.5)  # fmt: skip
 
 
