@@ -160,8 +160,12 @@ def test_an_edited_run_json_is_not_continued_and_says_what_was_edited(
 ) -> None:
     path = run / "run.json"
     info = json.loads(path.read_text())
+    (settings,) = info["identity"]["settings"]
     for identity, told in [
-        ({"temperature": 1.0}, "run was started differently: temperature was 1.0, now 0.0"),
+        (
+            {"settings": [settings | {"temperature": 1.0}]},
+            "run was started differently: settings.temperature was 1.0, now 0.0",
+        ),
         ({"dtype": "bfloat16"}, 'run was started differently: dtype was "bfloat16", now "float32"'),
     ]:
         path.write_text(json.dumps(info | {"identity": info["identity"] | identity}))
