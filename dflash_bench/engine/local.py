@@ -52,7 +52,7 @@ def _about(
     """Which weights these are, what their publishers say of them, and how they are computed."""
     drafts = {
         draft: {
-            "name": presets.name(preset.drafts[draft]),
+            "name": presets.name(preset.drafts[draft]) if draft in preset.drafts else None,
             "trained_thinking": preset.trained_thinking.get(draft),
             "verifier": models.verifiers.get(draft),
         }

@@ -83,7 +83,7 @@ def test_all_kinds_are_loaded_in_the_targets_dtype_and_answer_exactly(model: Pat
         ("dflash", "medusa", "medusa is a draft for medusa, and dflash needs one for dflash; give .* --draft medusa="),
         ("draft-model", "medusa", "medusa is a draft for medusa, and draft-model needs one for draft-model"),
         ("medusa", "dflash", "holds no Medusa heads: medusa_lm_head.safetensors or medusa_lm_head.pt is missing"),
-        ("dflash", "draft-model", "draft-model is no draft we know"),
+        ("dflash", "draft-model", "draft-model is not a draft that we know"),
         ("block-diffusion", "draft-model", "is not a block-diffusion model we know: config.json has no block_diff"),
     ],
 )
