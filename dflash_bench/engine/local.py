@@ -172,9 +172,9 @@ class LocalBackend:
         if error or not rounds:
             return Generation(token_ids, text, "error", len(prompt), 0.0, 0.0, error=error or "nothing was decoded")
         prefill, *rest = rounds
-        own = [step for step in rest if step.emitted[row] is not None]
+        steps = [step for step in rest if step.emitted[row] is not None]
         begin, first, _, _, draft_ready = prefill.marks
-        last = own[-1].marks[4] if own else first
+        last = steps[-1].marks[4] if steps else first
         stopped = token_ids[-1] in self.limits.stop_ids
         finish: FinishReason = "stop" if stopped else "length"
         return Generation(
@@ -184,15 +184,15 @@ class LocalBackend:
             num_prompt_tokens=len(prompt),
             prefill_s=seconds(begin, first),
             decode_s=seconds(first, last),
-            draft_prefill_s=seconds(first, draft_ready) if own else 0.0,
-            drafted=tuple(step.drafted[row] for step in own),
-            drafted_ids=tuple(token for step in own for token in step.drafted_ids[row]),
-            drafted_parents=_parents(row, own),
-            accepted=tuple(step.accepted[row] for step in own),
-            emitted=tuple(len(step.emitted[row] or ()) for step in own),
-            draft_s=tuple(seconds(s.marks[0], s.marks[1]) + seconds(s.marks[3], s.marks[4]) for s in own),
-            verify_s=tuple(seconds(s.marks[1], s.marks[2]) for s in own),
-            round_s=tuple(seconds(s.marks[0], s.marks[4]) for s in own),
+            draft_prefill_s=seconds(first, draft_ready) if steps else 0.0,
+            drafted=tuple(step.drafted[row] for step in steps),
+            drafted_ids=tuple(token for step in steps for token in step.drafted_ids[row]),
+            drafted_parents=_parents(row, steps),
+            accepted=tuple(step.accepted[row] for step in steps),
+            emitted=tuple(len(step.emitted[row] or ()) for step in steps),
+            draft_s=tuple(seconds(s.marks[0], s.marks[1]) + seconds(s.marks[3], s.marks[4]) for s in steps),
+            verify_s=tuple(seconds(s.marks[1], s.marks[2]) for s in steps),
+            round_s=tuple(seconds(s.marks[0], s.marks[4]) for s in steps),
             peak_memory_bytes=self._peak_memory(),
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,10 @@ def _chosen(rows: Any, most: int) -> list[tuple[str, str]]:
 
 
 def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
-    names = arrow.array(["\0".join(place) for place in wanted])
+    import pyarrow as pa
+    from pyarrow import compute
+
+    names = pa.array(["\0".join(place) for place in wanted])
 
     def chosen(batch: Any) -> Any:
         places = compute.binary_join_element_wise(batch.column("suite"), batch.column("prompt_id"), "\0")

@@ -33,10 +33,10 @@ Cell = tuple[str, Settings]
 
 def seconds(text: str) -> float:
     """Of `90s`, `5m` or `1.5h`. Raises UserError for anything else, and for no time at all."""
-    told = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([smh])", text)
-    if told is None or float(told[1]) == 0:
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([smh])", text)
+    if match is None or float(match[1]) == 0:
         raise UserError(f"--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not '{text[:40]}'")
-    return float(told[1]) * UNITS[told[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 @dataclass(slots=True)
@@ -114,8 +114,8 @@ def _width(spent: Spent, pooled: Mapping[Cell, float]) -> float:
     widths = [0.0]
     for cell, logs in spent.logs.items():
         df = len(logs) - 1
-        own = variance(logs) if df > 0 else 0.0
-        widths.append(math.sqrt((df * own + PRIOR * pooled[cell]) / (df + PRIOR) / len(logs)))
+        spread = variance(logs) if df > 0 else 0.0
+        widths.append(math.sqrt((df * spread + PRIOR * pooled[cell]) / (df + PRIOR) / len(logs)))
     return max(widths)
 
 
@@ -124,13 +124,13 @@ def _begun(plan: Plan, run: Run, suites: Sequence[Spent]) -> list[tuple[Spent, i
     places: dict[tuple[str, str], int] = {}
     for key, record in run.stored.items():
         places[key[:2]] = min(record.order, places.get(key[:2], record.order))
-    found = []
+    turns = []
     for spent in suites:
         name = spent.loaded.suite.name
         orders = [places.get((name, prompt.prompt_id)) for prompt in spent.loaded.prompts]
         last = max((number for number, order in enumerate(orders) if order is not None), default=-1)
-        found += [(math.inf if order is None else order, spent, n) for n, order in enumerate(orders[: last + 1])]
-    return [(spent, number) for _, spent, number in sorted(found, key=lambda each: each[0])]
+        turns += [(math.inf if order is None else order, spent, n) for n, order in enumerate(orders[: last + 1])]
+    return [(spent, number) for _, spent, number in sorted(turns, key=lambda turn: turn[0])]
 
 
 def _measured(plan: Plan, run: Run, spent: Spent, number: int, began: float) -> Iterator[Item]:
@@ -175,9 +175,9 @@ def _log_ratio(records: Sequence[Record], method: str, settings: Settings) -> fl
     """Of a prompt's speed-up over plain decoding; None where an answer failed or is too short to have one."""
     costs = []
     for name in (BASELINE, method):
-        own = [record.generation for record in records if (record.method, record.settings) == (name, settings)]
-        decoded_s, tokens = sum(one.decode_s for one in own), sum(len(one.token_ids) - 1 for one in own)
-        if any(one.error for one in own) or decoded_s <= 0 or tokens <= 0:
+        generations = [record.generation for record in records if (record.method, record.settings) == (name, settings)]
+        decoded_s, tokens = sum(one.decode_s for one in generations), sum(len(one.token_ids) - 1 for one in generations)
+        if any(one.error for one in generations) or decoded_s <= 0 or tokens <= 0:
             return None
         costs.append(decoded_s / tokens)
     return math.log(costs[0] / costs[1])

@@ -56,7 +56,7 @@ class Progress(AbstractContextManager["Progress"]):
         """`left_s` says how much time is left where the run ends by time and not when all is measured."""
         self.total, self.num_stored, self.num_new = total, num_stored, 0
         self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
-        self.begun = self.shown = clock()
+        self.begun = self.last_line = clock()
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.doing = ""
         self.bar = bar(self.stream) if self.stream.isatty() else None
@@ -88,8 +88,8 @@ class Progress(AbstractContextManager["Progress"]):
         done = self.num_stored + self.num_new
         if self.bar is not None:
             self.bar.update(self.task, completed=done, doing=self.doing, left=self._left(), refresh=True)
-        elif self.clock() - self.shown >= LINE_EVERY_S:
-            self.shown = self.clock()
+        elif self.clock() - self.last_line >= LINE_EVERY_S:
+            self.last_line = self.clock()
             of = "" if self.left_s else f"/{self.total}"
             self.stream.write(f"{done}{of} {self.doing}, {self._left() or 'time left unknown'}\n")
             self.stream.flush()
@@ -100,8 +100,8 @@ class Progress(AbstractContextManager["Progress"]):
             return _in_words(max(self.left_s(), 0.0))
         if not self.num_new:
             return ""
-        each = (self.clock() - self.begun) / self.num_new
-        return _in_words(each * (self.total - self.num_stored - self.num_new))
+        per_answer_s = (self.clock() - self.begun) / self.num_new
+        return _in_words(per_answer_s * (self.total - self.num_stored - self.num_new))
 
 
 def _in_words(left_s: float) -> str:

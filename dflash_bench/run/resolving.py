@@ -154,7 +154,7 @@ def modes_of(request: Request, model: Preset, has_thinking: bool) -> tuple[bool 
 
 def has_code(loaded: Sequence[Loaded]) -> bool:
     """Is there a suite whose answers are code?"""
-    return bool(CODE_SCORERS & {each.suite.scorer for each in loaded})
+    return bool(CODE_SCORERS & {one.suite.scorer for one in loaded})
 
 
 def _cage(request: Request, loaded: Sequence[Loaded]) -> sandbox.Cage | None:

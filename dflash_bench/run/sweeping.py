@@ -50,10 +50,10 @@ def parse(texts: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def _axis(text: str) -> Axis:
-    told = re.fullmatch(r"(?:([^:=,]+):)?([^:=,]+)=(.*)", text)
-    if told is None:
+    match = re.fullmatch(r"(?:([^:=,]+):)?([^:=,]+)=(.*)", text)
+    if match is None:
         raise UserError(f"--over takes NAME=VALUE,VALUE, not '{text}'; such as {EXAMPLE}")
-    return Axis(told[2], split(told[3], f"--over {told[2]}"), told[1])
+    return Axis(match[2], split(match[3], f"--over {match[2]}"), match[1])
 
 
 def split(text: str, where: str) -> tuple[str, ...]:
@@ -129,17 +129,17 @@ def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool
 
 
 def _grid(method: Method, axes: Sequence[Axis]) -> list[Method]:
-    own = [axis for axis in axes if axis.is_of(method) and method.leaves_open(axis.name)]
+    open_axes = [axis for axis in axes if axis.is_of(method) and method.leaves_open(axis.name)]
     return [
-        reduce(lambda made, pair: _with(made, *pair), zip(own, values, strict=True), method)
-        for values in product(*(axis.values for axis in own))
+        reduce(lambda varied, pair: _with(varied, *pair), zip(open_axes, values, strict=True), method)
+        for values in product(*(axis.values for axis in open_axes))
     ]
 
 
 def _one_at_a_time(method: Method, axes: Sequence[Axis]) -> list[Method]:
     varied = [(axis.name, _with(method, axis, value)) for axis in axes if axis.is_of(method) for value in axis.values]
     # What the method has anyway is not measured twice.
-    return [method, *(each for name, each in varied if each.option(name) != method.option(name))]
+    return [method, *(variant for name, variant in varied if variant.option(name) != method.option(name))]
 
 
 def _with(method: Method, axis: Axis, text: str) -> Method:

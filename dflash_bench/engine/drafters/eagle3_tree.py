@@ -105,10 +105,10 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         """Of nodes [B, M], the best children: cumulative log-probabilities and target ids, both [B, M * k]."""
         logits = self.draft.logits(out).float()
         ids = logits.topk(self.top_k).indices
-        own = logits.log_softmax(dim=-1).gather(-1, ids)
+        log_probs = logits.log_softmax(dim=-1).gather(-1, ids)
         # A child never outscores its parent, not by rounding and not by a broken weight: `_best` relies on it.
-        own = own.clamp_(max=0).nan_to_num_(nan=-torch.inf)
-        return (score[..., None] + own).flatten(1), self.draft.target_ids(ids).flatten(1)
+        log_probs = log_probs.clamp_(max=0).nan_to_num_(nan=-torch.inf)
+        return (score[..., None] + log_probs).flatten(1), self.draft.target_ids(ids).flatten(1)
 
     def _best(self) -> Draft:
         """The best nodes found, parents before children."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,15 @@ def intervals(sums: Sequence[Any], several: Sequence[Settings]) -> dict[Place, d
 
 
 def _added(frames: Sequence[Any]) -> Any:
-    pandas: Any = import_module("pandas")
-    return pandas.concat(frames).groupby(level=list(range(len(INDEX)))).sum()
+    import pandas as pd
+
+    return pd.concat(frames).groupby(level=list(range(len(INDEX)))).sum()
 
 
 def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
-    compute, pandas = import_module("pyarrow.compute"), import_module("pandas")
+    import pandas as pd
+    from pyarrow import compute
+
     # Plain decoding has one token a round everywhere, and most of the rounds.
     drafting = compute.not_equal(batch.column("method"), BASELINE)
     with_rounds = compute.and_(compute.is_null(batch.column("error")), compute.is_valid(batch.column("emitted")))
@@ -72,6 +74,6 @@ def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
     occupied, group = np.unique(np.ravel_multi_index(of_cuts, sizes), return_inverse=True)
     *places, settings, stretches = np.unravel_index(occupied, sizes)
     names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(NAMES, places, strict=True)]
-    index = pandas.MultiIndex.from_arrays([*names, settings, stretches], names=INDEX)
+    index = pd.MultiIndex.from_arrays([*names, settings, stretches], names=INDEX)
     added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}
-    return pandas.DataFrame(added, index=index)
+    return pd.DataFrame(added, index=index)
