@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable
@@ -244,7 +245,7 @@ def test_a_broken_draft_costs_speed_and_not_exactness(make: Any) -> None:
 
 
 def test_few_nodes_below_each_other_are_sent_as_a_chain() -> None:
-    target = Target(tiny("llama"))
+    target = Target(copy.deepcopy(tiny("llama")))  # whose weights are changed below
     drafter = auto_ddtree(target)
     assert ddtree_drafter(target, 1).top_k == 1
     with torch.no_grad():
