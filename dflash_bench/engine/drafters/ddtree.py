@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.engine.costs import Pace
-from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter, PacedDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.errors import UserError
@@ -77,7 +76,7 @@ class DDTreeDrafter(DFlashDrafter):
         return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
 
 
-class AutoDDTreeDrafter(DDTreeDrafter):
+class AutoDDTreeDrafter(PacedDrafter, DDTreeDrafter):
     """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`costs.py`)."""
 
     def __init__(
@@ -91,14 +90,6 @@ class AutoDDTreeDrafter(DDTreeDrafter):
     ) -> None:
         super().__init__(draft, embedding, head, nodes, top_k, block_size)
         self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
-
-    def begin(self, num_rows: int, capacity: int) -> None:
-        super().begin(num_rows, capacity)
-        self.pace.begin(num_rows)
-
-    def observe(self, committed: Committed) -> None:
-        super().observe(committed)
-        self.pace.kept(committed.counts)
 
     def propose(self) -> Draft:
         self.pace.start()

@@ -124,7 +124,21 @@ class DFlashDrafter(CachedDrafter):
         return (self.columns[: self.cache.visible] <= ends)[:, None, None]
 
 
-class AutoDFlashDrafter(DFlashDrafter):
+class PacedDrafter(DFlashDrafter):
+    """One that sends only as much of its draft to be verified as pays; `pace` learns from what each round kept."""
+
+    pace: Pace
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.pace.begin(num_rows)
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.pace.kept(committed.counts)
+
+
+class AutoDFlashDrafter(PacedDrafter):
     """Drafts the whole block, and sends as much of it to be verified as pays (`costs.py`).
 
     The pass itself stays as wide as the draft was trained: a narrower one predicts worse and costs hardly less. How
@@ -138,14 +152,6 @@ class AutoDFlashDrafter(DFlashDrafter):
     ) -> None:
         super().__init__(draft, embedding, head, None, rule, steps)
         self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
-
-    def begin(self, num_rows: int, capacity: int) -> None:
-        super().begin(num_rows, capacity)
-        self.pace.begin(num_rows)
-
-    def observe(self, committed: Committed) -> None:
-        super().observe(committed)
-        self.pace.kept(committed.counts)
 
     def propose(self) -> Draft:
         self.pace.start()
