@@ -25,6 +25,8 @@ class Option:
     unit: str = ""
     words: tuple[str, ...] = ()
     kind: type[int] | type[float] | type[str] = int
+    is_file: bool = False
+    """Is its value the path of a file? Then what the file holds is part of a run's identity."""
 
     @property
     def range(self) -> str:

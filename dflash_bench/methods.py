@@ -107,7 +107,7 @@ METHODS: dict[str, Kind] = {
         Kind(
             "rest", "a tree of what followed most often in a datastore of texts (arXiv 2311.08252)", None, "tree", True,
             (
-                Option("datastore", "the file, which build-datastore makes; required", kind=str),
+                Option("datastore", "the file, which build-datastore makes; required", kind=str, is_file=True),
                 Option("nodes", "nodes of the tree, the anchor not counted", 15, 1, 255, "tokens"),
                 Option("depth", "levels of the tree below the anchor", 10, 1, 32, "levels"),
                 Option("max", "longest suffix looked up", 16, 1, 32, "tokens"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -70,10 +71,18 @@ def _about(
         },
         "target": presets.name(preset.target),
         "drafts": drafts,
-        "revisions": models.revisions,
+        "revisions": models.revisions | {method.label: sha for method in methods for sha in _sha256_of_files(method)},
         "dtype": str(models.target.dtype).removeprefix("torch."),
         "attention": models.target.config._attn_implementation,
     }  # fmt: skip
+
+
+def _sha256_of_files(method: Method) -> Iterator[str]:
+    """Of the files that its options name: a run must not go on with another file of the same name."""
+    for option in method.kind.options:
+        if option.is_file:
+            with open(str(method.option(option.name)), "rb") as file:
+                yield hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dflash_bench.errors import UserError
 from dflash_bench.methods import users_of
-from dflash_bench.models import formats, pairing, targets
+from dflash_bench.models import files, formats, networks, pairing, targets
 from dflash_bench.models.dflash import DFlashConfig
+from dflash_bench.models.folders import read_config
+from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format
 
 MOST_OF_A_KIND = 3
@@ -40,10 +45,11 @@ class Inspection:
     labels: str | None
     vocab_size: int
     draft_vocab_size: int
-    own_embedding: bool
+    own_embedding: bool | None
+    """None for Medusa heads, which embed nothing."""
     own_head: bool
     layers: str
-    rotary: str
+    rotary: str | None
     num_parameters: int
     size_bytes: int
     dtype: str
@@ -58,11 +64,18 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
     folder = targets.find_draft(reference)
     home = targets.find_target(target) if target is not None else None
     shape = targets.shape_of(home) if home else None
+    if medusa.is_medusa(folder):
+        return _of_heads(folder, shape, target)
+    if networks.is_language_model(folder):
+        return _of_language_model(folder, home, shape, target)
+    return _of_draft(folder, home, shape, target)
+
+
+def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
     form, checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)
     config = checkpoint.config
     dflash = config if isinstance(config, DFlashConfig) else None
     taps_are_known = checkpoint.derived_taps is None
-    parameters = [tensor for tensor in checkpoint.tensors.values() if tensor.is_floating_point()]
     return Inspection(
         format=form.name,
         method=form.kind,
@@ -80,14 +93,61 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
         own_head=dflash.own_head if dflash else True,
         layers=_layers(config),
         rotary=_rotary(config),
-        num_parameters=sum(tensor.numel() for tensor in parameters),
-        size_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-        dtype=", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})),
+        **_size(checkpoint.tensors),
         trained_for=_trained_for(checkpoint),
         notes=checkpoint.notes + _doubts(folder, target),
         target=target,
         problems=(*_problems(form, checkpoint, shape), *_other_tokenizer(folder, home)),
     )
+
+
+def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
+    config, tensors = medusa.read(folder, headers_only=True)
+    blocks = f"{config.num_layers} residual block{'s' if config.num_layers > 1 else ''}"
+    return _without_taps(
+        format="fasterdecoding", method="medusa", num_drafts=config.num_heads, vocab_size=config.vocab_size,
+        own_embedding=None, layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}", rotary=None,
+        tensors=tensors, target=target,
+        problems=() if shape is None else tuple(medusa.misfits(config, shape)),
+    )  # fmt: skip
+
+
+def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
+    config, blocks = targets.config_of(folder), read_config(folder).get("block_diffusion")
+    if blocks is not None:
+        networks.check_blocks(folder, read_config(folder))
+    rows = targets.shape_of(folder).vocab_size
+    problems = (
+        [] if shape is None else [*networks.other_vocabulary(folder, rows, shape), *_other_tokenizer(folder, home)]
+    )
+    return _without_taps(
+        format=f"language model ({config.model_type})", method="block-diffusion" if blocks else "draft-model",
+        block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"], vocab_size=rows,
+        own_embedding=True, tensors=files.read_tensors(folder, files.only_maps), target=target,
+        layers=f"{config.num_hidden_layers} of {config.hidden_size}/{getattr(config, 'intermediate_size', '?')}",
+        rotary=None, problems=tuple(problems),
+    )  # fmt: skip
+
+
+def _without_taps(*, method: str, vocab_size: int, tensors: Mapping[str, Tensor], **known: Any) -> Inspection:
+    """Of what reads no layer of the target, and speaks all its vocabulary through a head of its own."""
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("block_size", "num_drafts", "tapped_outputs", "tapped_inputs", "tapped_formula", "mask_token_id", "labels",
+         "trained_for")
+    )  # fmt: skip
+    return Inspection(
+        **nothing | known | _size(tensors), method=method, used_by=tuple(users_of(method)), vocab_size=vocab_size,
+        draft_vocab_size=vocab_size, own_head=True, notes=(),
+    )  # fmt: skip
+
+
+def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    parameters = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    return {
+        "num_parameters": sum(tensor.numel() for tensor in parameters),
+        "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})),
+    }
 
 
 def _other_tokenizer(folder: Path, home: Path | None) -> list[str]:
@@ -144,13 +204,12 @@ def text(inspection: Inspection) -> str:
     values: dict[str, Any] = {
         "format": f"{inspection.format} ({inspection.method})",
         "used by": ", ".join(inspection.used_by),
-        "block size": inspection.block_size
-        and f"{inspection.block_size}, drafts {inspection.num_drafts} tokens a round",
+        "block size": _block(inspection),
         "tapped layers": _taps(inspection),
         "mask id": inspection.mask_token_id,
         "labels": inspection.labels,
         "vocabulary": f"{inspection.vocab_size}, drafts from {_share(inspection)}",
-        "embedding": "its own" if inspection.own_embedding else "the target's",
+        "embedding": _embedding(inspection),
         "head": "its own" if inspection.own_head else "the target's",
         "layers": inspection.layers,
         "rotary": inspection.rotary,
@@ -165,7 +224,22 @@ def text(inspection: Inspection) -> str:
     return "\n".join(lines)
 
 
-def _taps(inspection: Inspection) -> str:
+def _block(inspection: Inspection) -> str | None:
+    drafts = f"drafts {inspection.num_drafts} tokens a round"
+    if inspection.block_size is None:
+        return drafts if inspection.method == "medusa" else None
+    return str(inspection.block_size) if inspection.num_drafts is None else f"{inspection.block_size}, {drafts}"
+
+
+def _embedding(inspection: Inspection) -> str | None:
+    if inspection.own_embedding is None:
+        return None
+    return "its own" if inspection.own_embedding else "the target's"
+
+
+def _taps(inspection: Inspection) -> str | None:
+    if inspection.tapped_formula is None and inspection.tapped_outputs is None:
+        return None
     if inspection.tapped_outputs is None or inspection.tapped_inputs is None:
         return f"outputs of {inspection.tapped_formula}, where n is the target's depth; give --target to see them"
     outputs, inputs = (" ".join(map(str, ids)) for ids in (inspection.tapped_outputs, inspection.tapped_inputs))

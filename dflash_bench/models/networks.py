@@ -43,7 +43,7 @@ def _kind(folder: Path, wanted: str) -> str:
     config = read_config(folder)
     if wanted == "medusa":
         medusa.read(folder)
-    if wanted in LANGUAGE_MODELS and not any(key in config for key in OF_DRAFTS):
+    if wanted in LANGUAGE_MODELS and not _is_of_draft(config):
         language.check(folder)
         if wanted == "block-diffusion":
             check_blocks(folder, config)
@@ -52,6 +52,27 @@ def _kind(folder: Path, wanted: str) -> str:
     for problem in formats.problems(form, checkpoint, None):
         raise UserError(f"{folder}: {problem}")
     return form.kind
+
+
+def _is_of_draft(config: Mapping[str, Any]) -> bool:
+    return any(key in config for key in OF_DRAFTS)
+
+
+def is_language_model(folder: Path) -> bool:
+    """Is it one by its config, as far as that can be told? Its architecture says so, and no key says that it drafts."""
+    config = read_config(folder)
+    names = config.get("architectures")
+    return not _is_of_draft(config) and any(str(name).endswith("ForCausalLM") for name in names or ())
+
+
+def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[str]:
+    """An error message if a language model's embedding has other rows than the target's, and no tokenizer says why."""
+    if num_rows == target.vocab_size or pairing.vocabulary_in(folder):
+        return []
+    return [
+        f"vocabulary of {num_rows}, the target's is {target.vocab_size}, and there is no tokenizer that "
+        "would show if they agree; use a model with the target's tokenizer, and with its files"
+    ]
 
 
 def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
@@ -77,9 +98,6 @@ def load(name: str, folder: Path, target: TargetShape, dtype: torch.dtype, devic
         return formats.load_draft(folder, target, dtype, device)
     model = language.load(folder, device, dtype)
     rows = model.get_input_embeddings().weight.shape[0]
-    if rows != target.vocab_size and not pairing.vocabulary_in(folder):
-        raise UserError(
-            f"{folder}: vocabulary of {rows}, the target's is {target.vocab_size}, and there is no tokenizer that "
-            "would show if they agree; use a model with the target's tokenizer, and with its files"
-        )
+    for problem in other_vocabulary(folder, rows, target):
+        raise UserError(f"{folder}: {problem}")
     return model.eval()

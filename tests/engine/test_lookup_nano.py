@@ -93,9 +93,7 @@ def with_method(typed: str) -> LocalBackend:
     """A backend in which the method goes by the name `it`."""
     method = parse(typed)
     opened = open_backend(models(), presets.preset("nano"), [method], LENGTH)
-    return LocalBackend(
-        opened.target, models().tokenizer, {"it": opened.drafters[method.label]}, opened.limits, Sampling()
-    )
+    return LocalBackend(opened.target, models().tokenizer, {"it": opened.drafters[method.label]}, opened.limits)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +120,18 @@ def test_a_datastore_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     datastore.write(tmp_path / "store", datastore.of_texts([[0]]), Other(), [])
     with pytest.raises(UserError, match="another tokenizer"):
         with_method(f"rest:datastore={tmp_path / 'store'}")
+
+
+def test_what_a_datastore_holds_is_part_of_what_a_run_is(tmp_path: Path) -> None:
+    """Else a run could be continued after the file was built again from its own answers."""
+    chosen = [parse(f"rest:datastore={tmp_path / 'store'}")]
+    seen = set()
+    for texts in ([[1, 2]], [[1, 3]]):
+        datastore.write(tmp_path / "store", datastore.of_texts(texts), models().tokenizer, [])
+        revisions = open_backend(models(), presets.preset("nano"), chosen, LENGTH).describe()["revisions"]
+        assert "target" in revisions
+        seen.add(revisions[chosen[0].label])
+    assert len(seen) == 2
 
 
 class Recording:

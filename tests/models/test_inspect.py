@@ -74,6 +74,28 @@ def test_nanos_eagle3_draft_is_described_as_json() -> None:
     json.dumps(seen, allow_nan=False)
 
 
+def test_medusa_heads_are_described_too(copied: Path) -> None:
+    seen = inspect(str(NANO / "medusa"), "nano")
+    assert (seen.method, seen.num_drafts, seen.vocab_size, seen.problems) == ("medusa", 4, 1024, ())
+    lines = text(seen).splitlines()
+    assert "block size     drafts 4 tokens a round" in lines and lines[-1] == "fits           nano"
+    assert not any(line.startswith(("tapped", "embedding", "rotary")) for line in lines)
+    assert inspect(str(NANO / "medusa"), str(copied / "target")).problems == (
+        "hidden size 128, but the target's is 32; use heads made for this target",
+    )
+
+
+def test_a_language_model_is_a_draft_too(copied: Path) -> None:
+    assert inspect(str(NANO / "draft-model"), "nano").used_by == ("draft-model",)
+    blocks = inspect(str(NANO / "block-diffusion"), "nano")
+    assert (blocks.method, blocks.block_size, blocks.mask_token_id) == ("block-diffusion", 8, 1000)
+    tensors = load_file(copied / "target" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    save_file(tensors | {name: tensors[name][:900].clone()}, copied / "target" / "model.safetensors")
+    (problem,) = inspect(str(NANO / "draft-model"), str(copied / "target")).problems
+    assert problem.startswith("vocabulary of 1024, the target's is ")
+
+
 def test_layers_that_only_the_target_decides_are_a_formula_until_it_is_given(copied: Path) -> None:
     config = json.loads((copied / "eagle3" / "config.json").read_text())
     del config["eagle_config"]
@@ -111,6 +133,7 @@ def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_ca
     assert command("inspect", str(copied / "dflash"), "--target", str(copied)).returncode == 0
     told = command("inspect", str(copied / "dflash"), "--target", "nano", "--json")
     assert told.returncode == 1 and "hidden size 32, but the target's is 128" in json.loads(told.stdout)["problems"][0]
+    edit(copied / "target", architectures=["SomethingElse"])
     foreign = command("inspect", str(copied / "target"))
     assert foreign.returncode == 2 and foreign.stdout == "" and len(foreign.stderr.splitlines()) == 1
     assert "looked for config.json with speculators_model_type" in foreign.stderr

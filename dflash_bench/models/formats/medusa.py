@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,17 +32,23 @@ def is_medusa(folder: Path) -> bool:
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MedusaHeads:
     """Raises UserError for a folder without Medusa heads, a damaged file, or heads made for another target."""
     config, tensors = read(folder)
-    for name, size, expected in (
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
-    ):
-        if size != expected:
-            raise UserError(f"{folder}: {name} {size}, but the target's is {expected}; use heads made for this target")
+    for problem in misfits(config, target):
+        raise UserError(f"{folder}: {problem}")
     with torch.device("meta"):
         heads = MedusaHeads(config)
     heads = heads.to(dtype).to_empty(device=device)
     heads.load_state_dict(dict(tensors))
     return heads.eval()
+
+
+def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[str]:
+    """What shows that they were made for another target."""
+    for name, size, expected in (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if size != expected:
+            yield f"{name} {size}, but the target's is {expected}; use heads made for this target"
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensors]:
