@@ -43,9 +43,14 @@ def expected_tokens(scores: Floats, widths: Sequence[int], trust: float = 1.0) -
     return tokens
 
 
-def best_width(expected: Floats, seconds: Floats) -> int:
-    """The index at which expected tokens per second are highest; the narrowest of equals."""
-    return int(np.argmax(expected / seconds))
+def best_width(expected: Floats, seconds: Floats, margin: float = 0.0) -> int:
+    """The index at which expected tokens per second are highest; the narrowest of equals.
+
+    With a margin the widest that seems at most so much slower: a difference this small is mostly noise of the costs,
+    and what a block predicts is there, verified or not.
+    """
+    speeds = expected / seconds
+    return int(np.flatnonzero(speeds >= (1 - margin) * speeds.max())[-1] if margin else np.argmax(speeds))
 
 
 class Costs:
@@ -111,9 +116,11 @@ class Pace:
     with them, averaged. On a CPU they are the round's own.
     """
 
-    def __init__(self, num_drafts: int, lags: bool, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, num_drafts: int, lags: bool, now: Callable[[], float] = time.perf_counter, margin: float = 0.0
+    ) -> None:
         self.widths = [width for width in WIDTHS if width < num_drafts] + [num_drafts]
-        self.lags, self.now = lags, now
+        self.lags, self.now, self.margin = lags, now, margin
         self.trust = 1.0
         self.expected: Floats | None = None
         self.costs: dict[int, Costs] = {}
@@ -149,7 +156,7 @@ class Pace:
         if index is None:
             index = len(self.widths) - 1
             if self.expected is not None:
-                index = best_width(self.expected, self.current.seconds())
+                index = best_width(self.expected, self.current.seconds(), self.margin)
             index = self.current.look(index)
         self.index = index
         return self.widths[index]

@@ -56,6 +56,11 @@ def test_of_widths_that_pay_the_same_the_narrowest_is_chosen() -> None:
     assert best_width(np.array([2.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0])) == 0
 
 
+def test_with_a_margin_the_widest_is_chosen_that_is_hardly_slower() -> None:
+    expected, seconds = np.array([2.0, 4.0, 6.0, 7.0]), np.array([1.0, 1.9, 2.9, 4.0])
+    assert [best_width(expected, seconds, margin) for margin in (0.0, 0.01, 0.02, 0.05, 0.2)] == [1, 1, 2, 2, 3]
+
+
 def measured(fixed: float, slope: float, num_rounds: int, seed: int = 0) -> Costs:
     """Rounds of random widths, each a tenth longer or shorter than it should be, some held up for ten times as long."""
     chance, costs = random.Random(seed), Costs((1, 3, 7, 15, 31))

@@ -22,6 +22,9 @@ from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.packed import PackedDFlash
 
+MARGIN = 0.02
+"""How much slower a block may seem than the best width and still be verified further."""
+
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     draft: DFlashDraft = models.draft_of(method)
@@ -151,7 +154,7 @@ class AutoDFlashDrafter(PacedDrafter):
         self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, rule: str = "match", steps: int = 1
     ) -> None:
         super().__init__(draft, embedding, head, None, rule, steps)
-        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
+        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu", margin=MARGIN)
 
     def propose(self) -> Draft:
         self.pace.start()

@@ -1,0 +1,179 @@
+"""The target's own answers to training prompts, and its hidden states on them: what drafts learn from (paper, 4.2).
+
+Answers are decoded many at a time, and stored batch by batch. A batch that is stored is never made again, so what was
+interrupted goes on where it was. Batches are drawn at random: the first few are a fair sample of all.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from dflash_bench import atomic, reading
+from dflash_bench.engine.clock import HostClock
+from dflash_bench.engine.decoding import decode
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError
+
+PLAN = "answers.json"
+GROUP = 16
+"""Batches that are cut from one sample of prompts, alike lengths together: rows of a batch wait for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A chat's tokens, as the template renders them, and the temperature of the answer."""
+
+    ids: tuple[int, ...]
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What decides the answers. `layers` are those whose outputs are stored; with none, answers alone are."""
+
+    revision: str
+    layers: tuple[int, ...]
+    max_new_tokens: int
+    batch_size: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Token ids; the answer, stop token included, starts at `prompt_length`.
+
+    `states` [T, K, H] are the outputs of the plan's layers at each token; the last token's are zeros: nothing reads it.
+    """
+
+    ids: Tensor
+    prompt_length: int
+    states: Tensor | None
+
+
+class Recorder:
+    """A drafter that proposes nothing, and keeps what the target's layers said: plain decoding with its states."""
+
+    num_drafts = 0
+
+    def __init__(self, taps: Sequence[int], hidden_size: int) -> None:
+        self.taps, self.hidden_size = tuple(taps), hidden_size
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        shape = (num_rows, capacity, len(self.taps), self.hidden_size)
+        self.states = torch.zeros(shape, dtype=torch.bfloat16)
+
+    def observe(self, committed: Committed) -> None:
+        if committed.hidden is None:
+            return
+        hidden = committed.hidden.unflatten(-1, self.states.shape[2:]).to("cpu", torch.bfloat16)
+        for row, (start, count) in enumerate(zip(committed.starts, committed.counts, strict=True)):
+            self.states[row, start : start + count] = hidden[row, :count]
+
+    def propose(self) -> None:
+        return None
+
+
+def collect(
+    target: Target,
+    stop_ids: frozenset[int],
+    asked: Sequence[Asked],
+    plan: Plan,
+    folder: Path,
+    report: Callable[[str], object],
+    limit: int | None = None,
+) -> None:
+    """Answers to all prompts, or to as many as the first `limit` batches hold, in `folder`.
+
+    Raises UserError if it holds the answers of another plan.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, plan, asked)
+    for number, rows in enumerate(batches(asked, plan.batch_size, plan.seed)[:limit]):
+        path = part(folder, number)
+        if not path.exists():
+            tensors = _answered(target, stop_ids, [asked[row] for row in rows], plan)
+            stored = save({**tensors, "prompts": torch.tensor(rows)})
+            atomic.write_whole(path, lambda file, stored=stored: file.write(stored))
+        report(f"answers: batch {number + 1}")
+
+
+def _claim(folder: Path, plan: Plan, asked: Sequence[Asked]) -> None:
+    known = json.loads(json.dumps(asdict(plan))) | {"prompts": zlib.crc32(repr([asdict(one) for one in asked]).encode())}
+    path = folder / PLAN
+    if not path.exists():
+        atomic.write_whole(path, lambda file: file.write(json.dumps(known, indent=1).encode()))
+    for name, value in reading.json_of(path).items():
+        if known.get(name) != value:
+            raise UserError(
+                f"{folder} holds answers with {name} {value}, not {known.get(name)}; "
+                "use the same options, or another folder"
+            )
+
+
+def batches(asked: Sequence[Asked], size: int, seed: int) -> list[list[int]]:
+    """Numbers of prompts, by batch; the same for the same prompts. Rows of a batch have one temperature."""
+    order = list(range(len(asked)))
+    Random(seed).shuffle(order)
+    by_batch: list[list[int]] = []
+    for temperature in dict.fromkeys(one.temperature for one in asked):
+        alike = [row for row in order if asked[row].temperature == temperature]
+        for at in range(0, len(alike), GROUP * size):
+            group = sorted(alike[at : at + GROUP * size], key=lambda row: len(asked[row].ids))
+            by_batch += [group[i : i + size] for i in range(0, len(group), size)]
+    Random(seed + 1).shuffle(by_batch)
+    return by_batch
+
+
+def part(folder: Path, number: int) -> Path:
+    return folder / f"answers-{number:05d}.safetensors"
+
+
+def _answered(target: Target, stop_ids: frozenset[int], asked: Sequence[Asked], plan: Plan) -> dict[str, Tensor]:
+    recorder = Recorder(plan.layers, target.config.hidden_size)
+    answers: list[list[int]] = [[] for _ in asked]
+    seeds = [zlib.crc32(repr((plan.seed, one.ids)).encode()) for one in asked]
+    prompts, limits = [one.ids for one in asked], Limits(plan.max_new_tokens, stop_ids)
+    sampling = Sampling(asked[0].temperature)
+    for step in decode(target, recorder, prompts, limits, sampling, HostClock(), seeds):
+        for answer, new in zip(answers, step.emitted, strict=True):
+            answer += new or []
+    texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
+    ends = torch.tensor([len(text) for text in texts]).cumsum(0)
+    tensors = {
+        "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+        "ends": ends,
+        "prompt_lengths": torch.tensor([len(one.ids) for one in asked]),
+    }
+    if plan.layers:
+        tensors["states"] = torch.cat([recorder.states[row, : len(text)] for row, text in enumerate(texts)])
+    return tensors
+
+
+def stored(folder: Path) -> Iterator[Conversation]:
+    """All that is stored, in the order of batches; states are mapped, and read when they are used."""
+    for path in sorted(folder.glob("answers-*.safetensors")):
+        yield from _read(path)
+
+
+def _read(path: Path) -> Iterator[Conversation]:
+    with safe_open(path, framework="pt") as file:
+        known: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    begin = 0
+    for end, prompt_length in zip(known["ends"].tolist(), known["prompt_lengths"].tolist(), strict=True):
+        states = known["states"][begin:end] if "states" in known else None
+        yield Conversation(known["ids"][begin:end].long(), prompt_length, states)
+        begin = end
