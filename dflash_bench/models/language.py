@@ -15,6 +15,7 @@ import torch
 from dflash_bench.errors import UserError
 from dflash_bench.models import targets
 from dflash_bench.models.folders import read_config
+from dflash_bench.models.unreadable import UNREADABLE, cannot_load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
         )  # fmt: skip
     except SafetensorError as error:
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
-    except targets.UNREADABLE as error:
-        raise targets.cannot_load(folder, error) from error
+    except UNREADABLE as error:
+        raise cannot_load(folder, error) from error
     # Of these transformers would make up weights, with a warning.
     unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     if unfit:

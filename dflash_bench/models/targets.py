@@ -6,22 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from dflash_bench.errors import UserError
-from dflash_bench.models import files, hub, pairing, presets
+from dflash_bench.models import files, gguf, hub, pairing, presets
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape
+from dflash_bench.models.unreadable import UNREADABLE, cannot_load, is_unreadable
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-UNREADABLE = (
-    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
-    AssertionError, StrictDataclassError,
-)  # fmt: skip
-"""All that transformers raises for a folder whose files make no sense."""
-
-
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -34,22 +27,22 @@ def find_draft(reference: str) -> Path:
 
 
 def find_target(name: str) -> Path:
-    """A folder that holds a model, a hub id, or the target of what `--model` knows."""
+    """A folder that holds a model, a GGUF file, a hub id, or the target of what `--model` knows."""
+    if gguf.is_file(name):
+        return gguf.converted(Path(name))
     folder = hub.folder_of(name)
     if folder and os.path.lexists(folder / "config.json"):
         return folder
-    is_hub_id = "/" in name and folder is None
-    return hub.fetch(name if is_hub_id else presets.preset(name).target).folder
+    if "/" in name and folder is None:
+        return hub.fetch(name).folder
+    chosen = presets.preset(name)
+    presets.require_fetched(name, chosen)
+    return hub.fetch(chosen.target).folder
 
 
 def name_of(name: str) -> str:
     """Of the target that `find_target` takes this for."""
     return presets.name(presets.table()[name].target if name in presets.table() else name)
-
-
-def is_unreadable(error: BaseException) -> bool:
-    """Is it what a damaged file brings about, and not a bug? tokenizers, which is Rust, raises bare Exceptions."""
-    return isinstance(error, UNREADABLE) or type(error) is Exception
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -66,13 +59,6 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     if set(tokenizer.encode("a", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
         raise UserError(f"{folder} has no tokenizer that reads text; copy its tokenizer files from where it came from")
     return tokenizer
-
-
-def cannot_load(folder: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
-    if "trust_remote_code" in reason:
-        return UserError(f"{folder} needs code of its own, which runs only in a run with --trust-remote-code")
-    return UserError(f"cannot load a causal language model from {folder}: {reason or type(error).__name__}")
 
 
 def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
