@@ -26,11 +26,14 @@ HEAD = """# All methods on nano
 scripts/compare_methods FOLDER
 ```
 
-{machine}. float32, one thread, 8 prompts a suite: `speedup.decode` is the geometric
-mean over suites, and its interval covers the choice of prompts alone. **On so few prompts methods whose intervals
-overlap are not told apart**, and nano decodes on a CPU, where every place of a wide draft costs time: on a GPU, where
-width is nearly free, trees are worth more than here. `oracle` and `random` measure the engine, not a draft: no draft of
-15 tokens can be better or worse.
+{machine}.
+
+float32, one thread, 8 prompts a suite: `speedup.decode` is the geometric mean over suites, and its interval covers the
+choice of prompts alone. **On so few prompts methods whose intervals overlap are not told apart**, and nano decodes on a
+CPU, where every place of a wide draft costs time: on a GPU, where width is nearly free, trees are worth more than here.
+`oracle` and `random` measure the engine, not a draft: no draft of 15 tokens can be better or worse. The datastore of
+`rest` holds {texts:,} texts of the generator that the embedded prompts come from, which flatters it there. What
+`block-diffusion` says is not verified, so nothing of it is accepted or rejected.
 
 - `al.pooled`: {al}
 - exact: answers equal to plain decoding, and answers that the published model, read by transformers, confirms
@@ -38,11 +41,14 @@ width is nearly free, trees are worth more than here. `oracle` and `random` meas
   {tested.top_p:g} over {draws:,} draws from each of its prompts; p is adjusted by Holm over all tests of all methods
   (level {level})
 - passed: answers that the suite's scorer calls right, of those that it scores
+
+Drafts that bring their own probabilities can be verified by rejection instead. By `verify-distribution`:
+{rejection}.
 """
 
 
 def corpus() -> None:
-    from dflash_bench.train.data import segments, training_tasks
+    from dflash_bench.train.nano.data import segments, training_tasks
 
     for task in islice(training_tasks(1), NUM_TEXTS):
         print(json.dumps({"text": "".join(text for text, _ in segments(task))}))
@@ -52,11 +58,12 @@ def table(folder: str) -> None:
     runs = Path(folder)
     tested = json.loads((runs / "distribution.json").read_text(encoding="utf-8"))
     verdicts = {verdict["method"]: verdict["state"] for verdict in tested["verdicts"]}
-    documents = [document.read(runs / name) for name in ("embedded", "real") if (runs / name).exists()]
+    documents = [document.read_document(runs / name) for name in ("embedded", "real") if (runs / name).exists()]
     machine = environment.one_line(documents[0].results.info["environment"])
     settings = Settings(**tested["settings"])
+    rejection = ", ".join(f"`{name}` {state}" for name, state in verdicts.items() if name.endswith("rule=rejection"))
     print(HEAD.format(machine=machine, al=FORMULAS["al.pooled"], tested=settings, draws=tested["draws"],
-                      level=tested["level"]))  # fmt: skip
+                      level=tested["level"], texts=NUM_TEXTS, rejection=rejection))  # fmt: skip
     for run in documents:
         for settings in dict.fromkeys(cell.settings for cell in run.cells):
             print(_section(run, settings, verdicts))
@@ -83,7 +90,8 @@ def _section(run: Document, settings: Settings, verdicts: Mapping[str, str]) -> 
 def _row(line: Line, cells: Sequence[Cell], verdicts: Mapping[str, str]) -> list[str]:
     speedup, al = over_all(cells, line)
     judged = _exactness(cells, line.method, verdicts)
-    return [_name(line), with_interval(speedup), number(al), judged, _passed(cells)]
+    accepted = ABSENT if is_lossy(line.method) else number(al)
+    return [_name(line), with_interval(speedup), accepted, judged, _passed(cells)]
 
 
 def _name(line: Line) -> str:
@@ -92,7 +100,8 @@ def _name(line: Line) -> str:
 
 
 def _short(cell: Cell) -> str:
-    return f"{number(cell.value('speedup.decode'))} ({number(cell.value('al.pooled'))})"
+    accepted = ABSENT if is_lossy(cell.method) else number(cell.value("al.pooled"))
+    return f"{number(cell.value('speedup.decode'))} ({accepted})"
 
 
 def _exactness(cells: Sequence[Cell], method: str, verdicts: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ ABSURD = [
     ("models/common.py", "dflash_bench.models.loading"),
     ("results/parts.py", "dflash_bench.results.frame"),
     ("tasks/scoring/numbers.py", "dflash_bench.tasks.scoring.code"),
-    ("train/corpus/task.py", "dflash_bench.train.nano"),
+    ("train/nano/corpus/task.py", "dflash_bench.train.nano.builder"),
     ("report/tables.py", "dflash_bench.report.html"),
 ]
 

@@ -1,4 +1,4 @@
-"""How are drafts made: corpus, responses of the target, losses, and the recipe of nano?
+"""How are drafts made: answers of the target, losses, the loop; and, in `nano`, a target from nothing?
 
 Every stage is seeded and continues where it was interrupted.
 """

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -29,6 +27,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 
 PLAN = "answers.json"
+ENDS = 2
+"""Tokens at the end of an answer that the decoding loop reads in no round, or for no drafter."""
 GROUP = 16
 """Batches that are cut from one sample of prompts, alike lengths together: rows of a batch wait for each other."""
 
@@ -50,18 +50,6 @@ class Plan:
     max_new_tokens: int
     batch_size: int
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Token ids; the answer, stop token included, starts at `prompt_length`.
-
-    `states` [T, K, H] are the outputs of the plan's layers at each token; the last token's are zeros: nothing reads it.
-    """
-
-    ids: Tensor
-    prompt_length: int
-    states: Tensor | None
 
 
 class Recorder:
@@ -106,13 +94,18 @@ def collect(
         path = part(folder, number)
         if not path.exists():
             tensors = _answered(target, stop_ids, [asked[row] for row in rows], plan)
-            stored = save({**tensors, "prompts": torch.tensor(rows)})
-            atomic.write_whole(path, lambda file, stored=stored: file.write(stored))
+            _write(path, {**tensors, "prompts": torch.tensor(rows)})
         report(f"answers: batch {number + 1}")
 
 
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    atomic.write_whole(path, lambda file: file.write(save(tensors)))
+
+
 def _claim(folder: Path, plan: Plan, asked: Sequence[Asked]) -> None:
-    known = json.loads(json.dumps(asdict(plan))) | {"prompts": zlib.crc32(repr([asdict(one) for one in asked]).encode())}
+    known = json.loads(json.dumps(asdict(plan))) | {
+        "prompts": zlib.crc32(repr([asdict(one) for one in asked]).encode())
+    }
     path = folder / PLAN
     if not path.exists():
         atomic.write_whole(path, lambda file: file.write(json.dumps(known, indent=1).encode()))
@@ -152,6 +145,8 @@ def _answered(target: Target, stop_ids: frozenset[int], asked: Sequence[Asked], 
         for answer, new in zip(answers, step.emitted, strict=True):
             answer += new or []
     texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
+    if plan.layers:
+        _read_ends(target, recorder, texts)
     ends = torch.tensor([len(text) for text in texts]).cumsum(0)
     tensors = {
         "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
@@ -163,17 +158,17 @@ def _answered(target: Target, stop_ids: frozenset[int], asked: Sequence[Asked], 
     return tensors
 
 
-def stored(folder: Path) -> Iterator[Conversation]:
-    """All that is stored, in the order of batches; states are mapped, and read when they are used."""
-    for path in sorted(folder.glob("answers-*.safetensors")):
-        yield from _read(path)
+@torch.inference_mode()
+def _read_ends(target: Target, recorder: Recorder, texts: Sequence[Sequence[int]]) -> None:
+    """The states of each answer's last two tokens: the loop has no use for them, and what teaches the stop token has.
 
-
-def _read(path: Path) -> Iterator[Conversation]:
-    with safe_open(path, framework="pt") as file:
-        known: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    begin = 0
-    for end, prompt_length in zip(known["ends"].tolist(), known["prompt_lengths"].tolist(), strict=True):
-        states = known["states"][begin:end] if "states" in known else None
-        yield Conversation(known["ids"][begin:end].long(), prompt_length, states)
-        begin = end
+    The target's cache still holds all that stands before them.
+    """
+    starts = [len(text) - ENDS for text in texts]
+    tokens = torch.tensor([text[-ENDS:] for text in texts], device=target.device)
+    target.tap(recorder.taps)
+    try:
+        hidden = target.forward(tokens, starts).hidden
+        recorder.observe(Committed(hidden, tokens, tokens[:, -1], starts, [ENDS] * len(texts)))
+    finally:
+        target.tap(())

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dflash_bench.train.data import Batch
+from dflash_bench.train.batch import Batch, Data
 from dflash_bench.train.dflash import context_mask, sample_anchors
-from dflash_bench.train.features import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def joint_mask(batch: Batch, anchors: Tensor, block_size: int) -> Tensor:
 
 
 class BlockDiffusionObjective:
-    def __init__(self, draft: Any, rows: Rows, noise: Noise, compiled: bool = True) -> None:
+    def __init__(self, draft: Any, rows: Data, noise: Noise, compiled: bool = True) -> None:
         self.draft, self.rows, self.noise = draft, rows, noise
         # What is trained is compiled for one shape; the checkpoint is the plain model's.
         if compiled:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
 
 from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.train.data import Batch
+from dflash_bench.train.batch import Batch, Data
+from dflash_bench.train.rotary import tables
+from dflash_bench.train.voice import UNSPOKEN, Voice
 
 
 def sample_anchors(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -44,11 +46,11 @@ def context_mask(batch: Batch, anchors: Tensor) -> Tensor:
     return before & (batch.document[:, None] == batch.document.gather(1, anchors)[..., None])
 
 
-def block_logits(
+def block_hidden(
     draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
     start: Tensor, visible: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Logits [R, A, block, V] of all blocks of a batch at once; blocks never see each other.
+    """Normed states [R, A, block, H] of all blocks of a batch at once; blocks never see each other.
 
     tokens [R, A] are the anchors' ids, start [R, A] their positions, visible [R, A, N] what each may see.
     """
@@ -73,19 +75,82 @@ def block_logits(
         return mixed.flatten(2, 3)
 
     places = (start[..., None] + torch.arange(block)).flatten(1)
-    hidden = draft(embedding[ids.flatten(1)], tables.at(places), attend)
-    logits: Tensor = hidden @ embedding.T
-    return logits.view(num_rows, num_anchors, block, -1)
+    hidden: Tensor = draft(embedding[ids.flatten(1)], tables.at(places), attend)
+    return hidden.view(num_rows, num_anchors, block, -1)
 
 
-def block_loss(logits: Tensor, labels: Tensor, valid: Tensor, gamma: float) -> Tensor:
-    """Cross-entropy of slots 1.. weighted by exp(-(k - 1) / gamma) (paper 4.2)."""
-    weights = torch.exp(-(torch.arange(1, labels.shape[-1]) - 1) / gamma) * valid[..., 1:]
-    losses = cross_entropy(logits[..., 1:, :].float().flatten(0, 2), labels[..., 1:].flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+def slot_weights(block: int, gamma: float) -> Tensor:
+    """exp(-(k - 1) / gamma) for slots 1 to block - 1, and 0 for slot 0, the anchor (paper 4.2)."""
+    weights = torch.exp(-(torch.arange(block) - 1) / gamma)
+    weights[0] = 0.0
+    return weights
 
 
-def accepted_lengths(logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """How many leading drafts of each real block are right, plus one for the bonus token."""
-    right = (logits.argmax(dim=-1) == labels) & valid
+def teacher_places(anchors: Tensor, block: int, length: int) -> Tensor:
+    """[R, A, block]: where the target's last state says what slot k stands for, one place before that token."""
+    return (anchors[..., None] + torch.arange(block) - 1).clamp(0, length - 1)
+
+
+def accepted_lengths(tokens: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    """How many leading tokens [R, A, block] of each real block are right, plus one for the bonus token."""
+    right = (tokens == labels) & valid
     return right[..., 1:].cumprod(dim=-1).sum(dim=-1)[valid[..., 0]] + 1.0
+
+
+class DFlashObjective:
+    """Cross-entropy of the answers' tokens, weighted by slot, over places that have one (paper, section 4.2).
+
+    `distil` is the share of the loss that compares with the target's own probabilities instead: these say more about a
+    place than the one token that was chosen there, which counts where answers are few.
+    """
+
+    def __init__(
+        self, draft: DFlashDraft, rows: Data, voice: Voice, num_anchors: int, gamma: float, distil: float = 0.0,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.draft, self.rows, self.voice, self.num_anchors, self.distil = draft, rows, voice, num_anchors, distil
+        self.weights = slot_weights(draft.config.block_size, gamma)
+        self.tables = tables(draft.config, rows)
+        self._hidden = torch.compile(block_hidden, dynamic=False) if compiled else block_hidden
+
+    def heads(self) -> list[nn.Parameter]:
+        return []
+
+    def _forward(self, index: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Normed states [R, A, block, H], labels and validity [R, A, block], anchors [R, A]."""
+        batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
+        anchors, real = sample_anchors(batch, self.num_anchors, torch.Generator().manual_seed(seed))
+        labels, valid = block_labels(batch, anchors, real, self.draft.config.block_size)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self._hidden(
+                self.draft, features, self.voice.embedding, self.tables, batch.position, batch.ids.gather(1, anchors),
+                batch.position.gather(1, anchors), context_mask(batch, anchors),
+            )  # fmt: skip
+        return hidden, labels, valid, anchors
+
+    def loss(self, index: list[int], step: int) -> Tensor:
+        hidden, labels, valid, anchors = self._forward(index, step)
+        numbers, weights = self.voice.numbers[labels], self.weights.expand(labels.shape)
+        use = valid & (numbers != UNSPOKEN) & (weights > 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.voice.logits(hidden[use])
+        scores = log_softmax(logits.float(), dim=-1)
+        losses = (self.distil - 1) * scores.gather(1, numbers[use][:, None])[:, 0]
+        if self.distil:
+            teacher = self._teacher(index, teacher_places(anchors, labels.shape[-1], self.rows.ids.shape[1]), use)
+            losses = losses - self.distil * (teacher * scores).sum(dim=-1)
+        return (losses * weights[use]).sum() / weights[use].sum()
+
+    @torch.no_grad()
+    def _teacher(self, index: list[int], places: Tensor, use: Tensor) -> Tensor:
+        """The target's probabilities over the draft's vocabulary at the places in use [n, Vd]."""
+        row = torch.arange(len(index))[:, None, None].expand_as(places)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.voice.logits(self.rows.final(index)[row[use], places[use]])
+        return torch.softmax(logits.float(), dim=-1)
+
+    def accepted(self, index: list[int]) -> Tensor:
+        hidden, labels, valid, _ = self._forward(index, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            numbers = self.voice.logits(hidden).argmax(dim=-1)
+        return accepted_lengths(self.voice.token_ids[numbers], labels, valid)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
-from dflash_bench.train.data import Batch
-from dflash_bench.train.features import Rows
+from dflash_bench.train.batch import Batch, Data
 
 
 def new_model(target_config: Any, num_layers: int, embedding: Tensor, norm: Tensor, seed: int) -> Any:
@@ -28,7 +27,7 @@ def new_model(target_config: Any, num_layers: int, embedding: Tensor, norm: Tens
 class DraftModelObjective:
     """`embedding` is the target's, which turns its stored hidden states into what it would say."""
 
-    def __init__(self, draft: Any, rows: Rows, embedding: Tensor) -> None:
+    def __init__(self, draft: Any, rows: Data, embedding: Tensor) -> None:
         self.draft, self.rows, self.embedding = draft, rows, embedding
 
     def heads(self) -> list[nn.Parameter]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from dflash_bench.models.common import Rotary
 from dflash_bench.models.eagle3 import Eagle3Draft
-from dflash_bench.train.data import Batch
+from dflash_bench.train.batch import Batch, Data
+from dflash_bench.train.rotary import tables
+from dflash_bench.train.voice import Voice
 
 STEP_DECAY = 0.8
 
@@ -85,3 +87,31 @@ def accepted_lengths(draft: Eagle3Draft, logits: list[Tensor], ids: Tensor, mask
         alive = alive & mask & (tokens == shift(ids, step + 2))
         lengths = lengths + alive
     return lengths[masks[0]]
+
+
+class Eagle3Objective:
+    """Not compiled: that would take minutes on a CPU, its steps being unrolled."""
+
+    def __init__(self, draft: Eagle3Draft, rows: Data, voice: Voice, num_steps: int) -> None:
+        self.draft, self.rows, self.voice, self.num_steps = draft, rows, voice, num_steps
+        self.tables = tables(draft.config, rows)
+
+    def heads(self) -> list[nn.Parameter]:
+        return list(self.draft.lm_head.parameters())
+
+    def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor]]:
+        batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = step_logits(
+                self.draft, features, self.voice.embedding, self.tables, batch.ids, batch.document, batch.position,
+                self.num_steps,
+            )  # fmt: skip
+        return logits, batch, step_masks(batch, self.num_steps)
+
+    def loss(self, index: list[int], step: int) -> Tensor:
+        logits, _, masks = self._forward(index)
+        return distillation_loss(logits, self.voice.logits(self.rows.final(index)), masks, self.draft.t2d)
+
+    def accepted(self, index: list[int]) -> Tensor:
+        logits, batch, masks = self._forward(index)
+        return accepted_lengths(self.draft, logits, batch.ids, masks)

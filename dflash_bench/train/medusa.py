@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dflash_bench.models.medusa import MedusaConfig, MedusaHeads, ResBlock
+from dflash_bench.train.batch import Data
 from dflash_bench.train.eagle3 import shift, step_masks
-from dflash_bench.train.features import Rows
 
 HEAD_DECAY = 0.8
 """Weight of a head over the weight of the head before it, as in the paper."""
@@ -30,7 +30,7 @@ def new_heads(config: MedusaConfig, target_head: Tensor) -> MedusaHeads:
 class MedusaObjective:
     """Learns from `rows`; the hidden states are those that the target's own head reads, after its last norm."""
 
-    def __init__(self, draft: MedusaHeads, rows: Rows) -> None:
+    def __init__(self, draft: MedusaHeads, rows: Data) -> None:
         self.draft, self.rows = draft, rows
 
     def heads(self) -> list[nn.Parameter]:

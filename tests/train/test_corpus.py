@@ -7,10 +7,10 @@ from itertools import islice
 import pytest
 
 from dflash_bench.tasks import sandbox, scoring, suites
-from dflash_bench.train import embedded
-from dflash_bench.train.corpus import mixture
-from dflash_bench.train.data import held_out_tasks, is_held_out, training_tasks
-from dflash_bench.train.prompts import SUITES, turns_of, with_id
+from dflash_bench.train.nano import embedded
+from dflash_bench.train.nano.corpus import mixture
+from dflash_bench.train.nano.data import held_out_tasks, is_held_out, training_tasks
+from dflash_bench.train.nano.prompts import SUITES, turns_of, with_id
 
 EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
 APPLY = {

@@ -1,5 +1,6 @@
 """Training sees what decoding sees: the same blocks, the same context, the same chain; and it can be interrupted."""
 
+import math
 from itertools import islice
 
 import pytest
@@ -14,13 +15,17 @@ from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.train import dflash, eagle3
+from dflash_bench.train.batch import Batch
 from dflash_bench.train.checkpoint import restore, save
-from dflash_bench.train.data import Batch, Sample, corpus_text, encode, pack, training_tasks
-from dflash_bench.train.drafts import DFlashObjective, DraftRecipe, Eagle3Objective, batches, train
-from dflash_bench.train.features import Rows
+from dflash_bench.train.dflash import DFlashObjective
+from dflash_bench.train.eagle3 import Eagle3Objective
+from dflash_bench.train.loop import DraftRecipe, batches, train
+from dflash_bench.train.nano.data import Sample, corpus_text, encode, pack, training_tasks
+from dflash_bench.train.nano.features import Rows
+from dflash_bench.train.nano.responses import prompts
+from dflash_bench.train.nano.tokenizer import train_tokenizer
 from dflash_bench.train.optim import optimisers, set_rate
-from dflash_bench.train.responses import prompts
-from dflash_bench.train.tokenizer import train_tokenizer
+from dflash_bench.train.voice import Voice
 
 V, H = 40, 32
 DFLASH = DFlashConfig(
@@ -54,6 +59,7 @@ def rows(count=70, length=24, layers=(1, 2, 3)):
 
 
 EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5
+VOICE = Voice.of(EMBEDDING, EMBEDDING)
 
 
 def tables():
@@ -85,7 +91,7 @@ def test_numbers_are_split_into_digits_and_text_survives(tokenizer):
 
 def test_training_text_is_what_the_chat_template_renders(tokenizer):
     task = next(task for task in training_tasks(3) if task.suite == "mt_bench")
-    from dflash_bench.train.prompts import turns_of
+    from dflash_bench.train.nano.prompts import turns_of
 
     first, second = turns_of(task)
     chat = [
@@ -153,10 +159,11 @@ def test_training_blocks_are_what_the_drafter_proposes():
     draft, data = big(DFlashDraft(DFLASH)), rows(1)
     batch, features = data.take([0], DFLASH.target_layer_ids)
     anchors = torch.tensor([[6, 10, 18]])
-    logits = dflash.block_logits(
+    hidden = dflash.block_hidden(
         draft, features, EMBEDDING, tables(), batch.position, batch.ids.gather(1, anchors),
         batch.position.gather(1, anchors), dflash.context_mask(batch, anchors),
     )  # fmt: skip
+    logits = VOICE.logits(hidden)
     for i, (anchor, start) in enumerate([(6, 0), (10, 0), (18, 14)]):
         drafter = DFlashDrafter(draft, Lookup(), Head())
         drafter.begin(1, 24)
@@ -183,6 +190,63 @@ def test_training_steps_are_what_the_chain_proposes():
     ids[0, row + 2 : row + 6] = torch.tensor(proposed)
     logits = eagle3.step_logits(draft, features, EMBEDDING, tables(), ids, batch.document, batch.position, 4)
     assert [int(draft.target_ids(step[0, row].argmax())) for step in logits] == proposed
+
+
+def test_the_loss_is_the_papers_over_places_that_have_an_answer():
+    """Slot k weighs exp(-(k - 1) / gamma), divided by the weights that count; summed here one by one."""
+    data, draft = rows(2), big(DFlashDraft(DFLASH))
+    made = DFlashObjective(draft, data, VOICE, num_anchors=4, gamma=4.0)
+    hidden, labels, valid, _ = made._forward([0, 1], 9)
+    scores = torch.log_softmax(VOICE.logits(hidden.float()), dim=-1)
+    total = weight = 0.0
+    for row, anchor, slot in valid.nonzero().tolist():
+        if slot:
+            w = math.exp(-(slot - 1) / 4.0)
+            total, weight = total - w * scores[row, anchor, slot, labels[row, anchor, slot]].item(), weight + w
+    assert made.loss([0, 1], 9).item() == pytest.approx(total / weight, rel=0.02)
+
+
+def test_a_reduced_vocabulary_leaves_out_what_it_cannot_say():
+    counts = torch.arange(V)
+    voice = Voice.of(EMBEDDING, EMBEDDING, counts, 24)
+    assert voice.token_ids.tolist() == list(range(V - 24, V)) and voice.numbers[: V - 24].eq(-1).all()
+    data, draft = rows(2), big(DFlashDraft(DFLASH))
+    whole, reduced = (DFlashObjective(draft, data, one, 4, 4.0) for one in (VOICE, voice))
+    data.ids.clamp_(min=V - 24)  # all of the answers can be said
+    small = reduced.loss([0, 1], 3)
+    assert 0 < small < whole.loss([0, 1], 3)  # fewer tokens to tell apart
+    data.ids.clamp_(max=V - 25)  # and now none can
+    assert reduced.loss([0, 1], 3).isnan()
+
+
+def test_distilling_from_a_certain_teacher_is_learning_its_tokens():
+    data, draft = rows(2), big(DFlashDraft(DFLASH))
+    taught = [DFlashObjective(draft, data, VOICE, 4, 4.0, distil) for distil in (0.0, 1.0, 0.5)]
+    embedding = EMBEDDING / EMBEDDING.norm(dim=-1, keepdim=True)
+    certain = Voice.of(EMBEDDING, embedding * 100)
+    states = torch.zeros_like(data.final([0, 1]))
+    states[:, :-1] = embedding[data.ids[:2, 1:]]
+    for one in taught:
+        one.rows = Known(data, states)
+        one._teacher = lambda index, places, use, one=one: torch.softmax(
+            certain.logits(one.rows.final(index)[torch.arange(2)[:, None, None].expand_as(places)[use], places[use]]),
+            -1,
+        )
+    hard, soft, both = (one.loss([0, 1], 3).item() for one in taught)
+    assert soft == pytest.approx(hard, rel=1e-3) and both == pytest.approx(hard, rel=1e-3)
+
+
+class Known:
+    """Rows with other last states than those stored."""
+
+    def __init__(self, data, states):
+        self.data, self.states, self.ids, self.answer = data, states, data.ids, data.answer
+
+    def take(self, index, layers):
+        return self.data.take(index, layers)
+
+    def final(self, index):
+        return self.states[index]
 
 
 def test_places_outside_the_draft_vocabulary_teach_nothing():
@@ -220,14 +284,12 @@ def test_an_interrupted_training_ends_where_an_unbroken_one_does(kind, tmp_path)
         if kind == "dflash":
             draft = DFlashDraft(DFLASH)
             dflash_models.initialise(draft, 1)
-            made = DFlashObjective(draft, data, EMBEDDING, 4, 4.0)
-            made._logits = dflash.block_logits
+            made = DFlashObjective(draft, data, VOICE, 4, 4.0, distil=0.5)
         else:
             draft = Eagle3Draft(EAGLE3)
             dflash_models.initialise(draft, 1)
             draft.d2t, draft.t2d = eagle3_models.vocabulary_map(torch.arange(V), 24)
-            made = Eagle3Objective(draft, data, EMBEDDING, 2)
-            made._logits = eagle3.step_logits
+            made = Eagle3Objective(draft, data, VOICE, 2)
         return made
 
     whole = objective()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.architecture import decoder_layers
-from dflash_bench.train.data import Batch, Sample, pack
-from dflash_bench.train.responses import Conversation
+from dflash_bench.train.batch import Batch
+from dflash_bench.train.nano.data import Sample, pack
+from dflash_bench.train.nano.responses import Conversation
 
 
 @dataclass(frozen=True, slots=True)

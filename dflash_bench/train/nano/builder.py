@@ -22,14 +22,18 @@ from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
-from dflash_bench.train import block_diffusion, cards, draft_model, drafts, features, medusa, responses, target
+from dflash_bench.train import block_diffusion, draft_model, loop, medusa
 from dflash_bench.train.block_diffusion import Noise
 from dflash_bench.train.checkpoint import History
-from dflash_bench.train.data import corpus_text
-from dflash_bench.train.drafts import DraftRecipe
-from dflash_bench.train.extra import load_extra
-from dflash_bench.train.target import TargetRecipe
-from dflash_bench.train.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
+from dflash_bench.train.dflash import DFlashObjective
+from dflash_bench.train.eagle3 import Eagle3Objective
+from dflash_bench.train.loop import DraftRecipe
+from dflash_bench.train.nano import cards, features, responses, target
+from dflash_bench.train.nano.data import corpus_text
+from dflash_bench.train.nano.extra import load_extra
+from dflash_bench.train.nano.target import TargetRecipe
+from dflash_bench.train.nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
+from dflash_bench.train.voice import Voice
 
 Report = Callable[[str], None]
 HALVED = ("draft-model", "medusa", "block-diffusion")
@@ -125,6 +129,9 @@ class Builder:
     def embedding(self) -> torch.Tensor:
         return self._target_weight("model.embed_tokens.weight")
 
+    def voice(self) -> Voice:
+        return Voice.of(self.embedding(), self.embedding())
+
     def _target_weight(self, name: str) -> torch.Tensor:
         weight: torch.Tensor = torch.load(self.work / "target.pt", weights_only=True)["model"][name]
         return weight
@@ -162,15 +169,15 @@ class Builder:
 
     def dflash(self, recipe: DraftRecipe | None = None, name: str = "dflash") -> History:
         rows = features.load(self.work)
-        objective = drafts.DFlashObjective(
-            self.new_dflash(), rows, self.embedding(), self.recipe.num_anchors, self.recipe.gamma
+        objective = DFlashObjective(
+            self.new_dflash(), rows, self.voice(), self.recipe.num_anchors, self.recipe.gamma, compiled=True
         )
-        return drafts.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
+        return loop.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
     def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
         rows = features.load(self.work)
-        objective = drafts.Eagle3Objective(self.new_eagle3(rows), rows, self.embedding(), self.recipe.num_ttt_steps)
-        return drafts.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
+        objective = Eagle3Objective(self.new_eagle3(rows), rows, self.voice(), self.recipe.num_ttt_steps)
+        return loop.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
 
     def new_draft_model(self, model: Any) -> Any:
         norm = self._target_weight("model.norm.weight")
@@ -180,7 +187,7 @@ class Builder:
     def draft_model(self, model: Any) -> History:
         rows = features.load(self.work)
         objective = draft_model.DraftModelObjective(self.new_draft_model(model), rows, self.embedding())
-        return drafts.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
+        return loop.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
 
     def new_medusa(self) -> MedusaHeads:
         config = MedusaConfig(self.recipe.target.hidden, NUM_EMBEDDINGS, self.recipe.num_medusa_heads)
@@ -189,13 +196,13 @@ class Builder:
     def medusa(self) -> History:
         rows = features.load(self.work)
         objective = medusa.MedusaObjective(self.new_medusa(), rows)
-        return drafts.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
+        return loop.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
 
     def block_diffusion(self, model: Any, tokenizer: Any) -> History:
         recipe, rows = self.recipe, features.load(self.work)
         noise = Noise(recipe.diffusion_block_size, recipe.num_diffusion_blocks, MASK_TOKEN_ID, tokenizer.eos_token_id)
         objective = block_diffusion.BlockDiffusionObjective(block_diffusion.new_model(model), rows, noise)
-        return drafts.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
+        return loop.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
 
     def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
         """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from dflash_bench.train.batch import Batch
 from dflash_bench.train.checkpoint import History, restore, save
-from dflash_bench.train.corpus.task import Task
-from dflash_bench.train.data import Batch, held_out_tasks, pack, sample_stream
+from dflash_bench.train.nano.corpus.task import Task
+from dflash_bench.train.nano.data import held_out_tasks, pack, sample_stream
+from dflash_bench.train.nano.tokenizer import NUM_EMBEDDINGS
 from dflash_bench.train.optim import optimisers, set_rate
-from dflash_bench.train.tokenizer import NUM_EMBEDDINGS
 
 
 @dataclass(frozen=True, slots=True)

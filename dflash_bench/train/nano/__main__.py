@@ -1,4 +1,4 @@
-"""`python -m dflash_bench.train`: what scripts/train_nano runs."""
+"""`python -m dflash_bench.train.nano`: what scripts/train_nano runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import typer
 
 from dflash_bench.models.presets import NANO
-from dflash_bench.train import embedded
-from dflash_bench.train.nano import Builder, NanoRecipe
+from dflash_bench.train.nano import embedded
+from dflash_bench.train.nano.builder import Builder, NanoRecipe
 
-EMBEDDED = Path(__file__).parent.parent.parent / "suites" / "embedded"
+EMBEDDED = Path(__file__).parent.parent.parent.parent / "suites" / "embedded"
 
 
 def train(

@@ -19,7 +19,7 @@ TITLES = {
 }
 ABOUT = {
     "target": (
-        "Trained from scratch on text made by rule (`dflash_bench/train/corpus`): word problems, algebra, modular "
+        "Trained from scratch on text made by rule (`dflash_bench/train/nano/corpus`): word problems, algebra, modular "
         "arithmetic and counting, Python functions, two-turn chat. One question in 32, chosen by its hash, is held "
         "out; the embedded prompts come from those. It exists to make speculative decoding measurable without a "
         "download and knows nothing of the world."

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_bench.train.corpus import mixture
-from dflash_bench.train.corpus.task import Task
-from dflash_bench.train.prompts import turns_of
+from dflash_bench.train.batch import Batch
+from dflash_bench.train.nano.corpus import mixture
+from dflash_bench.train.nano.corpus.task import Task
+from dflash_bench.train.nano.prompts import turns_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,22 +82,6 @@ def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = Fals
             weights += [weight] * len(tokens)
         samples.append(Sample(ids, weights))
     return samples
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Packed rows [R, N]: `document` numbers the samples in a row, `position` restarts with each sample."""
-
-    ids: torch.Tensor
-    weights: torch.Tensor
-    document: torch.Tensor
-    position: torch.Tensor
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [R, 1, N, N]: causal, and never across samples."""
-        same = self.document[:, :, None] == self.document[:, None, :]
-        allowed = same & (self.position[:, :, None] >= self.position[:, None, :])
-        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
 
 
 def pack(samples: Iterator[Sample], num_rows: int, length: int, pad: int) -> Batch:

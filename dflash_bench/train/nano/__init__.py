@@ -1,0 +1,1 @@
+"""How is nano made: its corpus, tokenizer and target, and all its drafts, from nothing?"""

@@ -1,0 +1,137 @@
+"""Conversations packed into rows of one length, with the target's states read from disk as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from dflash_bench.errors import UserError
+from dflash_bench.train.batch import Batch
+
+
+class Stored:
+    """One stored batch of answers; its states stay on disk."""
+
+    def __init__(self, path: Path) -> None:
+        file: Any = safe_open(path, framework="pt")
+        self.ids = file.get_tensor("ids").long()
+        self.ends = file.get_tensor("ends").tolist()
+        self.prompt_lengths = file.get_tensor("prompt_lengths").tolist()
+        self._states = file.get_slice("states")
+
+    def states(self, begin: int, end: int) -> Tensor:
+        """[T, K, H] in bfloat16"""
+        states: Tensor = self._states[begin:end]
+        return states
+
+
+class Conversation:
+    """Tokens `begin` to `end` of a stored batch; the answer starts at `prompt_length`."""
+
+    def __init__(self, home: Stored, begin: int, end: int, prompt_length: int) -> None:
+        self.home, self.begin, self.prompt_length = home, begin, prompt_length
+        self.ids = home.ids[begin:end]
+
+    def cut(self, length: int) -> Conversation:
+        """Its first `length` tokens."""
+        return Conversation(self.home, self.begin, self.begin + min(length, len(self.ids)), self.prompt_length)
+
+    @property
+    def states(self) -> Tensor:
+        return self.home.states(self.begin, self.begin + len(self.ids))
+
+
+def stored(folders: Sequence[Path]) -> list[Conversation]:
+    """All conversations in these folders, in the order of their batches. Raises UserError if there are none."""
+    items = []
+    for path in (path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))):
+        home, begin = Stored(path), 0
+        for end, prompt_length in zip(home.ends, home.prompt_lengths, strict=True):
+            items.append(Conversation(home, begin, end, prompt_length))
+            begin = end
+    if not items:
+        raise UserError(f"no answers in {', '.join(map(str, folders))}")
+    return items
+
+
+class Rows:
+    """Packed rows: ids, document and position [R, N], answer flags [R, N]; states are read row by row.
+
+    `layers` names the layer whose output each of the stored states is; the last of them is the target's last layer, and
+    `norm` the target's, which stands between that and the head.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Conversation],
+        layers: Sequence[int],
+        norm: nn.Module,
+        length: int,
+        pad: int,
+        seed: int = 0,
+    ) -> None:
+        self.layers, self.norm, self.length = tuple(layers), norm, length
+        self.packed = packed([item.cut(length) for item in items], length, seed)
+        shape = (len(self.packed), length)
+        self.ids, self.document = torch.full(shape, pad), torch.full(shape, -1)
+        self.position = torch.arange(length).repeat(len(self.packed), 1)
+        self.answer = torch.zeros(shape, dtype=torch.bool)
+        for row, members in enumerate(self.packed):
+            at = 0
+            for number, item in enumerate(members):
+                place = slice(at, at + len(item.ids))
+                self.ids[row, place], self.document[row, place] = item.ids, number
+                self.position[row, place] = torch.arange(len(item.ids))
+                self.answer[row, at + item.prompt_length : place.stop] = True
+                at = place.stop
+
+    def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
+        """A batch and its features [R, N, len(layers) * H]."""
+        rows = torch.tensor(index)
+        batch = Batch(self.ids[rows], self.answer[rows].float(), self.document[rows], self.position[rows])
+        return batch, self._states(index, [self.layers.index(layer) for layer in layers]).flatten(2)
+
+    @torch.no_grad()
+    def final(self, index: Sequence[int]) -> Tensor:
+        """The target's last states [R, N, H], ready for its head."""
+        states = self._states(index, [len(self.layers) - 1])[:, :, 0]
+        normed: Tensor = self.norm(states)
+        return normed
+
+    def _states(self, index: Sequence[int], which: list[int]) -> Tensor:
+        first = self.packed[index[0]][0].states
+        states = torch.zeros(len(index), self.length, len(which), first.shape[-1])
+        for row, number in enumerate(index):
+            at = 0
+            for item in self.packed[number]:
+                states[row, at : at + len(item.ids)] = item.states[:, which].float()
+                at += len(item.ids)
+        return states
+
+
+def packed(items: Sequence[Conversation], length: int, seed: int) -> list[list[Conversation]]:
+    """Shuffled, then each into the first of the last few rows with room for it."""
+    order = list(items)
+    Random(seed).shuffle(order)
+    rows: list[list[Conversation]] = []
+    room: list[int] = []
+    for item in order:
+        open_rows = range(max(0, len(rows) - OPEN_ROWS), len(rows))
+        row = next((row for row in open_rows if room[row] >= len(item.ids)), None)
+        if row is None:
+            rows.append([item])
+            room.append(length - len(item.ids))
+        else:
+            rows[row].append(item)
+            room[row] -= len(item.ids)
+    return rows
+
+
+OPEN_ROWS = 64
+"""How many rows may still be filled up: more would pack tighter, and take longer."""
