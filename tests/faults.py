@@ -143,26 +143,31 @@ def _next_sequence(logits: Tensor) -> Tensor:
     return logits.roll(1, dims=0)
 
 
-def _stale_row(patch: pytest.MonkeyPatch) -> None:
-    """The first drafted token's keys and values are not written."""
-    write = KVCache.write
+def stale(num_tokens: int | None = None) -> Callable[[pytest.MonkeyPatch], None]:
+    """Keys and values of the first so many drafted tokens, or of all, are not written."""
 
-    def faulty(self: KVCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        width = keys.shape[2]
-        if layer not in self._layers or width < 2 or self._start in (None, 0) or self.belongs_to_draft:
-            return write(self, layer, keys, values)
-        at = self.visible - width + 1
-        before = [buffer[:, :, at].clone() for buffer in self._layers[layer]]
-        result = write(self, layer, keys, values)
-        for buffer, old in zip(self._layers[layer], before, strict=True):
-            buffer[:, :, at] = old
-        return result
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        write = KVCache.write
 
-    _only_targets_cache(patch)
-    patch.setattr(KVCache, "write", faulty)
+        def faulty(self: KVCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            width = keys.shape[2]
+            if layer not in self._layers or width < 2 or self._start in (None, 0) or self.belongs_to_draft:
+                return write(self, layer, keys, values)
+            first = self.visible - width + 1
+            at = slice(first, self.visible if num_tokens is None else first + num_tokens)
+            before = [buffer[:, :, at].clone() for buffer in self._layers[layer]]
+            result = write(self, layer, keys, values)
+            for buffer, old in zip(self._layers[layer], before, strict=True):
+                buffer[:, :, at] = old
+            return result
+
+        only_targets_cache(patch)
+        patch.setattr(KVCache, "write", faulty)
+
+    return plant
 
 
-def _only_targets_cache(patch: pytest.MonkeyPatch) -> None:
+def only_targets_cache(patch: pytest.MonkeyPatch) -> None:
     """Drafts use the same class of cache; theirs stay sound."""
     begin = Target.begin
 
@@ -352,7 +357,7 @@ FAULTS = (
     Fault("position of the anchor one too low", _positions(_anchor_behind)),
     Fault("positions of a tree in a row", _positions(_in_a_row), TREES),
     Fault("rotary positions one too high after the prompt", _positions(lambda at: at + 1, least=1), EVERY),
-    Fault("a drafted token leaves its cache row stale", _stale_row),
+    Fault("a drafted token leaves its cache row stale", stale(1)),
     Fault("rollback one too short", _rollback(-1)),
     Fault("rollback one too long", _rollback(1)),
     Fault("bonus token of the anchor's row", _verdicts(_bonus_of_anchor)),

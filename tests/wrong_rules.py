@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import _only_targets_cache, _stale_row
+from faults import only_targets_cache, stale
 from torch import Tensor
 
 from dflash_bench.engine import decoding, verify
@@ -106,7 +106,7 @@ def _stale_anchor(patch: pytest.MonkeyPatch) -> None:
             buffer[rows, :, at] = torch.where((old != 0).any(dim=-1, keepdim=True), old, new)
         return result
 
-    _only_targets_cache(patch)
+    only_targets_cache(patch)
     patch.setattr(KVCache, "write", faulty)
 
 
@@ -115,7 +115,7 @@ WRONG_RULES = (
     WrongRule("residual drawn from p", _residual_of_p, (REJECTION,)),
     WrongRule("temperature ignored in verification", _blocks_verified_with(temperature=1.0)),
     WrongRule("top-p for the draft only", _blocks_verified_with(top_p=1.0)),
-    WrongRule("stale cache: a drafted token is not written", _stale_row),
+    WrongRule("stale cache: drafted tokens are not written", stale()),
     WrongRule("stale cache: a refused token stays", _stale_anchor),
 )
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
