@@ -1,10 +1,11 @@
-"""A progress bar on stderr, for anything that takes a while."""
+"""Progress on stderr, for anything that takes a while: a bar, or a line that says what is done."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 if TYPE_CHECKING:
@@ -45,3 +46,28 @@ def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: Te
     finally:
         if progress is not None:
             progress.stop()
+
+
+@contextmanager
+def status(every_s: float = 30.0, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+    """What to call with a line that says how far it is: it replaces the one before in a terminal.
+
+    Elsewhere, such as in a log, a line is written at most every so many seconds.
+    """
+    stream = stream or sys.stderr
+    if stream.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+
+        with Console(file=stream).status("") as line:
+            yield lambda text: line.update(escape(text))
+        return
+    last_s = -every_s
+
+    def tell(text: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= every_s:
+            last_s = time.monotonic()
+            print(text, file=stream, flush=True)
+
+    yield tell

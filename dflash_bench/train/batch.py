@@ -35,6 +35,11 @@ class Data(Protocol):
     @property
     def answer(self) -> Tensor: ...
 
+    @property
+    def num_held_out(self) -> int:
+        """How many of the last rows are never trained on."""
+        ...
+
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
         """A batch and its features [R, N, len(layers) * H]: the outputs of these layers, side by side."""
         ...

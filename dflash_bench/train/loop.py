@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.errors import UserError
 from dflash_bench.train.batch import Data
 from dflash_bench.train.checkpoint import History, restore, save
 from dflash_bench.train.optim import optimisers, set_rate
-
-NUM_TEST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class DraftRecipe:
     rows: int = 8
     warmup: int = 60
     seed: int = 602
+    patience: int | None = None
+    """Measurements without a gain after which training ends; None trains all steps."""
 
 
 class Objective(Protocol):
@@ -51,41 +54,84 @@ def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
         epoch += 1
 
 
-def train(objective: Objective, rows: Data, recipe: DraftRecipe, path: Path, report: Callable[[str], None]) -> History:
-    """Train in place; returns, twice per epoch, the running loss and the held-out accepted length."""
+Measure = Callable[[], float]
+"""Acceptance of the draft as it is, by decoding held-out prompts with it."""
+
+
+def train(
+    objective: Objective,
+    rows: Data,
+    recipe: DraftRecipe,
+    path: Path,
+    report: Callable[[str], object],
+    measure: Measure | None = None,
+) -> History:
+    """Train in place. Twice per epoch the history gets the running loss and the held-out accepted length.
+
+    With `measure` it also gets `al_pooled`, which then decides what is best. Raises UserError if the loss is no number,
+    with the last good checkpoint left in `path`.
+    """
     draft = objective.draft
     heads = {id(p) for p in objective.heads()}
     matrices = [p for p in draft.parameters() if p.ndim == 2 and id(p) not in heads]
     others = [p for p in draft.parameters() if p.ndim != 2 or id(p) in heads]
     made = optimisers(matrices, others, recipe.matrix_lr, recipe.other_lr)
     start, history = restore(path, draft, made)
-    num_train = len(rows.ids) - NUM_TEST_ROWS
-    per_epoch = num_train // recipe.rows
+    num_train = len(rows.ids) - rows.num_held_out
+    per_epoch = max(1, num_train // recipe.rows)
     running = history[-1]["loss"] if history else 0.0
-    stream = batches(num_train, recipe.rows, recipe.seed)
-    for step, index in zip(range(recipe.steps), stream, strict=False):
+    began = time.monotonic()
+    for step, index in zip(range(recipe.steps), batches(num_train, recipe.rows, recipe.seed), strict=False):
         if step < start:
             continue
+        if _has_ended(history, recipe):
+            break
         set_rate(made, step, (recipe.steps,), recipe.warmup)
-        loss = objective.loss(index, step + 1)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        for optimiser in made:
-            optimiser.step()
-            optimiser.zero_grad()
-        running = 0.97 * running + 0.03 * loss.item() if running else loss.item()
-        report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}")
+        loss = _step(objective, made, index, step + 1, path)
+        running = 0.97 * running + 0.03 * loss if running else loss
+        left = (time.monotonic() - began) / (step + 1 - start) * (recipe.steps - step - 1)
+        report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}, {_minutes(left)} left")
         if (step + 1) % max(per_epoch // 2, 1) == 0 or step + 1 == recipe.steps:
-            accepted = held_out(objective, len(rows.ids), recipe.rows)
-            epoch = round((step + 1) / per_epoch, 2)
-            history.append({"step": step + 1, "epoch": epoch, "loss": running, "accepted": accepted})
+            entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "loss": running}
+            entry["accepted"] = held_out(objective, rows, recipe.rows)
+            if measure is not None:
+                entry["al_pooled"] = measure()
+            history.append(entry)
             save(path, draft, made, step + 1, history)
     return history
 
 
+def _step(objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path) -> float:
+    loss = objective.loss(index, step)
+    value = loss.item()
+    if not math.isfinite(value):
+        kept = f"the last checkpoint before it is {path}" if path.exists() else "there is no checkpoint yet"
+        raise UserError(f"{path.stem}: the loss is {value} at step {step}; {kept}; try a lower --rate")
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(objective.draft.parameters(), 1.0)
+    for optimiser in made:
+        optimiser.step()
+        optimiser.zero_grad()
+    return value
+
+
+def _has_ended(history: History, recipe: DraftRecipe) -> bool:
+    """Has nothing been gained for so long?"""
+    if recipe.patience is None or len(history) <= recipe.patience:
+        return False
+    gains = [float(entry["al_pooled" if "al_pooled" in entry else "accepted"]) for entry in history]
+    return max(gains[-recipe.patience :]) <= max(gains[: -recipe.patience])
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+
+
 @torch.no_grad()
-def held_out(objective: Objective, num_rows: int, size: int) -> float:
+def held_out(objective: Objective, rows: Data, size: int) -> float:
     """Mean accepted length, bonus included, over the rows that are never trained on."""
-    first = num_rows - NUM_TEST_ROWS
-    parts = [objective.accepted(list(range(i, i + size))) for i in range(first, num_rows, size)]
+    first = len(rows.ids) - rows.num_held_out
+    parts = [
+        objective.accepted(list(range(i, min(i + size, len(rows.ids))))) for i in range(first, len(rows.ids), size)
+    ]
     return float(torch.cat(parts).mean())

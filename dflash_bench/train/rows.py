@@ -64,7 +64,7 @@ class Rows:
     """Packed rows: ids, document and position [R, N], answer flags [R, N]; states are read row by row.
 
     `layers` names the layer whose output each of the stored states is; the last of them is the target's last layer, and
-    `norm` the target's, which stands between that and the head.
+    `norm` the target's, which stands between that and the head. The last rows hold what is never trained on.
     """
 
     def __init__(
@@ -75,9 +75,11 @@ class Rows:
         length: int,
         pad: int,
         seed: int = 0,
+        held_out: Sequence[Conversation] = (),
     ) -> None:
         self.layers, self.norm, self.length = tuple(layers), norm, length
-        self.packed = packed([item.cut(length) for item in items], length, seed)
+        kept, test = (packed([item.cut(length) for item in some], length, seed) for some in (items, held_out))
+        self.packed, self.num_held_out = kept + test, len(test)
         shape = (len(self.packed), length)
         self.ids, self.document = torch.full(shape, pad), torch.full(shape, -1)
         self.position = torch.arange(length).repeat(len(self.packed), 1)

@@ -17,6 +17,8 @@ from dflash_bench.train.batch import Batch
 from dflash_bench.train.nano.data import Sample, pack
 from dflash_bench.train.nano.responses import Conversation
 
+NUM_TEST_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -31,6 +33,10 @@ class Rows:
     answer: Tensor
     states: Any
     layers: tuple[int, ...]
+
+    @property
+    def num_held_out(self) -> int:
+        return NUM_TEST_ROWS
 
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
         """A batch and its features [R, N, len(layers) * H]."""

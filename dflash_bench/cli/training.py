@@ -1,0 +1,134 @@
+"""`train`: a draft for any target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from dflash_bench.cli.command import Command
+from dflash_bench.cli.output import say
+
+app = typer.Typer()
+
+
+def _under(heading: str, *names: str, **settings: object) -> object:
+    return Option(*names, rich_help_panel=heading, **settings)  # type: ignore[arg-type]
+
+
+PROMPTS, ANSWERS, DRAFT, TRAINING = "Prompts", "Answers", "Draft", "Training"
+
+
+@app.command(cls=Command)
+def train(
+    target: Annotated[str, Option(metavar="PATH|ID|NAME", help="The target: a folder, a hub id, or a known model.")],
+    out: Annotated[Path, Option(metavar="DIR", help="The draft goes into DIR/METHOD, what leads to it into DIR/work.")],
+    method: Annotated[str, Option(metavar="NAME", help="What to train: dflash, eagle3 or medusa.")] = "dflash",
+    prompts: Annotated[
+        list[str] | None,
+        _under(
+            PROMPTS,
+            metavar="FILE|SUITE=FILE",
+            help="Prompts to train on, as for run --prompts, or rows of a suite, asked as it asks; may be repeated.",
+        ),
+    ] = None,
+    written: Annotated[
+        int, _under(PROMPTS, metavar="N", min=0, help="Add N prompts each of chat, code and mathematics, ours.")
+    ] = 0,
+    invented: Annotated[
+        int, _under(PROMPTS, metavar="N", min=0, help="Add N prompts that the target makes up itself.")
+    ] = 0,
+    opening: Annotated[
+        list[str] | None,
+        _under(PROMPTS, metavar="TEXT", help="How prompts begin that the target makes up; may be repeated."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        _under(
+            PROMPTS,
+            metavar="FOLDER",
+            help="Rows of test suites, as for run --data: prompts that stand in one are refused, as they are if they "
+            "stand in the embedded ones.",
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        _under(PROMPTS, metavar="WHAT", help="overlap: train on prompts of a test suite all the same."),
+    ] = None,
+    sampled: Annotated[
+        float, _under(ANSWERS, metavar="SHARE", min=0, max=1, help="The share answered again, at temperature 1.")
+    ] = 0.25,
+    max_new_tokens: Annotated[int, _under(ANSWERS, metavar="N", min=2, max=448, help="Longest answer.")] = 256,
+    batch_size: Annotated[int, _under(ANSWERS, metavar="N", min=1, help="Answers decoded together.")] = 64,
+    max_disk: Annotated[
+        float, _under(ANSWERS, metavar="GB", min=0, help="The most that the target's states may take.")
+    ] = 20.0,
+    layers: Annotated[
+        int | None, _under(DRAFT, metavar="N", min=1, max=32, help="Layers of a DFlash draft. Default: 2.")
+    ] = None,
+    block_size: Annotated[
+        int, _under(DRAFT, metavar="N", min=2, max=64, help="Block of a DFlash draft, the anchor included.")
+    ] = 16,
+    draft_vocab: Annotated[
+        int | None,
+        _under(
+            DRAFT,
+            metavar="N",
+            min=16,
+            help="Tokens that the draft may say, the most frequent: the head of EAGLE-3 (default 8192), and what "
+            "DFlash learns to tell apart (default: all).",
+        ),
+    ] = None,
+    mask_token: Annotated[
+        str | None,
+        _under(DRAFT, metavar="TOKEN", help="What stands for a masked token, if the target has no spare id."),
+    ] = None,
+    epochs: Annotated[float, _under(TRAINING, metavar="N", min=0.01, help="Times that each answer is read.")] = 6.0,
+    steps: Annotated[int | None, _under(TRAINING, metavar="N", min=1, help="Steps, instead of epochs.")] = None,
+    rate: Annotated[
+        float | None, _under(TRAINING, metavar="X", min=0, help="Learning rate of matrices. Default: searched for.")
+    ] = None,
+    distil: Annotated[
+        float,
+        _under(
+            TRAINING,
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="How much of the loss is the target's own distribution instead of its tokens.",
+        ),
+    ] = 0.5,
+    patience: Annotated[
+        int | None,
+        _under(TRAINING, metavar="N", min=1, help="Stop after N measurements, two an epoch, without a gain."),
+    ] = None,
+    seed: Annotated[int, _under(TRAINING, metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
+    threads: Annotated[int | None, _under(TRAINING, metavar="N", min=1, help="CPU threads.")] = None,
+    to: Annotated[
+        str | None,
+        _under(TRAINING, metavar="FORMAT", help="Format of the draft, as for convert. Default: zlab or safeailab."),
+    ] = None,
+) -> None:
+    """Train a draft for your own target, on its own answers.
+
+    The target answers the prompts; the draft learns from that, and what it is worth is measured by decoding with it.
+    Interrupted, the same command goes on where it was.
+    """
+    from dflash_bench.bars import status
+    from dflash_bench.models.presets import table
+    from dflash_bench.train import session
+    from dflash_bench.train.request import Request
+
+    request = Request(
+        target=target, method=method, out=out, prompts=tuple(prompts or ()), written=written, invented=invented,
+        openings=tuple(opening or ()), against=against, allow=tuple(allow or ()), sampled=sampled,
+        max_new_tokens=max_new_tokens, batch_size=batch_size, max_disk_gb=max_disk, layers=layers,
+        block_size=block_size, draft_vocab=draft_vocab, mask_token=mask_token, epochs=epochs, steps=steps, rate=rate,
+        distil=distil, patience=patience, seed=seed, threads=threads, format=to,
+    )  # fmt: skip
+    with status() as tell:
+        folder = session.perform(request, tell)
+    flag = "--model" if target in table() else "--target"
+    say(f"saved in {folder}; use it with {flag} {target} --draft {method}={folder}")

@@ -1,0 +1,60 @@
+"""The card of a trained draft: for which target, from which prompts, how it learnt, and what it may have seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_bench.models import presets
+from dflash_bench.train.chats import Chat
+from dflash_bench.train.checkpoint import History
+from dflash_bench.train.overlap import NUM_WORDS, Overlap
+from dflash_bench.train.request import Request
+
+
+def write(
+    folder: Path, request: Request, prompts: Sequence[Chat], overlaps: Sequence[Overlap], history: History,
+    rate: float, num_answer_tokens: int,
+) -> None:  # fmt: skip
+    name = presets.name(request.target)
+    sources = Counter(prompt.source if Path(prompt.source).name == prompt.source else Path(prompt.source).name
+                      for prompt in prompts)  # fmt: skip
+    lines = [
+        f"# {request.method} draft for {name}",
+        "",
+        f"Trained by `dflash-bench train` on {name}'s own answers; nothing else taught it.",
+        "",
+        f"- answers: {num_answer_tokens:,} tokens, to prompts from:",
+        *(f"  - {source}: {count:,}" for source, count in sources.items()),
+        f"- answered again at temperature 1: {request.sampled:.0%} of them",
+        f"- learning rate of matrices: {rate:g}; share of the loss that is the target's own distribution: "
+        f"{request.distil:g}; seed {request.seed}",
+        "- `accepted`: right tokens in a row and the bonus token, on held-out answers as they stand",
+        "- `al_pooled`: sum(a_i + 1) / sum(S), over all rounds of held-out prompts, decoded with the draft",
+        "",
+        *_table(history),
+        "",
+        f"Prompts that share {NUM_WORDS} words in a row with a test suite, beside what its template says everywhere:",
+        "",
+        "| suite | rows | prompts that share |",
+        "|---|---:|---:|",
+        *(f"| {o.suite} ({_short(o.source)}) | {o.num_rows:,} | {o.num_shared:,} |" for o in overlaps),
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _short(source: str) -> str:
+    """Without the path of a folder, which says nothing elsewhere."""
+    return source.partition(" ")[0]
+
+
+def _table(history: History) -> list[str]:
+    keys = list(history[0])
+    rows = [" | ".join(_cell(entry[key]) for key in keys) for entry in history]
+    return [f"| {' | '.join(keys)} |", f"|{'---:|' * len(keys)}", *(f"| {row} |" for row in rows)]
+
+
+def _cell(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -1,0 +1,68 @@
+"""What a user asks of `train`, and what is wrong with that before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_bench.errors import UserError, unknown
+
+METHODS = ("dflash", "eagle3", "medusa")
+ALLOW = ("overlap",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One draft for one target; drafts that share `out` share their answers too. None is "not given"."""
+
+    target: str
+    method: str
+    out: Path
+    prompts: tuple[str, ...] = ()
+    """Files of prompts, or SUITE=FILE: rows in a suite's columns, asked as the suite asks."""
+    written: int = 0
+    """Prompts of ours (`starter.py`), so many of each kind."""
+    invented: int = 0
+    """Prompts that the target makes up itself."""
+    openings: tuple[str, ...] = ()
+    """How the prompts begin that it makes up."""
+    against: Path | None = None
+    """A folder with rows of test suites, which no prompt may come from; the embedded ones are always looked at."""
+    allow: tuple[str, ...] = ()
+    sampled: float = 0.25
+    """The share of prompts that is answered once more, at temperature 1."""
+    max_new_tokens: int = 256
+    batch_size: int = 64
+    max_disk_gb: float = 20.0
+    layers: int | None = None
+    block_size: int = 16
+    draft_vocab: int | None = None
+    mask_token: str | None = None
+    epochs: float = 6.0
+    steps: int | None = None
+    rate: float | None = None
+    """The learning rate of matrices; searched for if absent."""
+    distil: float = 0.5
+    patience: int | None = None
+    """Measurements without a gain after which training ends."""
+    seed: int = 0
+    threads: int | None = None
+    format: str | None = None
+
+
+def check(request: Request) -> None:
+    """Raises UserError for what contradicts itself or has no effect."""
+    if request.method not in METHODS:
+        raise unknown("method to train", request.method, list(METHODS))
+    for name in request.allow:
+        if name not in ALLOW:
+            raise unknown("--allow", name, list(ALLOW))
+    if not (request.prompts or request.written or request.invented):
+        raise UserError("no prompts to train on: give --prompts FILE, --written N or --invented N")
+    if request.openings and not request.invented:
+        raise UserError("--opening has no effect without --invented")
+    if request.method != "dflash":
+        given = {"--mask-token": request.mask_token, "--layers": request.layers}
+        idle = [flag for flag, value in given.items() if value is not None]
+        if idle:
+            raise UserError(f"{idle[0]} has no effect on {request.method}; leave it out")

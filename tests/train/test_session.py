@@ -1,0 +1,181 @@
+"""`train` from a request to a draft: it can be loaded and run, goes on where it was, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from dflash_bench.engine.local import open_backend
+from dflash_bench.errors import UserError
+from dflash_bench.methods import parse
+from dflash_bench.models import loading
+from dflash_bench.models.presets import NANO, Preset
+from dflash_bench.records import Message
+from dflash_bench.train import drafts, loop, measuring, overlap, session
+from dflash_bench.train.request import Request, check
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model")) / "target"
+
+
+def request(target: Path, out: Path, **changes: Any) -> Request:
+    small = Request(
+        target=str(target), method="dflash", out=out, written=8, sampled=0.25, max_new_tokens=12, batch_size=16,
+        block_size=4, steps=4, rate=0.02, threads=1,
+    )  # fmt: skip
+    return replace(small, **changes)
+
+
+def performed(asked: Request) -> Path:
+    return session.perform(asked, lambda _: None)
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa"])
+def test_a_trained_draft_runs_and_is_exact(method: str, target: Path, tmp_path: Path) -> None:
+    folder = performed(request(target, tmp_path, method=method, draft_vocab=None if method == "medusa" else 64))
+    models = loading.load(Preset(str(target), {method: str(folder)}), [method], "cpu", torch.float32)
+    backend = open_backend(models, Preset(str(target), {}), [parse("ar"), parse(method)], 24)
+    prompt = models.tokenizer.encode("Tell me a story.")
+    plain, drafted = (backend.generate_ids(label, [prompt])[0] for label in ("ar", method))
+    assert plain.error is None and drafted.token_ids == plain.token_ids and drafted.accepted
+    card = (folder / "README.md").read_text()
+    assert "written for dflash-bench: chat: 8" in card and "| mt_bench (embedded) | 32 | 0 |" in card
+    history = torch.load(tmp_path / "work" / f"{method}.pt", weights_only=True)["history"]
+    assert history[-1]["step"] == 4 and history[-1]["al_pooled"] >= 1.0
+
+
+def test_what_is_measured_in_training_is_what_a_run_says() -> None:
+    """nano's own draft, which accepts much."""
+    models = loading.load("nano", ["dflash"], "cpu", torch.float32)
+    backend = open_backend(models, Preset("nano", {}), [parse("dflash")], 40)
+    texts = ("What is 3 + 4?", "Write a Python function that returns the sum of a list.")
+    prompts = [backend.encode([Message("user", text)]) for text in texts]
+    given = backend.generate_ids("dflash", prompts)
+    accepted = [count for answer in given for count in answer.accepted or ()]
+    measured = measuring.al_pooled(backend.target, "dflash", models.drafts["dflash"], prompts, backend.limits)
+    assert measured == pytest.approx(1 + sum(accepted) / len(accepted)) and measured > 1.5
+
+
+def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(target: Path, tmp_path: Path) -> None:
+    whole = performed(request(target, tmp_path / "whole"))
+
+    def interrupt(text: str) -> None:
+        if "step 3 " in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.perform(request(target, tmp_path / "broken"), interrupt)
+    broken = performed(request(target, tmp_path / "broken"))
+    assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
+
+
+def test_a_rate_is_searched_for_among_those_that_were_tried(target: Path, tmp_path: Path) -> None:
+    folder = performed(request(target, tmp_path, rate=None, steps=20))
+    tried = json.loads((tmp_path / "work" / "dflash-rates.json").read_text())
+    assert [float(rate) for rate in tried] == list(session.RATES)
+    assert f"learning rate of matrices: {max(tried, key=tried.get)}" in (folder / "README.md").read_text()
+
+
+def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
+    performed(request(target, tmp_path))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "answers").iterdir()}
+    performed(request(target, tmp_path, method="eagle3"))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "answers").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "ar"}, "unknown method to train 'ar'"),
+        ({"allow": ("all",)}, "overlap"),
+        ({"written": 0}, "no prompts to train on"),
+        ({"openings": ("Write",)}, "--opening has no effect without --invented"),
+        ({"method": "eagle3", "layers": 3}, "--layers has no effect on eagle3"),
+        ({"method": "medusa", "mask_token": "x"}, "--mask-token has no effect on medusa"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_is_loaded(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check(request(Path("nowhere"), Path("out"), **changes))
+
+
+def test_other_options_are_not_continued(target: Path, tmp_path: Path) -> None:
+    performed(request(target, tmp_path))
+    with pytest.raises(UserError, match="holds a draft already"):
+        performed(request(target, tmp_path))
+    (tmp_path / "dflash" / "config.json").unlink()
+    with pytest.raises(UserError, match="a training with steps 4, not 5"):
+        performed(request(target, tmp_path, steps=5))
+    with pytest.raises(UserError, match="max_new_tokens 12, not 13"):
+        performed(request(target, tmp_path, max_new_tokens=13))
+
+
+def test_prompts_of_a_test_suite_are_refused_unless_allowed(target: Path, tmp_path: Path) -> None:
+    rows = (NANO.parent.parent / "suites" / "embedded" / "gsm8k" / "test.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "leaked.jsonl").write_text("\n".join(rows))
+    asked = request(target, tmp_path / "out", prompts=(f"gsm8k={tmp_path / 'leaked.jsonl'}",))
+    with pytest.raises(UserError, match=r"4 prompts share 13 words in a row with gsm8k \(embedded\)"):
+        performed(asked)
+    folder = performed(replace(asked, allow=("overlap",)))
+    assert "| gsm8k (embedded) | 32 | 4 |" in (folder / "README.md").read_text()
+
+
+def test_a_suites_template_is_no_leak() -> None:
+    template = "Please reason step by step, and put your final answer within \\boxed{}."
+    texts = [f"How many legs have {count} spiders and one cat?\n{template}" for count in range(5)]
+    assert not any(one.num_shared for one in overlap.found(texts, None))
+
+
+def test_a_test_set_in_a_folder_is_looked_at_too(tmp_path: Path) -> None:
+    question = "Nine owls sat on a fence and four of them flew away to hunt mice in the field"
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps({"question": question, "answer": "5 #### 5"}))
+    (one,) = [one for one in overlap.found([f"Listen: {question}."], tmp_path) if one.num_shared]
+    assert (one.suite, one.num_rows) == ("gsm8k", 1) and one.source.startswith("folder")
+
+
+def test_too_little_disk_says_how_much(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"take up to 0\.0 GB; give --max-disk"):
+        performed(request(target, tmp_path, max_disk_gb=0.0))
+    monkeypatch.setattr(session, "disk_bytes", lambda _: 10**18)
+    with pytest.raises(UserError, match="has room for"):
+        performed(request(target, tmp_path, max_disk_gb=1e12))
+
+
+def test_without_a_chat_template_or_a_spare_id_the_remedy_is_named(target: Path, tmp_path: Path) -> None:
+    tokenizer = loading.load("nano", [], "cpu", torch.float32).tokenizer
+    assert drafts.mask_token(tokenizer, 1024, None) == 1000
+    with pytest.raises(UserError, match="--mask-token"):
+        drafts.mask_token(tokenizer, 1000, None)
+    assert drafts.mask_token(tokenizer, 1000, "<|endoftext|>") == tokenizer.get_vocab()["<|endoftext|>"]
+    with pytest.raises(UserError, match="no such token"):
+        drafts.mask_token(tokenizer, 1000, "nothing")
+
+
+def test_a_loss_that_is_no_number_stops_at_the_last_checkpoint(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = session.DFlashObjective.loss
+    monkeypatch.setattr(
+        session.DFlashObjective, "loss",
+        lambda self, index, step: original(self, index, step) * (torch.nan if step == 4 else 1.0),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"the loss is nan at step 4; the last checkpoint before it is .*dflash\.pt"):
+        performed(request(target, tmp_path, steps=20))
+    weights = torch.load(tmp_path / "work" / "dflash.pt", weights_only=True)["model"]
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_training_ends_where_nothing_is_gained_for_long() -> None:
+    recipe = loop.DraftRecipe(steps=9, matrix_lr=0.1, other_lr=0.1, patience=2)
+    for gains, ended in (([1.0, 1.2], False), ([1.0, 1.2, 1.1, 1.2], True), ([1.0, 1.2, 1.1, 1.3], False)):
+        history = [{"accepted": 1.0, "al_pooled": gain} for gain in gains]
+        assert loop._has_ended(history, recipe) is ended
