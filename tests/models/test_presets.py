@@ -18,16 +18,23 @@ HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 @pytest.mark.parametrize("name", presets.table())
 def test_every_preset_is_well_formed(name: str) -> None:
     one = presets.table()[name]
-    references = [one.target, *one.drafts.values()]
+    references = [*([] if one.package else [one.target]), *one.drafts.values()]
     assert all(Path(r).parent == presets.NANO if name == "nano" else HUB_ID.fullmatch(r) for r in references)
-    assert one.drafts and one.drafts.keys() <= set(WEIGHTS)
+    assert (one.drafts or one.package) and one.drafts.keys() <= set(WEIGHTS)
     numbers = one.num_drafts or {}
     assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())
     assert one.trained_thinking.keys() | one.unsupported.keys() <= one.drafts.keys()
     # What a run does by itself is what the drafts were trained for.
     assert all(trained == one.thinking for trained in one.trained_thinking.values())
     assert one.source and one.billions is not None and one.billions > 0
-    assert (one.data, one.max_new_tokens) == (("embedded", 192) if name == "nano" else ("hub", 2048))
+    usual = {"nano": ("embedded", 192), "smollm2": ("hub", 256)}
+    assert (one.data, one.max_new_tokens) == usual.get(name, ("hub", 2048))
+
+
+def test_what_is_fetched_is_pinned_to_a_version_and_a_hash() -> None:
+    packages = [preset.package for preset in presets.table().values() if preset.package is not None]
+    assert packages and all("==" in one.requirement and re.fullmatch("[0-9a-f]{64}", one.sha256) for one in packages)
+    assert all(HUB_ID.fullmatch(one.hub) for one in packages)
 
 
 def test_the_two_models_of_the_paper_draft_blocks_of_16_and_chains_of_7_without_thinking() -> None:

@@ -61,7 +61,7 @@ def test_what_is_measured_in_training_is_what_a_run_says() -> None:
     given = backend.generate_ids("dflash", prompts)
     accepted = [count for answer in given for count in answer.accepted or ()]
     measured = measuring.al_pooled(backend.target, "dflash", models.drafts["dflash"], prompts, backend.limits)
-    assert measured == pytest.approx(1 + sum(accepted) / len(accepted)) and measured > 1.5
+    assert measured == pytest.approx(1 + sum(accepted) / len(accepted)) and measured > 1.2
 
 
 def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(target: Path, tmp_path: Path) -> None:
