@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 
-def _under(heading: str) -> Callable[..., Any]:
+def under(heading: str) -> Callable[..., Any]:
     return lambda *names, **settings: Option(*names, rich_help_panel=heading, **settings)
 
 
-_prompts, _models, _answers = _under("Prompts"), _under("Models"), _under("Answers")
-_drafting, _sweeping, _measuring = _under("Drafting"), _under("Sweeping"), _under("Measuring")
-_machine, _results = _under("Machine"), _under("Results")
+_prompts, _models, _answers = under("Prompts"), under("Models"), under("Answers")
+_drafting, _sweeping, _measuring = under("Drafting"), under("Sweeping"), under("Measuring")
+_machine, _results = under("Machine"), under("Results")
 
 Suites = Annotated[
     list[str] | None,

@@ -8,17 +8,15 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.cli.output import say
 
 app = typer.Typer()
 
 
-def _under(heading: str, *names: str, **settings: object) -> object:
-    return Option(*names, rich_help_panel=heading, **settings)  # type: ignore[arg-type]
-
-
-PROMPTS, ANSWERS, DRAFT, TRAINING = "Prompts", "Answers", "Draft", "Training"
+_prompts, _answers = options.under("Prompts"), options.under("Answers")
+_draft, _training = options.under("Draft"), options.under("Training")
 
 
 @app.command(cls=Command)
@@ -28,26 +26,22 @@ def train(
     method: Annotated[str, Option(metavar="NAME", help="What to train: dflash, eagle3 or medusa.")] = "dflash",
     prompts: Annotated[
         list[str] | None,
-        _under(
-            PROMPTS,
+        _prompts(
             metavar="FILE|SUITE=FILE",
             help="Prompts to train on, as for run --prompts, or rows of a suite, asked as it asks; may be repeated.",
         ),
     ] = None,
     written: Annotated[
-        int, _under(PROMPTS, metavar="N", min=0, help="Add N prompts each of chat, code and mathematics, ours.")
+        int, _prompts(metavar="N", min=0, help="Add N prompts each of chat, code and mathematics, ours.")
     ] = 0,
-    invented: Annotated[
-        int, _under(PROMPTS, metavar="N", min=0, help="Add N prompts that the target makes up itself.")
-    ] = 0,
+    invented: Annotated[int, _prompts(metavar="N", min=0, help="Add N prompts that the target makes up itself.")] = 0,
     opening: Annotated[
         list[str] | None,
-        _under(PROMPTS, metavar="TEXT", help="How prompts begin that the target makes up; may be repeated."),
+        _prompts(metavar="TEXT", help="How prompts begin that the target makes up; may be repeated."),
     ] = None,
     against: Annotated[
         Path | None,
-        _under(
-            PROMPTS,
+        _prompts(
             metavar="FOLDER",
             help="Rows of test suites, as for run --data: prompts that stand in one are refused, as they are if they "
             "stand in the embedded ones.",
@@ -55,26 +49,25 @@ def train(
     ] = None,
     allow: Annotated[
         list[str] | None,
-        _under(PROMPTS, metavar="WHAT", help="overlap: train on prompts of a test suite all the same."),
+        _prompts(metavar="WHAT", help="overlap: train on prompts of a test suite all the same."),
     ] = None,
     sampled: Annotated[
-        float, _under(ANSWERS, metavar="SHARE", min=0, max=1, help="The share answered again, at temperature 1.")
+        float, _answers(metavar="SHARE", min=0, max=1, help="The share answered again, at temperature 1.")
     ] = 0.25,
-    max_new_tokens: Annotated[int, _under(ANSWERS, metavar="N", min=2, max=448, help="Longest answer.")] = 256,
-    batch_size: Annotated[int, _under(ANSWERS, metavar="N", min=1, help="Answers decoded together.")] = 64,
+    max_new_tokens: Annotated[int, _answers(metavar="N", min=2, max=448, help="Longest answer.")] = 256,
+    batch_size: Annotated[int, _answers(metavar="N", min=1, help="Answers decoded together.")] = 64,
     max_disk: Annotated[
-        float, _under(ANSWERS, metavar="GB", min=0, help="The most that the target's states may take.")
+        float, _answers(metavar="GB", min=0, help="The most that the target's states may take.")
     ] = 20.0,
     layers: Annotated[
-        int | None, _under(DRAFT, metavar="N", min=1, max=32, help="Layers of a DFlash draft. Default: 2.")
+        int | None, _draft(metavar="N", min=1, max=32, help="Layers of a DFlash draft. Default: 2.")
     ] = None,
     block_size: Annotated[
-        int, _under(DRAFT, metavar="N", min=2, max=64, help="Block of a DFlash draft, the anchor included.")
+        int, _draft(metavar="N", min=2, max=64, help="Block of a DFlash draft, the anchor included.")
     ] = 16,
     draft_vocab: Annotated[
         int | None,
-        _under(
-            DRAFT,
+        _draft(
             metavar="N",
             min=16,
             help="Tokens that the draft may say, the most frequent: the head of EAGLE-3 (default 8192), and what "
@@ -83,17 +76,16 @@ def train(
     ] = None,
     mask_token: Annotated[
         str | None,
-        _under(DRAFT, metavar="TOKEN", help="What stands for a masked token, if the target has no spare id."),
+        _draft(metavar="TOKEN", help="What stands for a masked token, if the target has no spare id."),
     ] = None,
-    epochs: Annotated[float, _under(TRAINING, metavar="N", min=0.01, help="Times that each answer is read.")] = 6.0,
-    steps: Annotated[int | None, _under(TRAINING, metavar="N", min=1, help="Steps, instead of epochs.")] = None,
+    epochs: Annotated[float, _training(metavar="N", min=0.01, help="Times that each answer is read.")] = 6.0,
+    steps: Annotated[int | None, _training(metavar="N", min=1, help="Steps, instead of epochs.")] = None,
     rate: Annotated[
-        float | None, _under(TRAINING, metavar="X", min=0, help="Learning rate of matrices. Default: searched for.")
+        float | None, _training(metavar="X", min=0, help="Learning rate of matrices. Default: searched for.")
     ] = None,
     distil: Annotated[
         float,
-        _under(
-            TRAINING,
+        _training(
             metavar="SHARE",
             min=0,
             max=1,
@@ -102,13 +94,13 @@ def train(
     ] = 0.5,
     patience: Annotated[
         int | None,
-        _under(TRAINING, metavar="N", min=1, help="Stop after N measurements, two an epoch, without a gain."),
+        _training(metavar="N", min=1, help="Stop after N measurements, two an epoch, without a gain."),
     ] = None,
-    seed: Annotated[int, _under(TRAINING, metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
-    threads: Annotated[int | None, _under(TRAINING, metavar="N", min=1, help="CPU threads.")] = None,
+    seed: Annotated[int, _training(metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
+    threads: Annotated[int | None, _training(metavar="N", min=1, help="CPU threads.")] = None,
     to: Annotated[
         str | None,
-        _under(TRAINING, metavar="FORMAT", help="Format of the draft, as for convert. Default: zlab or safeailab."),
+        _training(metavar="FORMAT", help="Format of the draft, as for convert. Default: zlab or safeailab."),
     ] = None,
 ) -> None:
     """Train a draft for your own target, on its own answers.
