@@ -98,6 +98,12 @@ def train(
     ] = None,
     seed: Annotated[int, _training(metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
     threads: Annotated[int | None, _training(metavar="N", min=1, help="CPU threads.")] = None,
+    estimate_only: Annotated[
+        bool,
+        _training(
+            "--estimate", help="Say what it will take, in time, disk and memory, after trying a little; then stop."
+        ),
+    ] = False,
     to: Annotated[
         str | None,
         _training(metavar="FORMAT", help="Format of the draft, as for convert. Default: zlab or safeailab."),
@@ -110,7 +116,7 @@ def train(
     """
     from dflash_bench.bars import status
     from dflash_bench.models.presets import table
-    from dflash_bench.train import session
+    from dflash_bench.train import estimate, session
     from dflash_bench.train.request import Request
 
     request = Request(
@@ -120,6 +126,11 @@ def train(
         block_size=block_size, draft_vocab=draft_vocab, mask_token=mask_token, epochs=epochs, steps=steps, rate=rate,
         distil=distil, patience=patience, seed=seed, threads=threads, format=to,
     )  # fmt: skip
+    if estimate_only:
+        with status() as tell:
+            expected = estimate.perform(request, tell)
+        say(estimate.text(expected))
+        return
     with status() as tell:
         folder = session.perform(request, tell)
     flag = "--model" if target in table() else "--target"

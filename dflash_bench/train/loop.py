@@ -46,8 +46,11 @@ class Objective(Protocol):
 
 
 def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Endless: every epoch visits each training row once, in an order of its own."""
-    epoch = 0
+    """Endless: every epoch visits each training row once, in an order of its own.
+
+    What is left over at its end waits for another epoch; of fewer rows than a batch holds, each has all of them.
+    """
+    epoch, size = 0, min(size, num_rows)
     while True:
         order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         yield from (sorted(order[i : i + size]) for i in range(0, num_rows - size + 1, size))
@@ -78,6 +81,8 @@ def train(
     made = optimisers(matrices, others, recipe.matrix_lr, recipe.other_lr)
     start, history = restore(path, draft, made)
     num_train = len(rows.ids) - rows.num_held_out
+    if num_train < 1:
+        raise UserError("there are too few answers: all are held out, and none is left to train on; give more prompts")
     per_epoch = max(1, num_train // recipe.rows)
     running = history[-1]["loss"] if history else 0.0
     began = time.monotonic()

@@ -264,6 +264,10 @@ def test_every_epoch_visits_every_row_once():
     assert first[:3] != first[3:] and first != second
 
 
+def test_fewer_rows_than_a_batch_are_a_batch():
+    assert list(islice(batches(3, 4, 1), 2)) == [[0, 1, 2], [0, 1, 2]]
+
+
 def test_the_rate_warms_up_and_falls_to_zero_in_every_cycle():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     made = optimisers([weight], [torch.nn.Parameter(torch.ones(2))], 0.1, 0.01)

@@ -11,13 +11,14 @@ import pytest
 import tiny
 import torch
 
+from dflash_bench.cli import main
 from dflash_bench.engine.local import open_backend
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models import loading
 from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.records import Message
-from dflash_bench.train import drafts, loop, measuring, overlap, session
+from dflash_bench.train import drafts, estimate, loop, measuring, overlap, session
 from dflash_bench.train.request import Request, check
 
 
@@ -179,3 +180,25 @@ def test_training_ends_where_nothing_is_gained_for_long() -> None:
     for gains, ended in (([1.0, 1.2], False), ([1.0, 1.2, 1.1, 1.2], True), ([1.0, 1.2, 1.1, 1.3], False)):
         history = [{"accepted": 1.0, "al_pooled": gain} for gain in gains]
         assert loop._has_ended(history, recipe) is ended
+
+
+def test_an_estimate_tries_a_little_and_keeps_nothing(target: Path, tmp_path: Path) -> None:
+    told = estimate.perform(request(target, tmp_path / "out", steps=None, epochs=2.0), lambda _: None)
+    assert told.num_answers == 30 and told.num_tokens == round(30 * 12 * estimate.LIKELY_SHARE)
+    assert told.answers_s > 0 and told.training_s > 0 and told.num_steps >= 1 and told.memory_bytes > 10**7
+    assert told.disk_bytes > told.num_tokens * 32 * 3 * 2
+    assert [line.split()[0] for line in estimate.text(told).splitlines()] == ["answers", "training", "disk", "memory"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_trains_and_says_how_to_use_it(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"train --target {target} --out {tmp_path} --written 3 --steps 2 --rate 0.01 --max-new-tokens 6 --sampled 0"
+    monkeypatch.setattr("sys.argv", ["dflash-bench", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out == (
+        f"saved in {tmp_path}/dflash; use it with --target {target} --draft dflash={tmp_path}/dflash\n"
+    )
