@@ -63,8 +63,9 @@ def train(
         int | None, _draft(metavar="N", min=1, max=32, help="Layers of a DFlash draft. Default: 2.")
     ] = None,
     block_size: Annotated[
-        int, _draft(metavar="N", min=2, max=64, help="Block of a DFlash draft, the anchor included.")
-    ] = 16,
+        int | None,
+        _draft(metavar="N", min=2, max=64, help="Block of a DFlash draft, the anchor included. Default: 16."),
+    ] = None,
     draft_vocab: Annotated[
         int | None,
         _draft(
@@ -78,20 +79,22 @@ def train(
         str | None,
         _draft(metavar="TOKEN", help="What stands for a masked token, if the target has no spare id."),
     ] = None,
-    epochs: Annotated[float, _training(metavar="N", min=0.01, help="Times that each answer is read.")] = 6.0,
+    epochs: Annotated[
+        float | None, _training(metavar="N", min=0.01, help="Times that each answer is read. Default: 6.")
+    ] = None,
     steps: Annotated[int | None, _training(metavar="N", min=1, help="Steps, instead of epochs.")] = None,
     rate: Annotated[
         float | None, _training(metavar="X", min=0, help="Learning rate of matrices. Default: searched for.")
     ] = None,
     distil: Annotated[
-        float,
+        float | None,
         _training(
             metavar="SHARE",
             min=0,
             max=1,
-            help="How much of the loss is the target's own distribution instead of its tokens.",
+            help="How much of DFlash's loss is the target's own distribution instead of its tokens. Default: 0.5.",
         ),
-    ] = 0.5,
+    ] = None,
     patience: Annotated[
         int | None,
         _training(metavar="N", min=1, help="Stop after N measurements, two an epoch, without a gain."),

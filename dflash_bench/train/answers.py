@@ -6,7 +6,6 @@ interrupted goes on where it was. Batches are drawn at random: the first few are
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,14 +16,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from dflash_bench import atomic, reading
+from dflash_bench import atomic
 from dflash_bench.engine.clock import HostClock
 from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
+from dflash_bench.train.claims import claim
 
 PLAN = "answers.json"
 ENDS = 2
@@ -43,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What decides the answers. `layers` are those whose outputs are stored; with none, answers alone are."""
+    """What decides the answers. `layers` are those whose outputs are stored."""
 
     revision: str
     layers: tuple[int, ...]
@@ -65,8 +64,7 @@ class Recorder:
         self.states = torch.zeros(shape, dtype=torch.bfloat16)
 
     def observe(self, committed: Committed) -> None:
-        if committed.hidden is None:
-            return
+        assert committed.hidden is not None
         hidden = committed.hidden.unflatten(-1, self.states.shape[2:]).to("cpu", torch.bfloat16)
         for row, (start, count) in enumerate(zip(committed.starts, committed.counts, strict=True)):
             self.states[row, start : start + count] = hidden[row, :count]
@@ -82,15 +80,11 @@ def collect(
     plan: Plan,
     folder: Path,
     report: Callable[[str], object],
-    limit: int | None = None,
 ) -> None:
-    """Answers to all prompts, or to as many as the first `limit` batches hold, in `folder`.
-
-    Raises UserError if it holds the answers of another plan.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, plan, asked)
-    for number, rows in enumerate(batches(asked, plan.batch_size, plan.seed)[:limit]):
+    """Answers to all prompts, in `folder`. Raises UserError if it holds the answers of another plan."""
+    prompts = zlib.crc32(repr([asdict(one) for one in asked]).encode())
+    claim(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
+    for number, rows in enumerate(batches(asked, plan.batch_size, plan.seed)):
         path = part(folder, number)
         if not path.exists():
             tensors = _answered(target, stop_ids, [asked[row] for row in rows], plan)
@@ -100,21 +94,6 @@ def collect(
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     atomic.write_whole(path, lambda file: file.write(save(tensors)))
-
-
-def _claim(folder: Path, plan: Plan, asked: Sequence[Asked]) -> None:
-    known = json.loads(json.dumps(asdict(plan))) | {
-        "prompts": zlib.crc32(repr([asdict(one) for one in asked]).encode())
-    }
-    path = folder / PLAN
-    if not path.exists():
-        atomic.write_whole(path, lambda file: file.write(json.dumps(known, indent=1).encode()))
-    for name, value in reading.json_of(path).items():
-        if known.get(name) != value:
-            raise UserError(
-                f"{folder} holds answers with {name} {value}, not {known.get(name)}; "
-                "use the same options, or another folder"
-            )
 
 
 def batches(asked: Sequence[Asked], size: int, seed: int) -> list[list[int]]:
@@ -145,17 +124,14 @@ def _answered(target: Target, stop_ids: frozenset[int], asked: Sequence[Asked], 
         for answer, new in zip(answers, step.emitted, strict=True):
             answer += new or []
     texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
-    if plan.layers:
-        _read_ends(target, recorder, texts)
+    _read_ends(target, recorder, texts)
     ends = torch.tensor([len(text) for text in texts]).cumsum(0)
-    tensors = {
+    return {
         "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
         "ends": ends,
         "prompt_lengths": torch.tensor([len(one.ids) for one in asked]),
+        "states": torch.cat([recorder.states[row, : len(text)] for row, text in enumerate(texts)]),
     }
-    if plan.layers:
-        tensors["states"] = torch.cat([recorder.states[row, : len(text)] for row, text in enumerate(texts)])
-    return tensors
 
 
 @torch.inference_mode()

@@ -12,6 +12,8 @@ from dflash_bench.train.checkpoint import History
 from dflash_bench.train.overlap import NUM_WORDS, Overlap
 from dflash_bench.train.request import Request
 
+NAME = "README.md"
+
 
 def write(
     folder: Path, request: Request, prompts: Sequence[Chat], overlaps: Sequence[Overlap], history: History,
@@ -28,12 +30,12 @@ def write(
         f"- answers: {num_answer_tokens:,} tokens, to prompts from:",
         *(f"  - {source}: {count:,}" for source, count in sources.items()),
         f"- answered again at temperature 1: {request.sampled:.0%} of them",
-        f"- learning rate of matrices: {rate:g}; share of the loss that is the target's own distribution: "
-        f"{request.distil:g}; seed {request.seed}",
+        f"- learning rate of matrices: {rate:g}; seed {request.seed}",
+        f"- options: {_given(request)}",
         "- `accepted`: right tokens in a row and the bonus token, on held-out answers as they stand",
         "- `al_pooled`: sum(a_i + 1) / sum(S), over all rounds of held-out prompts, decoded with the draft",
         "",
-        *_table(history),
+        *history_table(history),
         "",
         f"Prompts that share {NUM_WORDS} words in a row with a test suite, beside what its template says everywhere:",
         "",
@@ -42,7 +44,14 @@ def write(
         *(f"| {o.suite} ({_short(o.source)}) | {o.num_rows:,} | {o.num_shared:,} |" for o in overlaps),
         "",
     ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _given(request: Request) -> str:
+    """What decides the draft and was not left open."""
+    names = ("layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "distil", "patience")
+    given = [f"{name} {getattr(request, name)}" for name in names if getattr(request, name) is not None]
+    return ", ".join(given) or "all as the command leaves them"
 
 
 def _short(source: str) -> str:
@@ -50,7 +59,8 @@ def _short(source: str) -> str:
     return source.partition(" ")[0]
 
 
-def _table(history: History) -> list[str]:
+def history_table(history: History) -> list[str]:
+    """Lines of Markdown, one for each measurement."""
     keys = list(history[0])
     rows = [" | ".join(_cell(entry[key]) for key in keys) for entry in history]
     return [f"| {' | '.join(keys)} |", f"|{'---:|' * len(keys)}", *(f"| {row} |" for row in rows)]

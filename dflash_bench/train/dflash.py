@@ -139,7 +139,8 @@ class DFlashObjective:
         if self.distil:
             teacher = self._teacher(index, teacher_places(anchors, labels.shape[-1], self.rows.ids.shape[1]), use)
             losses = losses - self.distil * (teacher * scores).sum(dim=-1)
-        return (losses * weights[use]).sum() / weights[use].sum()
+        # Rows without a place to learn from teach nothing.
+        return (losses * weights[use]).sum() / weights[use].sum().clamp(min=torch.finfo(torch.float32).tiny)
 
     @torch.no_grad()
     def _teacher(self, index: list[int], places: Tensor, use: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def perform(request: Request, tell: Tell) -> Estimate:
     num_tokens = round(len(prepared.asked) * prepared.plan.max_new_tokens * LIKELY_SHARE)
     all_tokens = num_tokens + sum(len(one.ids) for one in prepared.asked)
     num_rows = max(1, round(all_tokens * num_rows_tried / tokens_tried))
-    num_steps = request.steps or max(1, round(request.epochs * num_rows / session.ROWS))
+    num_steps = session.num_steps(request, num_rows)
     unit = 1 if sys.platform == "darwin" else 1024
     return Estimate(
         len(prepared.asked), num_tokens, num_tokens * token_s, num_steps, num_steps * step_s,

@@ -35,14 +35,14 @@ class Request:
     batch_size: int = 64
     max_disk_gb: float = 20.0
     layers: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     draft_vocab: int | None = None
     mask_token: str | None = None
-    epochs: float = 6.0
+    epochs: float | None = None
     steps: int | None = None
     rate: float | None = None
     """The learning rate of matrices; searched for if absent."""
-    distil: float = 0.5
+    distil: float | None = None
     patience: int | None = None
     """Measurements without a gain after which training ends."""
     seed: int = 0
@@ -61,8 +61,15 @@ def check(request: Request) -> None:
         raise UserError("no prompts to train on: give --prompts FILE, --written N or --invented N")
     if request.openings and not request.invented:
         raise UserError("--opening has no effect without --invented")
-    if request.method != "dflash":
-        given = {"--mask-token": request.mask_token, "--layers": request.layers}
-        idle = [flag for flag, value in given.items() if value is not None]
-        if idle:
-            raise UserError(f"{idle[0]} has no effect on {request.method}; leave it out")
+    if request.steps is not None and request.epochs is not None:
+        raise UserError("--steps and --epochs both say how long to train; give one of them")
+    for flag, value, methods in (
+        ("--mask-token", request.mask_token, ("dflash",)),
+        ("--layers", request.layers, ("dflash",)),
+        ("--block-size", request.block_size, ("dflash",)),
+        ("--distil", request.distil, ("dflash",)),
+        ("--draft-vocab", request.draft_vocab, ("dflash", "eagle3")),
+        ("--to", request.format, ("dflash", "eagle3")),
+    ):
+        if value is not None and request.method not in methods:
+            raise UserError(f"{flag} has no effect on {request.method}; leave it out")

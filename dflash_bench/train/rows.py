@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from dflash_bench.errors import UserError
 from dflash_bench.train.batch import Batch
 
+OPEN_ROWS = 64
+"""How many rows may still be filled up: more would pack tighter, and take longer."""
+
 
 class Stored:
     """One stored batch of answers; its states stay on disk."""
@@ -80,6 +83,7 @@ class Rows:
         self.layers, self.norm, self.length = tuple(layers), norm, length
         kept, test = (packed([item.cut(length) for item in some], length, seed) for some in (items, held_out))
         self.packed, self.num_held_out = kept + test, len(test)
+        self._latest: tuple[tuple[int, ...], Tensor] | None = None
         shape = (len(self.packed), length)
         self.ids, self.document = torch.full(shape, pad), torch.full(shape, -1)
         self.position = torch.arange(length).repeat(len(self.packed), 1)
@@ -107,13 +111,17 @@ class Rows:
         return normed
 
     def _states(self, index: Sequence[int], which: list[int]) -> Tensor:
-        first = self.packed[index[0]][0].states
-        states = torch.zeros(len(index), self.length, len(which), first.shape[-1])
-        for row, number in enumerate(index):
-            at = 0
-            for item in self.packed[number]:
-                states[row, at : at + len(item.ids)] = item.states[:, which].float()
-                at += len(item.ids)
+        # A step asks for features and for last states of the same rows: they are read from disk once.
+        if self._latest is None or self._latest[0] != tuple(index):
+            self._latest = (tuple(index), self._read(index))
+        return self._latest[1][:, :, which].float()
+
+    def _read(self, index: Sequence[int]) -> Tensor:
+        """[R, N, K, H] in bfloat16, zeros where a row holds nothing."""
+        by_row = [torch.cat([item.states for item in self.packed[number]]) for number in index]
+        states = torch.zeros(len(index), self.length, *by_row[0].shape[1:], dtype=by_row[0].dtype)
+        for row, stored_states in enumerate(by_row):
+            states[row, : len(stored_states)] = stored_states
         return states
 
 
@@ -133,7 +141,3 @@ def packed(items: Sequence[Conversation], length: int, seed: int) -> list[list[C
             rows[row].append(item)
             room[row] -= len(item.ids)
     return rows
-
-
-OPEN_ROWS = 64
-"""How many rows may still be filled up: more would pack tighter, and take longer."""

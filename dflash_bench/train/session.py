@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from dflash_bench.train import answers, cards, chats, drafts, invented, loop, me
 from dflash_bench.train.answers import Asked, Plan
 from dflash_bench.train.chats import Chat
 from dflash_bench.train.checkpoint import History
+from dflash_bench.train.claims import claim
 from dflash_bench.train.dflash import DFlashObjective
 from dflash_bench.train.eagle3 import Eagle3Objective
 from dflash_bench.train.loop import DraftRecipe, Objective
@@ -46,6 +47,8 @@ GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 """Of the loss, by block (paper A.1); of other blocks in proportion."""
 NUM_STEPS = 4
 """Training-time-test steps of EAGLE-3."""
+BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB = 16, 0.5, 6.0, 8192
+"""Where the user says nothing."""
 HELD_OUT_ONE_IN, MOST_HELD_OUT, MEASURED = 16, 96, 8
 """Conversations that are never trained on, and how many of their prompts are decoded to measure acceptance."""
 MEASURED_TOKENS = 96
@@ -83,16 +86,18 @@ def perform(request: Request, tell: Tell) -> Path:
     """The folder of the trained draft. Raises UserError."""
     check(request)
     folder = request.out / request.method
-    if (folder / "config.json").exists():
+    # The card is written last: a draft without one was cut off, and is written again.
+    if (folder / cards.NAME).exists():
         raise UserError(f"{folder} holds a draft already; name another --out")
     prepared = prepare(request, tell)
+    claim(request.out / "work" / f"{request.method}.json", _decisive(request), "a training")
     answers.collect(prepared.target, prepared.stops, prepared.asked, prepared.plan, prepared.answers, tell)
     trained, held_out = split(stored([prepared.answers]), request.seed)
     model = prepared.models.target
     rows = Rows(
         trained, prepared.plan.layers, final_norm(model), ROW_LENGTH, pad_id(prepared.models), request.seed, held_out
     )
-    rate = request.rate or searched_rate(prepared, rows, held_out, tell)
+    rate = request.rate or searched_rate(prepared, rows, tell)
     objective, history = fitted(prepared, rows, held_out, rate, tell)
     export(request, objective.draft, folder)
     cards.write(folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()))
@@ -129,7 +134,9 @@ def _invented(request: Request, models: Models, target: Target, tell: Tell) -> l
     """Those of an earlier start are kept: others would need other answers."""
     if not request.invented:
         return []
-    path = request.out / "work" / "invented.json"
+    work = request.out / "work"
+    path, names = work / "invented.json", ("invented", "openings", "batch_size", "seed")
+    claim(work / "invented-by.json", {name: getattr(request, name) for name in names}, "prompts of the target's own")
     if not path.exists():
         openings = request.openings or ("",)
         stops = stop_ids(models.target, models.tokenizer)
@@ -138,7 +145,6 @@ def _invented(request: Request, models: Models, target: Target, tell: Tell) -> l
                 target, models.tokenizer, stops, request.invented, openings, request.batch_size, request.seed, tell
             )
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_whole(path, lambda file: file.write(json.dumps(texts).encode()))
     return [chats.of_user("made up by the target", text) for text in reading.json_of(path)]
 
@@ -188,37 +194,38 @@ def new_objective(prepared: Prepared, rows: Rows) -> Objective:
     if request.method == "medusa":
         return MedusaObjective(drafts.new_medusa(model), rows)
     if request.method == "eagle3":
-        size = min(request.draft_vocab or 8192, len(embedding))
+        size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
         draft = drafts.new_eagle3(model, drafts.eagle3_taps(layers), counts, size, request.seed)
         return Eagle3Objective(draft, rows, Voice.of(embedding, head), NUM_STEPS)
     mask = drafts.mask_token(prepared.models.tokenizer, len(embedding), request.mask_token)
-    num_layers = request.layers or drafts.NUM_LAYERS
-    made = drafts.new_dflash(model, layers[:-1], num_layers, request.block_size, mask, request.seed)
-    gamma = GAMMAS.get(request.block_size, request.block_size * 0.45)
+    num_layers, block = request.layers or drafts.NUM_LAYERS, request.block_size or BLOCK_SIZE
+    made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed)
     voice = Voice.of(embedding, head, counts, request.draft_vocab)
-    return DFlashObjective(made, rows, voice, NUM_ANCHORS, gamma, request.distil)
+    distil = DISTIL if request.distil is None else request.distil
+    return DFlashObjective(made, rows, voice, NUM_ANCHORS, GAMMAS.get(block, block * 0.45), distil)
 
 
-def recipe_of(request: Request, rows: Rows, rate: float) -> DraftRecipe:
-    per_epoch = max(1, (len(rows.ids) - rows.num_held_out) // ROWS)
-    steps = request.steps or max(1, round(request.epochs * per_epoch))
+def num_steps(request: Request, num_rows: int) -> int:
+    return request.steps or max(1, round((request.epochs or EPOCHS) * max(1, num_rows // ROWS)))
+
+
+def recipe_of(request: Request, steps: int, rate: float) -> DraftRecipe:
     return DraftRecipe(
         steps=steps, matrix_lr=rate, other_lr=rate * OF_OTHERS, rows=ROWS, warmup=max(1, min(60, steps // 10)),
         seed=request.seed, patience=request.patience,
     )  # fmt: skip
 
 
-def searched_rate(prepared: Prepared, rows: Rows, held_out: Sequence[Conversation], tell: Tell) -> float:
+def searched_rate(prepared: Prepared, rows: Rows, tell: Tell) -> float:
     """The rate whose short training ends with the best held-out acceptance."""
-    work = prepared.request.out / "work"
-    path = work / f"{prepared.request.method}-rates.json"
+    request, work = prepared.request, prepared.request.out / "work"
+    steps = max(1, num_steps(request, len(rows.ids) - rows.num_held_out) // SEARCH_SHARE)
+    path = work / f"{request.method}-rates.json"
     if not path.exists():
         results: dict[str, float] = {}
         for rate in RATES:
-            recipe = recipe_of(prepared.request, rows, rate)
-            short = DraftRecipe(**{**asdict(recipe), "steps": max(1, recipe.steps // SEARCH_SHARE)})
-            objective = new_objective(prepared, rows)
-            history = loop.train(objective, rows, short, work / f"{prepared.request.method}-{rate}.pt", tell)
+            recipe, objective = recipe_of(request, steps, rate), new_objective(prepared, rows)
+            history = loop.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell)
             results[str(rate)] = history[-1]["accepted"]
         atomic.write_whole(path, lambda file: file.write(json.dumps(results).encode()))
     tried: dict[str, float] = reading.json_of(path)
@@ -230,29 +237,23 @@ def fitted(
 ) -> tuple[Objective, History]:
     request = prepared.request
     objective = new_objective(prepared, rows)
-    prompts = [item.ids[: item.prompt_length].tolist() for item in held_out[:MEASURED]]
+    # A prompt may have been answered twice.
+    prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in held_out))[:MEASURED]
     limits = Limits(MEASURED_TOKENS, prepared.stops)
 
     def measure() -> float:
         return measuring.al_pooled(prepared.target, request.method, objective.draft, prompts, limits)
 
+    recipe = recipe_of(request, num_steps(request, len(rows.ids) - rows.num_held_out), rate)
     path = request.out / "work" / f"{request.method}.pt"
-    _claim(path.with_suffix(".json"), request, rate)
-    return objective, loop.train(objective, rows, recipe_of(request, rows, rate), path, tell, measure)
+    return objective, loop.train(objective, rows, recipe, path, tell, measure)
 
 
-def _claim(path: Path, request: Request, rate: float) -> None:
-    """Raises UserError if a training with other options was begun here."""
-    decides = ("method", "layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "distil", "seed")
-    options = {name: getattr(request, name) for name in decides} | {"rate": rate}
-    if not path.exists():
-        atomic.write_whole(path, lambda file: file.write(json.dumps(options).encode()))
-    for name, value in reading.json_of(path).items():
-        if options.get(name) != value:
-            raise UserError(
-                f"{path.parent} holds a training with {name} {value}, not {options.get(name)}; use the same options, "
-                "or another --out"
-            )
+def _decisive(request: Request) -> dict[str, Any]:
+    names = (
+        "layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "rate", "distil", "patience", "seed"
+    )  # fmt: skip
+    return {name: getattr(request, name) for name in names}
 
 
 def export(request: Request, draft: nn.Module, folder: Path) -> None:

@@ -34,10 +34,20 @@ def asked(count: int = 8, temperature: float = 0.0) -> list[Asked]:
     ]
 
 
-def collected(folder: Path, prompts: list[Asked] | None = None, plan: Plan = PLAN, limit: int | None = None) -> Target:
+def collected(folder: Path, prompts: list[Asked] | None = None, plan: Plan = PLAN) -> Target:
     target = Target(tiny("llama"))
-    answers.collect(target, STOP, prompts or asked(), plan, folder, lambda _: None, limit)
+    answers.collect(target, STOP, prompts or asked(), plan, folder, lambda _: None)
     return target
+
+
+def begun(folder: Path) -> None:
+    """The first batch, and then an interrupt."""
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answers.collect(Target(tiny("llama")), STOP, asked(), PLAN, folder, interrupt)
 
 
 def test_answers_are_the_plain_ones_with_the_states_of_one_pass(tmp_path: Path) -> None:
@@ -68,7 +78,7 @@ def test_what_is_stored_is_not_made_again_and_what_is_missing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected(tmp_path / "whole")
-    collected(tmp_path / "broken", limit=1)
+    begun(tmp_path / "broken")
     made = []
     original = answers._answered
     monkeypatch.setattr(answers, "_answered", lambda *given: made.append(1) or original(*given))
@@ -87,7 +97,7 @@ def test_what_is_stored_is_not_made_again_and_what_is_missing_is(
     ],
 )
 def test_answers_of_other_options_are_not_continued(plan: Plan, count: int, said: str, tmp_path: Path) -> None:
-    collected(tmp_path, limit=1)
+    begun(tmp_path)
     with pytest.raises(UserError, match=said):
         collected(tmp_path, asked(count), plan)
 

@@ -28,9 +28,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(target: Path, out: Path, **changes: Any) -> Request:
+    block_size = 4 if changes.get("method", "dflash") == "dflash" else None
     small = Request(
         target=str(target), method="dflash", out=out, written=8, sampled=0.25, max_new_tokens=12, batch_size=16,
-        block_size=4, steps=4, rate=0.02, threads=1,
+        block_size=block_size, steps=4, rate=0.02, threads=1,
     )  # fmt: skip
     return replace(small, **changes)
 
@@ -101,6 +102,9 @@ def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
         ({"openings": ("Write",)}, "--opening has no effect without --invented"),
         ({"method": "eagle3", "layers": 3}, "--layers has no effect on eagle3"),
         ({"method": "medusa", "mask_token": "x"}, "--mask-token has no effect on medusa"),
+        ({"method": "eagle3", "distil": 0.5}, "--distil has no effect on eagle3"),
+        ({"method": "medusa", "draft_vocab": 64}, "--draft-vocab has no effect on medusa"),
+        ({"epochs": 2.0}, "--steps and --epochs both say how long"),
     ],
 )
 def test_contradictions_are_refused_before_anything_is_loaded(changes: dict[str, Any], said: str) -> None:
@@ -112,11 +116,29 @@ def test_other_options_are_not_continued(target: Path, tmp_path: Path) -> None:
     performed(request(target, tmp_path))
     with pytest.raises(UserError, match="holds a draft already"):
         performed(request(target, tmp_path))
-    (tmp_path / "dflash" / "config.json").unlink()
+    (tmp_path / "dflash" / "README.md").unlink()
     with pytest.raises(UserError, match="a training with steps 4, not 5"):
         performed(request(target, tmp_path, steps=5))
     with pytest.raises(UserError, match="max_new_tokens 12, not 13"):
         performed(request(target, tmp_path, max_new_tokens=13))
+
+
+def test_a_draft_that_was_cut_off_while_it_was_written_is_written_again(target: Path, tmp_path: Path) -> None:
+    folder = performed(request(target, tmp_path))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "README.md").unlink()
+    (folder / "model.safetensors").write_bytes(b"")
+    assert performed(request(target, tmp_path)) == folder
+    assert (folder / "model.safetensors").read_bytes() == weights
+
+
+def test_other_prompts_of_the_targets_own_are_not_taken_for_those_that_are_there(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session.invented, "invent", lambda *given: [f"What is {n} + {n}?" for n in range(given[3])])
+    performed(request(target, tmp_path, written=0, invented=8))
+    with pytest.raises(UserError, match="prompts of the target's own with invented 8, not 9"):
+        performed(request(target, tmp_path, method="eagle3", draft_vocab=64, written=0, invented=9))
 
 
 def test_prompts_of_a_test_suite_are_refused_unless_allowed(target: Path, tmp_path: Path) -> None:

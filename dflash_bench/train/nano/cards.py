@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.train.cards import history_table
 from dflash_bench.train.checkpoint import History
 
 TITLES = {
@@ -81,7 +82,7 @@ def write(
                 f"- data: {num_rows:,} rows of {recipe['row_length']} tokens, {num_answer_tokens:,} answer tokens",
                 f"- learning rate: {_tuning(name, sweep)}",
             ]
-        lines += [REBUILD, "", *_table(history), ""]
+        lines += [REBUILD, "", *history_table(history), ""]
         (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -94,13 +95,3 @@ def _tuning(name: str, sweep: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _table(history: History) -> list[str]:
-    keys = list(history[0])
-    rows = [" | ".join(_cell(entry[key]) for key in keys) for entry in history]
-    return [f"| {' | '.join(keys)} |", f"|{'---:|' * len(keys)}", *(f"| {row} |" for row in rows)]
-
-
-def _cell(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
