@@ -120,3 +120,5 @@ WRONG_RULES = (
 )
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
 """With top-p 0.9 it keeps a tenth too much at most."""
+FAINT = WrongRule("stale cache: the first drafted token is not written", stale(1), (TREE,))
+"""Of a tree's nodes the first is one of several that are kept, and its own entry matters little to it here."""
