@@ -75,6 +75,14 @@ def train(
             "DFlash learns to tell apart (default: all).",
         ),
     ] = None,
+    slim: Annotated[
+        bool,
+        _draft(
+            "--slim",
+            help="Take the target's rows for a head and leave it out of the file: smaller, and DFlash with "
+            "--draft-vocab drafts faster, but only this tool reads it; convert --target writes it in full.",
+        ),
+    ] = False,
     mask_token: Annotated[
         str | None,
         _draft(metavar="TOKEN", help="What stands for a masked token, if the target has no spare id."),
@@ -126,8 +134,8 @@ def train(
         target=target, method=method, out=out, prompts=tuple(prompts or ()), written=written, invented=invented,
         openings=tuple(opening or ()), against=against, allow=tuple(allow or ()), sampled=sampled,
         max_new_tokens=max_new_tokens, batch_size=batch_size, max_disk_gb=max_disk, layers=layers,
-        block_size=block_size, draft_vocab=draft_vocab, mask_token=mask_token, epochs=epochs, steps=steps, rate=rate,
-        distil=distil, patience=patience, seed=seed, threads=threads, format=to,
+        block_size=block_size, draft_vocab=draft_vocab, slim=slim, mask_token=mask_token, epochs=epochs, steps=steps,
+        rate=rate, distil=distil, patience=patience, seed=seed, threads=threads, format=to,
     )  # fmt: skip
     if estimate_only:
         with status() as tell:

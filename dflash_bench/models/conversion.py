@@ -38,11 +38,14 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
     for problem in formats.problems(form, checkpoint, shape):
         raise UserError(f"{folder}: {problem}")
     goal = formats.format_named(to, form.kind)
-    if goal == form:
+    if goal == form and not checkpoint.target_head:
         raise UserError(f"{folder} is already in the {to} format")
     if checkpoint.derived_taps:
         raise UserError(f"{folder} does not name the layers it taps; give --target, as they depend on its depth")
-    ready = adapted(checkpoint, goal, targets.vocabulary_of(home) if home else {})
+    if checkpoint.target_head and home is None:
+        raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
+    shared = targets.vocabulary_of(home) if home else {}
+    ready = adapted(checkpoint.with_head(shared[targets.HEAD]) if home else checkpoint, goal, shared)
     notes = []
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
         ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))

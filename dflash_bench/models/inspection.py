@@ -90,7 +90,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
         vocab_size=config.vocab_size,
         draft_vocab_size=config.draft_vocab_size or config.vocab_size,
         own_embedding=config.own_embedding,
-        own_head=dflash.own_head if dflash else True,
+        own_head=not checkpoint.target_head and (dflash.own_head if dflash else True),
         layers=_layers(config),
         rotary=_rotary(config),
         **_size(checkpoint.tensors),

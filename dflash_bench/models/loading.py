@@ -63,7 +63,8 @@ def load(
     for name, draft in fetched.items():
         if problem := pairing.other_tokenizer(draft.folder, vocabulary):
             raise UserError(f"{draft.folder}: {problem}")
-        loaded[name] = networks.load(name, draft.folder, shape, target.dtype, str(embedding.device))
+        head = target.get_output_embeddings().weight
+        loaded[name] = networks.load(name, draft.folder, shape, target.dtype, str(embedding.device), head)
         lay_out(loaded[name])
         if named := pairing.verifier(read_config(draft.folder)):
             verifiers[name] = named

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dflash_bench.errors import UserError
 from dflash_bench.models import formats, hub, language, pairing
@@ -89,13 +90,17 @@ def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
             raise UserError(f"{folder}: {key} of block_diffusion in config.json cannot be {value!r}")
 
 
-def load(name: str, folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> Any:
-    """The network, in the target's dtype. Raises UserError for one that was made for another target."""
+def load(
+    name: str, folder: Path, target: TargetShape, dtype: torch.dtype, device: str, head: Tensor | None = None
+) -> Any:
+    """The network, in the target's dtype; `head` [V, H] is the target's, which some drafts share.
+
+    Raises UserError for one that was made for another target."""
     weights = name.partition("@")[0]
     if weights == "medusa":
         return medusa.load(folder, target, dtype, device)
     if weights not in LANGUAGE_MODELS:
-        return formats.load_draft(folder, target, dtype, device)
+        return formats.load_draft(folder, target, dtype, device, head)
     model = language.load(folder, device, dtype)
     rows = model.get_input_embeddings().weight.shape[0]
     for problem in other_vocabulary(folder, rows, target):

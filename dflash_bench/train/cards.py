@@ -49,8 +49,8 @@ def write(
 
 def _given(request: Request) -> str:
     """What decides the draft and was not left open."""
-    names = ("layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "distil", "patience")
-    given = [f"{name} {getattr(request, name)}" for name in names if getattr(request, name) is not None]
+    names = ("layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "distil", "patience", "slim")
+    given = [f"{name} {getattr(request, name)}" for name in names if getattr(request, name) not in (None, False)]
     return ", ".join(given) or "all as the command leaves them"
 
 

@@ -50,28 +50,43 @@ def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
 
 
 def new_dflash(
-    target: Any, layers: tuple[int, ...], num_layers: int, block_size: int, mask_token_id: int, seed: int
-) -> DFlashDraft:
+    target: Any, layers: tuple[int, ...], num_layers: int, block_size: int, mask_token_id: int, seed: int,
+    token_ids: Tensor | None = None,
+) -> DFlashDraft:  # fmt: skip
+    """With `token_ids` [Vd], ascending, it says no others: its head holds the target's rows for them, and stays so."""
+    reduced: dict[str, Any] = {} if token_ids is None else {"own_head": True, "draft_vocab_size": len(token_ids)}
     config = DFlashConfig(
         num_layers=num_layers, block_size=block_size, mask_token_id=mask_token_id, target_layer_ids=layers,
-        **_shape(target),
+        **reduced, **_shape(target),
     )  # fmt: skip
     draft = DFlashDraft(config)
     dflash.initialise(draft, seed)
     _quieten(draft.norm, target)
+    if token_ids is not None:
+        draft.d2t = token_ids - torch.arange(len(token_ids))
+        draft.t2d = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
+        _share_head(draft, target)
+        draft.lm_head.requires_grad_(False)
     return draft
 
 
-def new_eagle3(target: Any, layers: tuple[int, ...], counts: Tensor, vocab_size: int, seed: int) -> Eagle3Draft:
+def new_eagle3(
+    target: Any, layers: tuple[int, ...], counts: Tensor, vocab_size: int, seed: int, trains_head: bool = True
+) -> Eagle3Draft:
     """It says the tokens that `counts` [V] has most of; its head starts as the target's rows for these."""
     config = Eagle3Config(draft_vocab_size=vocab_size, target_layer_ids=layers, **_shape(target))
     draft = Eagle3Draft(config)
     dflash.initialise(draft, seed)
     draft.d2t, draft.t2d = eagle3.vocabulary_map(counts, vocab_size)
-    ids = torch.arange(vocab_size) + draft.d2t
-    draft.lm_head.weight.data.copy_(target.get_output_embeddings().weight[ids])
+    _share_head(draft, target)
+    draft.lm_head.requires_grad_(trains_head)
     _quieten(draft.norm, target)
     return draft
+
+
+def _share_head(draft: DFlashDraft | Eagle3Draft, target: Any) -> None:
+    ids = torch.arange(len(draft.d2t)) + draft.d2t
+    draft.lm_head.weight.data.copy_(target.get_output_embeddings().weight[ids])
 
 
 def new_medusa(target: Any) -> MedusaHeads:

@@ -97,7 +97,7 @@ class Eagle3Objective:
         self.tables = tables(draft.config, rows)
 
     def heads(self) -> list[nn.Parameter]:
-        return list(self.draft.lm_head.parameters())
+        return [weight for weight in self.draft.lm_head.parameters() if weight.requires_grad]
 
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor]]:
         batch, features = self.rows.take(index, self.draft.config.target_layer_ids)

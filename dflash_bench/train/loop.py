@@ -76,8 +76,9 @@ def train(
     """
     draft = objective.draft
     heads = {id(p) for p in objective.heads()}
-    matrices = [p for p in draft.parameters() if p.ndim == 2 and id(p) not in heads]
-    others = [p for p in draft.parameters() if p.ndim != 2 or id(p) in heads]
+    trained = [p for p in draft.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in heads]
+    others = [p for p in trained if p.ndim != 2 or id(p) in heads]
     made = optimisers(matrices, others, recipe.matrix_lr, recipe.other_lr)
     start, history = restore(path, draft, made)
     num_train = len(rows.ids) - rows.num_held_out

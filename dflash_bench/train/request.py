@@ -9,6 +9,8 @@ from dflash_bench.errors import UserError, unknown
 
 METHODS = ("dflash", "eagle3", "medusa")
 ALLOW = ("overlap",)
+SLIM = ("zlab", "safeailab")
+"""Formats of drafts that may leave their head to the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class Request:
     layers: int | None = None
     block_size: int | None = None
     draft_vocab: int | None = None
+    slim: bool = False
+    """The head is the target's rows for the tokens that the draft may say, and is left out of the file."""
     mask_token: str | None = None
     epochs: float | None = None
     steps: int | None = None
@@ -70,6 +74,11 @@ def check(request: Request) -> None:
         ("--distil", request.distil, ("dflash",)),
         ("--draft-vocab", request.draft_vocab, ("dflash", "eagle3")),
         ("--to", request.format, ("dflash", "eagle3")),
+        ("--slim", request.slim or None, ("dflash", "eagle3")),
     ):
         if value is not None and request.method not in methods:
             raise UserError(f"{flag} has no effect on {request.method}; leave it out")
+    if request.slim and request.method == "dflash" and request.draft_vocab is None:
+        raise UserError("--slim needs --draft-vocab: a DFlash draft of the whole vocabulary has no head to leave out")
+    if request.slim and request.format not in (None, *SLIM):
+        raise UserError(f"--slim has no effect with --to {request.format}, which holds the head; leave one of them out")

@@ -195,12 +195,15 @@ def new_objective(prepared: Prepared, rows: Rows) -> Objective:
         return MedusaObjective(drafts.new_medusa(model), rows)
     if request.method == "eagle3":
         size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
-        draft = drafts.new_eagle3(model, drafts.eagle3_taps(layers), counts, size, request.seed)
+        draft = drafts.new_eagle3(
+            model, drafts.eagle3_taps(layers), counts, size, request.seed, trains_head=not request.slim
+        )
         return Eagle3Objective(draft, rows, Voice.of(embedding, head), NUM_STEPS)
     mask = drafts.mask_token(prepared.models.tokenizer, len(embedding), request.mask_token)
     num_layers, block = request.layers or drafts.NUM_LAYERS, request.block_size or BLOCK_SIZE
-    made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed)
     voice = Voice.of(embedding, head, counts, request.draft_vocab)
+    spoken = voice.token_ids if request.slim else None
+    made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, spoken)
     distil = DISTIL if request.distil is None else request.distil
     return DFlashObjective(made, rows, voice, NUM_ANCHORS, GAMMAS.get(block, block * 0.45), distil)
 
@@ -251,7 +254,8 @@ def fitted(
 
 def _decisive(request: Request) -> dict[str, Any]:
     names = (
-        "layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "rate", "distil", "patience", "seed"
+        "layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "rate", "distil", "patience", "seed",
+        "slim",
     )  # fmt: skip
     return {name: getattr(request, name) for name in names}
 
@@ -262,4 +266,4 @@ def export(request: Request, draft: nn.Module, folder: Path) -> None:
     if request.method == "medusa":
         medusa_format.save(halved, folder, presets.name(request.target))
     else:
-        save_draft(halved, folder, request.format)
+        save_draft(halved, folder, request.format, request.slim)

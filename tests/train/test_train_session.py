@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 from dflash_bench.cli import main
 from dflash_bench.engine.local import open_backend
@@ -54,6 +55,18 @@ def test_a_trained_draft_runs_and_is_exact(method: str, target: Path, tmp_path: 
     assert history[-1]["step"] == 4 and history[-1]["al_pooled"] >= 1.0
 
 
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_a_slim_draft_trains_no_head_and_leaves_it_out(method: str, target: Path, tmp_path: Path) -> None:
+    folder = performed(request(target, tmp_path, method=method, draft_vocab=64, slim=True))
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    models = loading.load(Preset(str(target), {method: str(folder)}), [method], "cpu", torch.bfloat16)
+    draft, head = models.drafts[method], models.target.get_output_embeddings().weight
+    assert torch.equal(draft.lm_head.weight, head[draft.target_ids(torch.arange(64))])
+    trained = torch.load(tmp_path / "work" / f"{method}.pt", weights_only=True)
+    assert torch.equal(trained["model"]["lm_head.weight"].bfloat16(), draft.lm_head.weight)
+    assert trained["history"][-1]["al_pooled"] >= 1.0 and "slim True" in (folder / "README.md").read_text()
+
+
 def test_what_is_measured_in_training_is_what_a_run_says() -> None:
     """nano's own draft, which accepts much."""
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
@@ -96,6 +109,8 @@ def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"slim": True}, "--slim needs --draft-vocab"),
+        ({"slim": True, "draft_vocab": 64, "format": "speculators"}, "--slim has no effect with --to speculators"),
         ({"method": "ar"}, "unknown method to train 'ar'"),
         ({"allow": ("all",)}, "overlap"),
         ({"written": 0}, "no prompts to train on"),

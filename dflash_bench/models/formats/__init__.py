@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import files
@@ -26,21 +27,32 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load_draft(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> DraftModel:
-    """Raises UserError for a folder without a draft that we know, a damaged file, or a draft for another target."""
+def load_draft(
+    folder: Path, target: TargetShape, dtype: torch.dtype, device: str, head: Tensor | None = None
+) -> DraftModel:
+    """`head` [V, H] is the target's, for a draft that leaves its own to it.
+
+    Raises UserError for a folder without a draft that we know, a damaged file, or a draft for another target."""
     form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
         raise UserError(f"{folder}: {problem}")
+    if checkpoint.target_head:
+        assert head is not None
+        checkpoint = checkpoint.with_head(head)
     draft = checks.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
     draft.load_state_dict(dict(checkpoint.tensors))
     return draft.eval()
 
 
-def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None) -> None:
-    """Raises UserError if the format (by default z-lab's or SafeAILab's) cannot hold this draft."""
+def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
+    """Raises UserError if the format (by default z-lab's or SafeAILab's) cannot hold this draft.
+
+    A slim one leaves out its head, which must be rows of the target's.
+    """
     kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
     form = format_named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
-    files.write_checkpoint(folder, *form.write(Checkpoint(draft.config, draft.state_dict())))
+    checkpoint = Checkpoint(draft.config, draft.state_dict())
+    files.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
 
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:

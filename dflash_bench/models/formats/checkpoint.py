@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 
+HEAD = "lm_head.weight"
+TARGET_HEAD = "target_head"
+"""In config.json of a draft that this tool alone reads: its head is not in the file (`Checkpoint.target_head`)."""
 DraftModel = DFlashDraft | Eagle3Draft
 DraftConfig = DFlashConfig | Eagle3Config
 Json = Mapping[str, Any]
@@ -44,6 +48,21 @@ class Checkpoint:
     """How we read what the file leaves open."""
     derived_taps: str | None = None
     """A formula for the tapped layers, if the file does not name them and the target's depth is not known."""
+    target_head: bool = False
+    """The file leaves out the head, because its rows are the target's for the tokens that `d2t` names."""
+
+    def with_head(self, head: Tensor) -> Checkpoint:
+        """Complete, with its rows of the target's head [V, H]."""
+        if not self.target_head:
+            return self
+        d2t = self.tensors["d2t"]
+        rows = head.detach()[(torch.arange(len(d2t)) + d2t).to(head.device)]
+        return replace(self, tensors={**self.tensors, HEAD: rows}, target_head=False)
+
+    def without_head(self) -> Checkpoint:
+        """For a file that leaves it to the target."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in (HEAD, "t2d")}
+        return replace(self, tensors=tensors, target_head=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.models.common import frequencies
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, DraftModel, TargetShape
+from dflash_bench.models.formats.checkpoint import HEAD, Checkpoint, DraftConfig, DraftModel, TargetShape
 
 LARGEST = {"num_layers": 1 << 10, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 12}
 LARGEST_OTHER = 1 << 24
@@ -93,7 +93,8 @@ def skeleton(config: DraftConfig) -> DraftModel:
 def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[str]:
     """Each tensor that is missing, surplus, of the wrong shape or of the wrong type, by its name in the file."""
     expected, stored = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
-    for name in sorted(expected.keys() - stored.keys()):
+    left_out = {HEAD} if checkpoint.target_head else set()
+    for name in sorted(expected.keys() - stored.keys() - left_out):
         yield f"missing tensor {_in_file(name, layer)}: copy the checkpoint again, or see if config.json belongs to it"
     for name in sorted(stored.keys() - expected.keys()):
         yield f"surplus tensor {_in_file(name, layer)}: config.json has no place for it; the draft is of another kind"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_bench.errors import UserError
 from dflash_bench.models.dflash import DFlashConfig
-from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Json, Tensors
+from dflash_bench.models.formats.checkpoint import TARGET_HEAD, Checkpoint, DraftConfig, Json, Tensors
 
 SCALINGS = {
     "linear": ("factor",),
@@ -65,6 +65,21 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
     }
+
+
+def leaves_head(config: Json, tensors: Tensors) -> bool:
+    """Is its head the target's rows? Raises UserError if the file does not say which."""
+    if not config.get(TARGET_HEAD):
+        return False
+    if "d2t" not in tensors:
+        raise UserError("the head is left to the target, but tensor d2t, its tokens, is missing; copy the draft again")
+    return True
+
+
+def head_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a file says that leaves its head to the target."""
+    reduced = {"draft_vocab_size": checkpoint.config.draft_vocab_size, TARGET_HEAD: True}
+    return reduced if checkpoint.target_head else {}
 
 
 def _rotary(config: Json) -> dict[str, Any]:

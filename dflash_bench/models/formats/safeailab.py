@@ -40,7 +40,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     notes = [f"eagle_aux_hidden_state_layer_ids {list(taps)}: {_convention(taps)}"] if taps else []
     notes += [OLDER_NAME] if draft.norm_output else []
     formula = None if taps or depth else FORMULA
-    return Checkpoint(draft, tensors, None, tuple(notes), formula)
+    return Checkpoint(draft, tensors, None, tuple(notes), formula, fields.leaves_head(config, tensors))
 
 
 def tapped_outputs(taps: Sequence[int]) -> tuple[int, ...]:
@@ -72,6 +72,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "draft_vocab_size": config.draft_vocab_size,
+        **fields.head_json(checkpoint),
         "num_hidden_layers": 1,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(inputs), **inner},
         **norms,

@@ -1,9 +1,12 @@
 """DFlash as z-lab publishes it: infill labels, layers named by their output, embedding and head left to the target.
 
+Such a file holds no reduced vocabulary. Ours may, with `d2t` and the target's rows for a head (`target_head`).
 Block size, mask and layers stand beside `dflash_config` or inside it; if in both places, the inner value counts.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from dflash_bench.errors import UserError
 from dflash_bench.models.dflash import DFlashConfig
@@ -15,7 +18,10 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     both = {**config, **(config.get("dflash_config") or {})}
     variants = ("causal", "is_causal", "use_swa", "projector_type", "attention_sink_bias", "attention_value_scale")
     fields.refuse(both, dflash.WHAT, *variants, "shift_label", "sample_from_anchor")
-    return dflash.checkpoint(both, tensors, depth, target_layer_ids=tuple(both.get("target_layer_ids") or ()))
+    reduced = {"draft_vocab_size": both["draft_vocab_size"]} if fields.leaves_head(both, tensors) else {}
+    taps = tuple(both.get("target_layer_ids") or ())
+    read = dflash.checkpoint(both, tensors, depth, target_layer_ids=taps, **reduced)
+    return replace(read, target_head=bool(reduced))
 
 
 def write_dflash(checkpoint: Checkpoint) -> Stored:
@@ -24,10 +30,10 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     fields.cannot_hold(
         "zlab",
         shifted_labels=config.shifted_labels,
-        draft_vocab_size=config.draft_vocab_size,
+        draft_vocab_size=None if checkpoint.target_head else config.draft_vocab_size,
         target_hidden_size=config.target_hidden_size,
     )
-    if config.own_embedding or config.own_head:
+    if config.own_embedding or (config.own_head and not checkpoint.target_head):
         raise UserError(
             "the zlab format leaves embedding and head to the target, but this draft includes its own; "
             "if they are copies, give --target, and they are left out"
@@ -42,6 +48,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
             "target_layer_ids": list(config.target_layer_ids),
         },
         **depth,
+        **fields.head_json(checkpoint),
         "num_hidden_layers": config.num_layers,
         "layer_types": ["full_attention"] * config.num_layers,
         **fields.body_json(config, checkpoint.tensors),
