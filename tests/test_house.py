@@ -24,6 +24,8 @@ ABSURD = [
     ("results/parts.py", "dflash_bench.results.frame"),
     ("tasks/scoring/numbers.py", "dflash_bench.tasks.scoring.code"),
     ("train/nano/corpus/task.py", "dflash_bench.train.nano.builder"),
+    ("doctor/probes.py", "dflash_bench.doctor.diagnosis"),
+    ("train/loop.py", "dflash_bench.doctor.probes"),
     ("report/tables.py", "dflash_bench.report.html"),
 ]
 

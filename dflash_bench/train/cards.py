@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dflash_bench import atomic, reading
+from dflash_bench.errors import UserError
 from dflash_bench.models import presets
 from dflash_bench.train.chats import Chat
 from dflash_bench.train.checkpoint import History
@@ -13,11 +17,37 @@ from dflash_bench.train.overlap import NUM_WORDS, Overlap
 from dflash_bench.train.request import Request
 
 NAME = "README.md"
+ACCEPTANCE = "acceptance.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What the target accepted of a draft on prompts that it was not trained on, at temperature 0.
+
+    `by_position` is the share of rounds that accepted at least 1, 2, ... drafted tokens.
+    """
+
+    al_pooled: float
+    by_position: tuple[float, ...]
+    num_prompts: int
+    max_new_tokens: int
+
+
+def acceptance_of(folder: Path) -> Acceptance | None:
+    """As the draft's card says, if it says so. Raises UserError for a damaged file."""
+    path = folder / ACCEPTANCE
+    if not path.exists():
+        return None
+    try:
+        fields = reading.json_of(path)
+        return Acceptance(**{**fields, "by_position": tuple(map(float, fields["by_position"]))})
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{path} does not say what was accepted of this draft ({error}); remove it") from error
 
 
 def write(
     folder: Path, request: Request, prompts: Sequence[Chat], overlaps: Sequence[Overlap], history: History,
-    rate: float, num_answer_tokens: int,
+    rate: float, num_answer_tokens: int, measured: Acceptance,
 ) -> None:  # fmt: skip
     name = presets.name(request.target)
     sources = Counter(prompt.source if Path(prompt.source).name == prompt.source else Path(prompt.source).name
@@ -44,6 +74,7 @@ def write(
         *(f"| {o.suite} ({_short(o.source)}) | {o.num_rows:,} | {o.num_shared:,} |" for o in overlaps),
         "",
     ]
+    atomic.write_whole(folder / ACCEPTANCE, lambda file: file.write(json.dumps(asdict(measured), indent=1).encode()))
     (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dflash_bench import atomic, reading
+from dflash_bench.engine.acceptance import al_pooled, by_position
 from dflash_bench.engine.architecture import final_norm
 from dflash_bench.engine.local import stop_ids
 from dflash_bench.engine.sequences import Limits
@@ -27,6 +28,7 @@ from dflash_bench.models.formats import save_draft
 from dflash_bench.models.loading import Models
 from dflash_bench.train import answers, cards, chats, drafts, invented, loop, measuring, overlap
 from dflash_bench.train.answers import Asked, Plan
+from dflash_bench.train.cards import Acceptance
 from dflash_bench.train.chats import Chat
 from dflash_bench.train.checkpoint import History
 from dflash_bench.train.claims import claim
@@ -99,8 +101,9 @@ def perform(request: Request, tell: Tell) -> Path:
     )
     rate = request.rate or searched_rate(prepared, rows, tell)
     objective, history = fitted(prepared, rows, held_out, rate, tell)
+    measured = acceptance(prepared, objective, held_out)
     export(request, objective.draft, folder)
-    cards.write(folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()))
+    cards.write(folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()), measured)
     return folder
 
 
@@ -240,16 +243,22 @@ def fitted(
 ) -> tuple[Objective, History]:
     request = prepared.request
     objective = new_objective(prepared, rows)
-    # A prompt may have been answered twice.
-    prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in held_out))[:MEASURED]
-    limits = Limits(MEASURED_TOKENS, prepared.stops)
 
     def measure() -> float:
-        return measuring.al_pooled(prepared.target, request.method, objective.draft, prompts, limits)
+        return acceptance(prepared, objective, held_out).al_pooled
 
     recipe = recipe_of(request, num_steps(request, len(rows.ids) - rows.num_held_out), rate)
     path = request.out / "work" / f"{request.method}.pt"
     return objective, loop.train(objective, rows, recipe, path, tell, measure)
+
+
+def acceptance(prepared: Prepared, objective: Objective, held_out: Sequence[Conversation]) -> Acceptance:
+    """Of the draft as it is, by decoding held-out prompts with it."""
+    # A prompt may have been answered twice.
+    prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in held_out))[:MEASURED]
+    limits = Limits(MEASURED_TOKENS, prepared.stops)
+    answers = measuring.answered(prepared.target, prepared.request.method, objective.draft, prompts, limits)
+    return Acceptance(al_pooled(answers), tuple(by_position(answers)), len(prompts), MEASURED_TOKENS)
 
 
 def _decisive(request: Request) -> dict[str, Any]:

@@ -117,7 +117,9 @@ def _in_file(name: str, layer: str) -> str:
 
 def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[str]:
     ids = torch.arange(len(d2t)) + d2t
-    if not ((ids >= 0) & (ids < config.vocab_size)).all():
+    if d2t.tolist() == t2d.nonzero().flatten().tolist():
+        yield "d2t holds the target's ids, and not what is added to the draft's: subtract 0, 1, 2, ... from it"
+    elif not ((ids >= 0) & (ids < config.vocab_size)).all():
         yield f"d2t points outside the target's vocabulary of {config.vocab_size}: it belongs to another target"
     elif ids.tolist() != t2d.nonzero().flatten().tolist():
         yield "d2t and t2d name different tokens: copy the checkpoint again"

@@ -1,0 +1,28 @@
+"""What a user asks of `doctor`, in the words of `run`, and what is wrong with that before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dflash_bench.errors import UserError
+from dflash_bench.run import request as of_run
+from dflash_bench.run.request import Request
+
+EXAMINED = ("dflash", "eagle3")
+
+
+def has_prompts(request: Request) -> bool:
+    """Without any, the draft is examined on ours."""
+    return bool(request.suites or request.prompts)
+
+
+def check(request: Request) -> None:
+    """Raises UserError for what `run` would refuse too, and for a method without a draft that can be examined."""
+    if len(request.methods) > 1:
+        raise UserError("doctor examines one method at a time; give --method once")
+    for text in request.methods:
+        if text.partition("@")[0].partition(":")[0] not in EXAMINED:
+            raise UserError(f"--method {text} has no draft that can be examined; {' and '.join(EXAMINED)} have")
+    if request.data is not None and not request.suites:
+        raise UserError("--data has no effect without --suite")
+    of_run.check(request if has_prompts(request) else replace(request, suites=("gsm8k",)))

@@ -1,0 +1,230 @@
+"""`doctor` names a fault that was planted, blames nothing that is sound, and says what it cannot know."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import tiny
+import torch
+
+from dflash_bench.cli import main
+from dflash_bench.doctor import diagnosis, examination, probes, repetition, text
+from dflash_bench.doctor.diagnosis import Diagnosis
+from dflash_bench.doctor.examination import Tried
+from dflash_bench.doctor.probes import Probe
+from dflash_bench.doctor.variants import Moved, changed
+from dflash_bench.engine.acceptance import Accepted
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError
+from dflash_bench.models import loading
+from dflash_bench.models.presets import NANO
+from dflash_bench.run.request import Request
+
+
+def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosis:
+    options: dict[str, Any] = {"limit": 3, "max_new_tokens": 32, **changes}
+    drafts = () if draft is None else (f"{method}={draft}",)
+    return diagnosis.perform(Request(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
+
+
+NAMED = {
+    ("dflash", "order of features"): "features stand in the order of layers 13, 10, 7, 4, 1",
+    ("dflash", "theta of another model"): "theta 10000, and not 500",
+    ("dflash", "mask id"): "the mask is id 1000, which no token has, and not 5",
+    ("dflash", "norms without one"): "stored without the one that is added",
+    ("dflash", "labels"): "labels are shifted by one",
+    ("eagle3", "order of features"): "features stand in the order of layers 12, 7, 1",
+    ("eagle3", "theta of another model"): "theta 10000, and not 500",
+    ("eagle3", "norms with one"): "with a one that was to be added later",
+    ("eagle3", "ids in place of offsets"): "does not fit the target",
+    ("eagle3", "head"): "its head is not the one that it was trained with",
+    ("eagle3", "embedding of another model"): "it reads the target's embedding",
+    ("eagle3", "norm before residual"): "norm_before_residual False",
+    ("eagle3", "norm of the output"): "norm_output False",
+}
+
+
+@pytest.mark.parametrize("fault", NAMED, ids=" ".join)
+def test_a_planted_fault_is_named_first(fault: tuple[str, str], tmp_path: Path) -> None:
+    seen = examined(fault[0], planted.plant(fault, tmp_path / "draft"))
+    assert NAMED[fault] in seen.findings[0].cause and seen.findings[0].is_cause
+    shown = text.text(seen)
+    assert f"1. {seen.findings[0].cause}" in shown and "to do" in shown
+
+
+def test_ids_in_place_of_offsets_are_told_from_the_file(tmp_path: Path) -> None:
+    seen = examined("eagle3", planted.plant(("eagle3", "ids in place of offsets"), tmp_path / "draft"))
+    assert "d2t holds the target's ids" in seen.findings[0].evidence and not seen.samples
+
+
+def test_a_block_in_another_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file can hold this fault, so it is planted in the drafter."""
+    sound = DFlashDrafter._read_block
+
+    def late(self: DFlashDrafter) -> torch.Tensor:
+        kept, self.rotary = self.rotary, Moved(self.rotary, 1)  # type: ignore[assignment]
+        try:
+            return sound(self)
+        finally:
+            self.rotary = kept
+
+    monkeypatch.setattr(DFlashDrafter, "_read_block", late)
+    seen = examined("dflash", max_new_tokens=24)
+    assert "trained one place before where it is put here" in seen.findings[0].cause
+
+
+def test_the_other_mode_of_thinking_is_named() -> None:
+    seen = examined("dflash", limit=4, max_new_tokens=96, thinking="on")
+    assert seen.findings[0].cause == "the draft was trained with thinking off"
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_a_sound_draft_has_no_cause(method: str) -> None:
+    seen = examined(method)
+    assert not seen.has_cause and seen.tried and max(one.gain for one in seen.tried) < examination.LEAST_GAIN
+    assert "Nothing that was looked at or tried explains low acceptance." in text.text(seen)
+
+
+def test_text_that_the_draft_does_not_know_is_named(tmp_path: Path) -> None:
+    asked = ["Describe the harbour at dawn.", "Who repairs old clocks?", "Compare tea and coffee.", "Why do cats purr?"]
+    (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": one}) for one in asked))
+    seen = examined("eagle3", prompts=tmp_path / "mine.jsonl", limit=4)
+    assert seen.findings[0].cause == "the draft has not learnt this kind of text"
+    assert [sample.name for sample in seen.samples] == ["as it is", "on our prompts"]
+
+
+def test_a_draft_that_learnt_nothing_is_named(tmp_path: Path) -> None:
+    model = tiny.build(tmp_path / "model")
+    seen = examined("dflash", model=str(model))
+    assert seen.findings[-1].cause == "the draft has learnt too little"
+
+
+def test_a_draft_below_its_card_is_named(tmp_path: Path) -> None:
+    shutil.copytree(NANO / "dflash", tmp_path / "draft")
+    card = {"al_pooled": 40.0, "by_position": [0.9, 0.8], "num_prompts": 8, "max_new_tokens": 96}
+    (tmp_path / "draft" / "acceptance.json").write_text(json.dumps(card))
+    seen = examined("dflash", tmp_path / "draft")
+    assert "40.00 by its card" in seen.findings[0].evidence and seen.card is not None
+    assert "by its card      40.00 tokens a round; accepted by place: 90% 80%" in text.text(seen)
+    (tmp_path / "draft" / "acceptance.json").write_text('{"al_pooled": 1}')
+    with pytest.raises(UserError, match="does not say what was accepted"):
+        examined("dflash", tmp_path / "draft")
+
+
+# What is judged.
+
+
+def probe(name: str, kind: str = "kind") -> Probe:
+    return Probe(kind, name, f"cause {name}", "remedy", lambda: pytest.fail("never built"))
+
+
+def answers(*counts: tuple[int, ...]) -> list[Accepted]:
+    return [Accepted((), each) for each in counts]
+
+
+def test_a_gain_by_chance_is_no_cause() -> None:
+    before = answers((1, 1), (4, 4), (2, 2))
+    better = examination.judged(before, [(probe("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
+    assert better[0].gain > examination.LEAST_GAIN and not better[0].is_cause
+    sure = examination.judged(before, [(probe("all"), answers((4, 4), (9, 9), (6, 6)))])
+    assert sure[0].is_cause
+
+
+def test_many_trials_need_more_than_one() -> None:
+    before = answers((1, 1), (2, 2), (2, 2), (1, 1))
+    after = answers((2, 2), (3, 3), (2, 3), (2, 2))
+    alone = examination.judged(before, [(probe("x"), after)])
+    among = examination.judged(before, [(probe("x"), after), *[(probe(str(n)), before) for n in range(60)]])
+    assert alone[0].is_cause and not among[0].is_cause
+
+
+def test_symptoms_are_left_out_and_one_of_a_kind_is_named() -> None:
+    listed = [
+        Tried(probe("mask 7", "mask"), 4.0, 4.0, 0.0),
+        Tried(probe("mask 8", "mask"), 3.9, 3.9, 0.0),
+        Tried(probe("theta", "rotary"), 1.3, 1.3, 0.0),
+        Tried(probe("head", "head"), 3.0, 3.0, 0.0),
+    ]
+    assert [one.probe.name for one in examination.causes(listed)] == ["mask 7", "head"]
+
+
+def test_a_single_prompt_needs_a_large_gain() -> None:
+    assert examination.judged(answers((1, 1)), [(probe("x"), answers((3, 3)))])[0].is_cause
+    assert not examination.judged(answers((1, 1)), [(probe("x"), answers((1, 2)))])[0].is_cause
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loops"),
+    [
+        (list(range(60)), False),
+        ([*range(30), *[7, 8, 9] * 12], True),
+        ([5] * 40, True),
+        ([*range(10), *[1, 2] * 8], False),
+        ([*range(20)] * 4, True),
+    ],
+)
+def test_loops(tokens: list[int], loops: bool) -> None:
+    assert repetition.is_loop(tokens) == loops
+
+
+def test_loops_of_the_target_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repetition, "is_loop", lambda tokens: True)
+    seen = examined("eagle3", limit=1)
+    assert any(finding.cause == "the target repeats itself" and not finding.is_cause for finding in seen.findings)
+
+
+def test_a_changed_draft_leaves_the_original_as_it_was() -> None:
+    draft = loading.load("nano", ["dflash"], "cpu", torch.float32).drafts["dflash"]
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    other = changed(draft, {"norm.weight": torch.zeros_like(draft.norm.weight)}, mask_token_id=7)
+    assert other.config.mask_token_id == 7 and not other.norm.weight.any()
+    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_masks_are_tried_by_name_then_behind_the_vocabulary() -> None:
+    models = loading.load("nano", ["dflash"], "cpu", torch.float32)
+    draft = changed(models.drafts["dflash"], mask_token_id=5)
+    patient = probes.Patient(draft, Target(models.target), models.tokenizer, 15)
+    tried = list(probes.mask_candidates(patient))
+    assert tried[0] == len(models.tokenizer) == 1000 and 5 not in tried and len(set(tried)) == len(tried)
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--method", "ngram"], "--method ngram has no draft that can be examined; dflash and eagle3 have"),
+        (["--method", "dflash", "--method", "eagle3"], "doctor examines one method at a time"),
+        (["--data", "embedded"], "--data has no effect without --suite"),
+        (["--thinking", "sometimes"], "unknown mode of thinking"),
+        (["--suite", "nope"], "unknown suite"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dflash-bench", "doctor", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_command_exits_with_1_where_there_is_a_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = planted.plant(("eagle3", "norms with one"), tmp_path / "draft")
+    words = ["doctor", "--suite", "gsm8k", "--limit", "4", "--max-new-tokens", "24", "--json"]
+    monkeypatch.setattr("sys.argv", ["dflash-bench", *words, "--method", "eagle3", "--draft", f"eagle3={draft}"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    given = json.loads(capsys.readouterr().out)
+    assert end.value.code == 1 and given["findings"][0]["cause"].startswith("its norms")
+    assert given["samples"][0]["num_prompts"] == 4 and given["tried"][0]["al_pooled"] > given["samples"][0]["al_pooled"]
