@@ -146,10 +146,10 @@ class _Consultation:
         """The same chats, asked or computed in another way."""
         if self.backend.has_thinking and self.settings.thinking is not None:
             other = replace(self.settings, thinking=not self.settings.thinking)
-            mode = "on" if other.thinking else "off"
+            on, off = ("on", "off") if other.thinking else ("off", "on")
             yield self._asked(
-                f"thinking {mode}", f"the draft was trained with thinking {mode}",
-                f"give --thinking {mode}, or a draft that was trained with thinking {'off' if other.thinking else 'on'}", self._encoded(chats, other),
+                f"thinking {on}", f"the draft was trained with thinking {on}",
+                f"give --thinking {on}, or a draft that was trained with thinking {off}", self._encoded(chats, other),
             )  # fmt: skip
         if self.backend.tokenizer.chat_template is not None:
             texts = ["\n".join(message.content for message in chat) for chat in chats]
