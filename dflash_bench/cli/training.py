@@ -109,6 +109,12 @@ def train(
     ] = None,
     seed: Annotated[int, _training(metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
     threads: Annotated[int | None, _training(metavar="N", min=1, help="CPU threads.")] = None,
+    device: Annotated[
+        str | None,
+        _training(
+            metavar="D", help="cpu, cuda or cuda:N. Default: cuda if there is one; 'accelerate launch' uses several."
+        ),
+    ] = None,
     estimate_only: Annotated[
         bool,
         _training(
@@ -135,7 +141,7 @@ def train(
         openings=tuple(opening or ()), against=against, allow=tuple(allow or ()), sampled=sampled,
         max_new_tokens=max_new_tokens, batch_size=batch_size, max_disk_gb=max_disk, layers=layers,
         block_size=block_size, draft_vocab=draft_vocab, slim=slim, mask_token=mask_token, epochs=epochs, steps=steps,
-        rate=rate, distil=distil, patience=patience, seed=seed, threads=threads, format=to,
+        rate=rate, distil=distil, patience=patience, seed=seed, threads=threads, device=device, format=to,
     )  # fmt: skip
     if estimate_only:
         with status() as tell:
@@ -144,5 +150,7 @@ def train(
         return
     with status() as tell:
         folder = session.perform(request, tell)
+    if folder is None:
+        return
     flag = "--model" if target in table() else "--target"
     say(f"saved in {folder}; use it with {flag} {target} --draft {method}={folder}")

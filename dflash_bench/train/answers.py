@@ -24,6 +24,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.train.claims import claim
+from dflash_bench.train.crew import ALONE, Crew
 
 PLAN = "answers.json"
 ENDS = 2
@@ -80,19 +81,23 @@ def collect(
     plan: Plan,
     folder: Path,
     report: Callable[[str], object],
+    crew: Crew = ALONE,
 ) -> None:
-    """Answers to all prompts, in `folder`. Raises UserError if it holds the answers of another plan."""
+    """Answers to all prompts, in `folder`, shared among a crew. Raises UserError if it holds those of another plan."""
     prompts = zlib.crc32(repr([asdict(one) for one in asked]).encode())
-    claim(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
-    for number, rows in enumerate(batches(asked, plan.batch_size, plan.seed)):
+    if crew.is_first:
+        claim(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
+    crew.wait()
+    for number, rows in crew.share(list(enumerate(batches(asked, plan.batch_size, plan.seed)))):
         path = part(folder, number)
         if not path.exists():
             tensors = _answered(target, stop_ids, [asked[row] for row in rows], plan)
-            _write(path, {**tensors, "prompts": torch.tensor(rows)})
+            write(path, {**tensors, "prompts": torch.tensor(rows)})
         report(f"answers: batch {number + 1}")
+    crew.wait()
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def write(path: Path, tensors: dict[str, Tensor]) -> None:
     atomic.write_whole(path, lambda file: file.write(save(tensors)))
 
 
@@ -125,11 +130,15 @@ def _answered(target: Target, stop_ids: frozenset[int], asked: Sequence[Asked], 
             answer += new or []
     texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
     _read_ends(target, recorder, texts)
-    ends = torch.tensor([len(text) for text in texts]).cumsum(0)
+    return joined(recorder, texts, [len(one.ids) for one in asked])
+
+
+def joined(recorder: Recorder, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Whole conversations one behind another, as they are stored."""
     return {
         "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
-        "ends": ends,
-        "prompt_lengths": torch.tensor([len(one.ids) for one in asked]),
+        "ends": torch.tensor([len(text) for text in texts]).cumsum(0),
+        "prompt_lengths": torch.tensor(prompt_lengths),
         "states": torch.cat([recorder.states[row, : len(text)] for row, text in enumerate(texts)]),
     }
 

@@ -19,6 +19,9 @@ class Batch:
     document: Tensor
     position: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(tensor.to(device) for tensor in (self.ids, self.weights, self.document, self.position)))
+
     def mask(self, dtype: torch.dtype) -> Tensor:
         """Additive [R, 1, N, N]: causal, and never across samples."""
         same = self.document[:, :, None] == self.document[:, None, :]

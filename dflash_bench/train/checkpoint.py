@@ -27,7 +27,7 @@ def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer
     """The step to go on from and the history so far; 0 and nothing without a checkpoint."""
     if not path.exists():
         return 0, []
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
         optimiser.load_state_dict(saved)

@@ -63,6 +63,7 @@ def new_dflash(
     dflash.initialise(draft, seed)
     _quieten(draft.norm, target)
     if token_ids is not None:
+        token_ids = token_ids.cpu()
         draft.d2t = token_ids - torch.arange(len(token_ids))
         draft.t2d = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
         _share_head(draft, target)
@@ -86,7 +87,8 @@ def new_eagle3(
 
 def _share_head(draft: DFlashDraft | Eagle3Draft, target: Any) -> None:
     ids = torch.arange(len(draft.d2t)) + draft.d2t
-    draft.lm_head.weight.data.copy_(target.get_output_embeddings().weight[ids])
+    head = target.get_output_embeddings().weight
+    draft.lm_head.weight.data.copy_(head[ids.to(head.device)])
 
 
 def new_medusa(target: Any) -> MedusaHeads:

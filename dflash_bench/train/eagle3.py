@@ -32,7 +32,7 @@ def step_logits(
     """
     config = draft.config
     groups = config.num_heads // config.num_kv_heads
-    index = torch.arange(batch_ids.shape[1])
+    index = torch.arange(batch_ids.shape[1], device=batch_ids.device)
     unseen = ~((document[:, :, None] == document[:, None, :]) & (index[:, None] >= index))[:, None]
     history: list[tuple[Tensor, Tensor]] = []
 
@@ -94,14 +94,15 @@ class Eagle3Objective:
 
     def __init__(self, draft: Eagle3Draft, rows: Data, voice: Voice, num_steps: int) -> None:
         self.draft, self.rows, self.voice, self.num_steps = draft, rows, voice, num_steps
-        self.tables = tables(draft.config, rows)
+        self.device = draft.fc.weight.device
+        self.tables = tables(draft.config, rows, self.device)
 
     def heads(self) -> list[nn.Parameter]:
         return [weight for weight in self.draft.lm_head.parameters() if weight.requires_grad]
 
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor]]:
         batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             logits = step_logits(
                 self.draft, features, self.voice.embedding, self.tables, batch.ids, batch.document, batch.position,
                 self.num_steps,

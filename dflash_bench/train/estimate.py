@@ -11,11 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dflash_bench.engine.architecture import final_norm
-from dflash_bench.train import answers, session
+from dflash_bench.train import answers, fitting, preparing
 from dflash_bench.train.answers import Asked
+from dflash_bench.train.preparing import Prepared, Tell
 from dflash_bench.train.request import Request, check
 from dflash_bench.train.rows import Rows, stored
-from dflash_bench.train.session import Prepared, Tell
 
 TRIED_TOKENS = 8
 TRIED_STEPS = 2
@@ -40,7 +40,7 @@ class Estimate:
 def perform(request: Request, tell: Tell) -> Estimate:
     """Nothing is kept but the prompts that the target made up. Raises UserError as `session.perform` does."""
     check(request)
-    prepared = session.prepare(request, tell)
+    prepared = preparing.prepare(request, tell)
     with TemporaryDirectory() as folder:
         tell("trying a batch of answers")
         token_s = _answered(prepared, Path(folder))
@@ -49,11 +49,11 @@ def perform(request: Request, tell: Tell) -> Estimate:
     num_tokens = round(len(prepared.asked) * prepared.plan.max_new_tokens * LIKELY_SHARE)
     all_tokens = num_tokens + sum(len(one.ids) for one in prepared.asked)
     num_rows = max(1, round(all_tokens * num_rows_tried / tokens_tried))
-    num_steps = session.num_steps(request, num_rows)
+    num_steps = fitting.num_steps(request, num_rows)
     unit = 1 if sys.platform == "darwin" else 1024
     return Estimate(
         len(prepared.asked), num_tokens, num_tokens * token_s, num_steps, num_steps * step_s,
-        session.disk_bytes(prepared), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        preparing.disk_bytes(prepared), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     )  # fmt: skip
 
 
@@ -81,11 +81,11 @@ def _trained(prepared: Prepared, folder: Path) -> tuple[float, int, int]:
     """Seconds of a step; how many rows so many tokens make."""
     items = stored([folder])
     model = prepared.models.target
-    norm, pad = final_norm(model), session.pad_id(prepared.models)
-    packed = Rows(items, prepared.plan.layers, norm, session.ROW_LENGTH, pad)
-    rows = Rows(items * session.ROWS, prepared.plan.layers, norm, session.ROW_LENGTH, pad)
-    objective = session.new_objective(prepared, rows)
-    index = list(range(min(session.ROWS, len(rows.ids))))
+    norm, pad = final_norm(model), preparing.pad_id(prepared.models)
+    packed = Rows(items, prepared.plan.layers, norm, preparing.ROW_LENGTH, pad)
+    rows = Rows(items * fitting.ROWS, prepared.plan.layers, norm, preparing.ROW_LENGTH, pad)
+    objective = fitting.new_objective(prepared, rows)
+    index = list(range(min(fitting.ROWS, len(rows.ids))))
     seconds = []
     for step in range(1 + TRIED_STEPS):
         start = time.perf_counter()

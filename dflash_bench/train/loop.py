@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dflash_bench.errors import UserError
 from dflash_bench.train.batch import Data
 from dflash_bench.train.checkpoint import History, restore, save
+from dflash_bench.train.crew import ALONE, Crew
 from dflash_bench.train.optim import optimisers, set_rate
 
 
@@ -68,11 +69,12 @@ def train(
     path: Path,
     report: Callable[[str], object],
     measure: Measure | None = None,
+    crew: Crew = ALONE,
 ) -> History:
     """Train in place. Twice per epoch the history gets the running loss and the held-out accepted length.
 
-    With `measure` it also gets `al_pooled`, which then decides what is best. Raises UserError if the loss is no number,
-    with the last good checkpoint left in `path`.
+    Each process of a crew takes `recipe.rows` rows a step. With `measure` the history also gets `al_pooled`, which then
+    decides what is best. Raises UserError if the loss is no number, with the last good checkpoint left in `path`.
     """
     draft = objective.draft
     heads = {id(p) for p in objective.heads()}
@@ -84,36 +86,43 @@ def train(
     num_train = len(rows.ids) - rows.num_held_out
     if num_train < 1:
         raise UserError("there are too few answers: all are held out, and none is left to train on; give more prompts")
-    per_epoch = max(1, num_train // recipe.rows)
+    if num_train < crew.size:
+        raise UserError(f"{num_train} rows of answers are too few for {crew.size} processes; give more prompts")
+    per_epoch = max(1, num_train // (recipe.rows * crew.size))
     running = history[-1]["loss"] if history else 0.0
     began = time.monotonic()
-    for step, index in zip(range(recipe.steps), batches(num_train, recipe.rows, recipe.seed), strict=False):
+    for step, index in zip(range(recipe.steps), batches(num_train, recipe.rows * crew.size, recipe.seed), strict=False):
         if step < start:
             continue
         if _has_ended(history, recipe):
             break
         set_rate(made, step, (recipe.steps,), recipe.warmup)
-        loss = _step(objective, made, index, step + 1, path)
+        loss = _step(objective, made, crew.share(index), step + 1, path, crew)
         running = 0.97 * running + 0.03 * loss if running else loss
         left = (time.monotonic() - began) / (step + 1 - start) * (recipe.steps - step - 1)
         report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}, {_minutes(left)} left")
         if (step + 1) % max(per_epoch // 2, 1) == 0 or step + 1 == recipe.steps:
             entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "loss": running}
-            entry["accepted"] = held_out(objective, rows, recipe.rows)
-            if measure is not None:
-                entry["al_pooled"] = measure()
-            history.append(entry)
-            save(path, draft, made, step + 1, history)
+            if crew.is_first:
+                entry["accepted"] = held_out(objective, rows, recipe.rows)
+                if measure is not None:
+                    entry["al_pooled"] = measure()
+            history.append(crew.told(entry))
+            if crew.is_first:
+                save(path, draft, made, step + 1, history)
     return history
 
 
-def _step(objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path) -> float:
+def _step(
+    objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path, crew: Crew
+) -> float:
     loss = objective.loss(index, step)
-    value = loss.item()
+    value = crew.mean(loss.item(), loss.device)
     if not math.isfinite(value):
         kept = f"the last checkpoint before it is {path}" if path.exists() else "there is no checkpoint yet"
         raise UserError(f"{path.stem}: the loss is {value} at step {step}; {kept}; try a lower --rate")
     loss.backward()
+    crew.average(objective.draft.parameters())
     torch.nn.utils.clip_grad_norm_(objective.draft.parameters(), 1.0)
     for optimiser in made:
         optimiser.step()

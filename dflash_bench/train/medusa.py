@@ -32,6 +32,7 @@ class MedusaObjective:
 
     def __init__(self, draft: MedusaHeads, rows: Data) -> None:
         self.draft, self.rows = draft, rows
+        self.device = next(draft.parameters()).device
 
     def heads(self) -> list[nn.Parameter]:
         return [head[-1].weight for head in self.draft]  # type: ignore[index]
@@ -39,7 +40,7 @@ class MedusaObjective:
     def _forward(self, index: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Logits [R, N, heads, V], ids [R, N], and per head where it has a label."""
         batch, _ = self.rows.take(index, ())
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.draft(self.rows.final(index))
         return logits, batch.ids, step_masks(batch, self.draft.config.num_heads)
 

@@ -51,6 +51,8 @@ class Request:
     """Measurements without a gain after which training ends."""
     seed: int = 0
     threads: int | None = None
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU if there is one."""
     format: str | None = None
 
 

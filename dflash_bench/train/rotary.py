@@ -13,6 +13,6 @@ BEYOND = 64
 """Places behind the end of a row that a block or a chain may reach."""
 
 
-def tables(config: DFlashConfig | Eagle3Config, rows: Data) -> Rotary:
+def tables(config: DFlashConfig | Eagle3Config, rows: Data, device: torch.device) -> Rotary:
     length = rows.ids.shape[1] + BEYOND
-    return Rotary(config.head_dim, config.rope_theta, length, torch.device("cpu"), torch.float32, config.rope_scaling)
+    return Rotary(config.head_dim, config.rope_theta, length, device, torch.float32, config.rope_scaling)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dflash_bench.errors import UserError
 from dflash_bench.train.batch import Batch
 
+CPU = torch.device("cpu")
 OPEN_ROWS = 64
 """How many rows may still be filled up: more would pack tighter, and take longer."""
 
@@ -67,7 +68,8 @@ class Rows:
     """Packed rows: ids, document and position [R, N], answer flags [R, N]; states are read row by row.
 
     `layers` names the layer whose output each of the stored states is; the last of them is the target's last layer, and
-    `norm` the target's, which stands between that and the head. The last rows hold what is never trained on.
+    `norm` the target's, which stands between that and the head. The last rows hold what is never trained on. All stays
+    on the host; what is taken comes to `device`, where the norm is.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Rows:
         pad: int,
         seed: int = 0,
         held_out: Sequence[Conversation] = (),
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.layers, self.norm, self.length = tuple(layers), norm, length
         kept, test = (packed([item.cut(length) for item in some], length, seed) for some in (items, held_out))
         self.packed, self.num_held_out = kept + test, len(test)
@@ -101,7 +105,7 @@ class Rows:
         """A batch and its features [R, N, len(layers) * H]."""
         rows = torch.tensor(index)
         batch = Batch(self.ids[rows], self.answer[rows].float(), self.document[rows], self.position[rows])
-        return batch, self._states(index, [self.layers.index(layer) for layer in layers]).flatten(2)
+        return batch.to(self.device), self._states(index, [self.layers.index(layer) for layer in layers]).flatten(2)
 
     @torch.no_grad()
     def final(self, index: Sequence[int]) -> Tensor:
@@ -114,7 +118,7 @@ class Rows:
         # A step asks for features and for last states of the same rows: they are read from disk once.
         if self._latest is None or self._latest[0] != tuple(index):
             self._latest = (tuple(index), self._read(index))
-        return self._latest[1][:, :, which].float()
+        return self._latest[1][:, :, which].to(self.device, torch.float32)
 
     def _read(self, index: Sequence[int]) -> Tensor:
         """[R, N, K, H] in bfloat16, zeros where a row holds nothing."""

@@ -28,6 +28,7 @@ class Voice:
             token_ids = counts.argsort(descending=True, stable=True)[:size].sort().values
         numbers = torch.full((len(head),), UNSPOKEN)
         numbers[token_ids] = torch.arange(len(token_ids))
+        token_ids, numbers = token_ids.to(head.device), numbers.to(head.device)
         return cls(embedding.detach(), head.detach()[token_ids], token_ids, numbers)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from dflash_bench.methods import parse
 from dflash_bench.models import loading
 from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.records import Message
-from dflash_bench.train import drafts, estimate, loop, measuring, overlap, session
+from dflash_bench.train import drafts, estimate, fitting, loop, measuring, overlap, preparing, session
 from dflash_bench.train.request import Request, check
 
 
@@ -39,7 +39,9 @@ def request(target: Path, out: Path, **changes: Any) -> Request:
 
 
 def performed(asked: Request) -> Path:
-    return session.perform(asked, lambda _: None)
+    folder = session.perform(asked, lambda _: None)
+    assert folder is not None
+    return folder
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa"])
@@ -97,7 +99,7 @@ def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(target: Pat
 def test_a_rate_is_searched_for_among_those_that_were_tried(target: Path, tmp_path: Path) -> None:
     folder = performed(request(target, tmp_path, rate=None, steps=20))
     tried = json.loads((tmp_path / "work" / "dflash-rates.json").read_text())
-    assert [float(rate) for rate in tried] == list(session.RATES)
+    assert [float(rate) for rate in tried] == list(fitting.RATES)
     assert f"learning rate of matrices: {max(tried, key=tried.get)}" in (folder / "README.md").read_text()
 
 
@@ -152,7 +154,7 @@ def test_a_draft_that_was_cut_off_while_it_was_written_is_written_again(target: 
 def test_other_prompts_of_the_targets_own_are_not_taken_for_those_that_are_there(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session.invented, "invent", lambda *given: [f"What is {n} + {n}?" for n in range(given[3])])
+    monkeypatch.setattr(preparing.invented, "invent", lambda *given: [f"What is {n} + {n}?" for n in range(given[3])])
     performed(request(target, tmp_path, written=0, invented=8))
     with pytest.raises(UserError, match="prompts of the target's own with invented 8, not 9"):
         performed(request(target, tmp_path, method="eagle3", draft_vocab=64, written=0, invented=9))
@@ -185,7 +187,7 @@ def test_a_test_set_in_a_folder_is_looked_at_too(tmp_path: Path) -> None:
 def test_too_little_disk_says_how_much(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"take up to 0\.0 GB; give --max-disk"):
         performed(request(target, tmp_path, max_disk_gb=0.0))
-    monkeypatch.setattr(session, "disk_bytes", lambda _: 10**18)
+    monkeypatch.setattr(preparing, "disk_bytes", lambda _: 10**18)
     with pytest.raises(UserError, match="has room for"):
         performed(request(target, tmp_path, max_disk_gb=1e12))
 
@@ -203,9 +205,9 @@ def test_without_a_chat_template_or_a_spare_id_the_remedy_is_named(target: Path,
 def test_a_loss_that_is_no_number_stops_at_the_last_checkpoint(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = session.DFlashObjective.loss
+    original = fitting.DFlashObjective.loss
     monkeypatch.setattr(
-        session.DFlashObjective, "loss",
+        fitting.DFlashObjective, "loss",
         lambda self, index, step: original(self, index, step) * (torch.nan if step == 4 else 1.0),
     )  # fmt: skip
     with pytest.raises(UserError, match=r"the loss is nan at step 4; the last checkpoint before it is .*dflash\.pt"):

@@ -1,0 +1,143 @@
+"""What a training starts from: the target, its prompts, what these share with test suites, and room for the states."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_bench import atomic, reading
+from dflash_bench.engine.local import stop_ids
+from dflash_bench.engine.target import Target
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.models import loading, presets
+from dflash_bench.models.loading import Models
+from dflash_bench.train import chats, drafts, invented, overlap
+from dflash_bench.train.answers import Asked, Plan
+from dflash_bench.train.chats import Chat
+from dflash_bench.train.claims import claim
+from dflash_bench.train.crew import Crew, assembled
+from dflash_bench.train.overlap import Overlap
+from dflash_bench.train.request import Request
+
+ROW_LENGTH = 512
+Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before the first step: the target, its prompts, and what they share with test suites."""
+
+    request: Request
+    models: Models
+    target: Target
+    chats: tuple[Chat, ...]
+    asked: tuple[Asked, ...]
+    overlaps: tuple[Overlap, ...]
+    plan: Plan
+    crew: Crew
+
+    @property
+    def stops(self) -> frozenset[int]:
+        return stop_ids(self.models.target, self.models.tokenizer)
+
+    @property
+    def answers(self) -> Path:
+        return self.request.out / "work" / "answers"
+
+
+def prepare(request: Request, tell: Tell) -> Prepared:
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    tell("loading the target")
+    crew, device = assembled(device_of(request.device))
+    models = loading.load(presets.combine(*_named(request.target), {}), [], device, torch.bfloat16)
+    target = Target(models.target)
+    found = [*chats.given(request.prompts), *chats.written(request.written, request.seed)]
+    if crew.is_first:
+        _invent(request, models, target, tell)
+    crew.wait()
+    found += _invented(request)
+    overlaps = overlap.found([one.text for one in found], request.against)
+    if "overlap" not in request.allow:
+        overlap.refuse(overlaps)
+    encoded = chats.encoded(found, models.tokenizer, ROW_LENGTH)
+    asked = [Asked(ids) for _, ids in encoded]
+    asked += [Asked(ids, 1.0) for _, ids in encoded[: round(request.sampled * len(encoded))]]
+    layers = drafts.taps(target.config.num_hidden_layers)
+    plan = Plan(models.revisions["target"], layers, request.max_new_tokens, request.batch_size, request.seed)
+    prepared = Prepared(
+        request, models, target, tuple(one for one, _ in encoded), tuple(asked), tuple(overlaps), plan, crew
+    )
+    _require_disk(prepared)
+    return prepared
+
+
+def device_of(wanted: str | None) -> str:
+    """Raises UserError for a device that is not there."""
+    count = torch.cuda.device_count()
+    device = wanted or ("cuda" if count else "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+        raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
+    if kind == "cuda" and int(index or 0) >= count:
+        raise UserError("no CUDA device here; use --device cpu" if not count else f"this machine has {count} GPUs")
+    return device
+
+
+def _named(target: str) -> tuple[str | None, str | None]:
+    """As `run` takes them: the name of a model, or a target."""
+    return (target, None) if target in presets.table() else (None, target)
+
+
+def _invent(request: Request, models: Models, target: Target, tell: Tell) -> None:
+    """Those of an earlier start are kept: others would need other answers."""
+    if not request.invented:
+        return
+    work = request.out / "work"
+    path, names = work / "invented.json", ("invented", "openings", "batch_size", "seed")
+    claim(work / "invented-by.json", {name: getattr(request, name) for name in names}, "prompts of the target's own")
+    if not path.exists():
+        openings = request.openings or ("",)
+        stops = stop_ids(models.target, models.tokenizer)
+        texts = list(
+            invented.invent(
+                target, models.tokenizer, stops, request.invented, openings, request.batch_size, request.seed, tell
+            )
+        )
+        atomic.write_whole(path, lambda file: file.write(json.dumps(texts).encode()))
+
+
+def _invented(request: Request) -> list[Chat]:
+    texts = reading.json_of(request.out / "work" / "invented.json") if request.invented else []
+    return [chats.of_user("made up by the target", text) for text in texts]
+
+
+def _require_disk(prepared: Prepared) -> None:
+    out, needed = prepared.request.out, disk_bytes(prepared) / 1e9
+    room = os.statvfs(_existing(out))
+    free = room.f_bavail * room.f_frsize / 1e9
+    takes = f"the target's states on {len(prepared.asked):,} answers take up to {needed:.1f} GB"
+    if needed > prepared.request.max_disk_gb:
+        raise UserError(f"{takes}; give --max-disk {needed + 0.1:.1f}, or fewer prompts")
+    if needed > free:
+        raise UserError(f"{takes}, and {out} has room for {free:.1f} GB; name another --out, or give fewer prompts")
+
+
+def disk_bytes(prepared: Prepared) -> int:
+    """Of the states, if every answer is as long as it may be."""
+    tokens = sum(len(one.ids) + prepared.plan.max_new_tokens for one in prepared.asked)
+    return tokens * len(prepared.plan.layers) * int(prepared.target.config.hidden_size) * torch.bfloat16.itemsize
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.absolute().parent)
+
+
+def pad_id(models: Models) -> int:
+    tokenizer = models.tokenizer
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)

@@ -1,0 +1,219 @@
+"""Ways to train a DFlash draft that differ in one thing, for `ablations.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
+from dflash_bench.train.batch import Batch, Data
+from dflash_bench.train.dflash import DFlashObjective, block_hidden
+from dflash_bench.train.voice import Voice
+
+NUM_ANCHORS = 32
+GAMMAS = {16: 7.0, 8: 4.0}
+"""Paper, A.1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a draft is, and how it is trained; the defaults are the base that all are held against."""
+
+    name: str
+    layers: int = 3
+    num_features: int = 5
+    block: int = 16
+    decay: bool = True
+    anchors: str = "sampled"
+    """Or "uniform": answers cut into blocks once."""
+    conditioning: str = "KV injection"
+    """Or "input fusion", or "tokens": their embeddings in place of the target's states."""
+    answers: str = "own"
+    """Or "reference": those of the data set."""
+    masked: bool = True
+    """Slots beyond the end of an answer are left out of the loss."""
+
+    @property
+    def runs_in_engine(self) -> bool:
+        """No drafter feeds a draft in the other ways: only the training's own measure compares them."""
+        return self.conditioning == "KV injection"
+
+
+BASE = Variant("base")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One ablation of the paper: its variants beside the base, and in which order the paper has them, best first."""
+
+    title: str
+    paper: str
+    variants: tuple[Variant, ...]
+    order: tuple[str, ...]
+
+
+def _alike(name: str, **changes: Any) -> Variant:
+    return replace(BASE, name=name, **changes)
+
+
+TABLES = (
+    Table(
+        "Layers of the draft", "Paper, table 6: acceptance rises from 3 to 5 to 8 layers",
+        tuple(_alike(f"{n} layers" if n > 1 else "1 layer", layers=n) for n in (1, 2, 4, 5)),
+        ("5 layers", "4 layers", "base", "2 layers", "1 layer"),
+    ),
+    Table(
+        "Layers of the target that are tapped", "Paper, table 7: five features beat three",
+        (_alike("3 features", num_features=3), _alike("1 feature", num_features=1)),
+        ("base", "3 features", "1 feature"),
+    ),
+    Table(
+        "Block size trained, and used", "Paper, table 8: 16 used 16, 8 used 8, 16 used 8, 8 used 16",
+        (_alike("trained 8", block=8),), ("base", "trained 8"),
+    ),
+    Table(
+        "Conditioning", "Paper, tables 9 and 10: KV injection beats input fusion, and that no features at all",
+        (_alike("input fusion", conditioning="input fusion"), _alike("tokens only", conditioning="tokens")),
+        ("base", "input fusion", "tokens only"),
+    ),
+    Table(
+        "Anchors", "Paper, table 13: sampled anchors beat uniform blocks",
+        (_alike("uniform blocks", anchors="uniform"),), ("base", "uniform blocks"),
+    ),
+    Table(
+        "Decay of the loss along the block", "Paper, ablations: drafts learn faster with it, and end alike",
+        (_alike("no decay", decay=False),), ("base", "no decay"),
+    ),
+    Table(
+        "Whose answers", "Paper, section 5.1: the target's own", (_alike("reference answers", answers="reference"),),
+        ("base", "reference answers"),
+    ),
+    Table(
+        "Slots beyond an answer's end", "Not in the paper; implementations leave them out of the loss",
+        (_alike("all slots", masked=False),), ("base", "all slots"),
+    ),
+)  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    yield BASE
+    for table in TABLES:
+        yield from table.variants
+
+
+def taps(variant: Variant, depth: int) -> tuple[int, ...]:
+    return default_target_layers(depth, variant.num_features)
+
+
+def new_draft(variant: Variant, target: Any, mask_token_id: int, seed: int) -> DFlashDraft:
+    """Sizes and last norm are the target's."""
+    config = target.config
+    draft = DFlashDraft(
+        DFlashConfig(
+            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, num_layers=variant.layers,
+            num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+            vocab_size=target.get_input_embeddings().weight.shape[0], block_size=variant.block,
+            mask_token_id=mask_token_id, target_layer_ids=taps(variant, config.num_hidden_layers),
+            num_target_layers=config.num_hidden_layers,
+        )
+    )  # fmt: skip
+    initialise(draft, seed)
+    draft.norm.weight.data.copy_(target.model.norm.weight)
+    return draft
+
+
+class VariantObjective(DFlashObjective):
+    """The loss of a variant."""
+
+    def __init__(self, variant: Variant, draft: DFlashDraft, rows: Data, voice: Voice) -> None:
+        gamma = GAMMAS[variant.block] if variant.decay else math.inf
+        super().__init__(draft, rows, voice, NUM_ANCHORS, gamma)
+        self.variant = variant
+        self.hidden = {"KV injection": block_hidden, "input fusion": fused_hidden, "tokens": token_hidden}[
+            variant.conditioning
+        ]
+
+    def anchors(self, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
+        if self.variant.anchors == "sampled":
+            return super().anchors(batch, seed)
+        return uniform_anchors(batch, self.variant.block, self.num_anchors)
+
+    def labels(self, batch: Batch, anchors: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        labels, valid = super().labels(batch, anchors, real)
+        if self.variant.masked:
+            return labels, valid
+        places = anchors[..., None] + torch.arange(self.variant.block)
+        return labels, (places < batch.ids.shape[1]) & real[..., None]
+
+    def accepted(self, index: list[int]) -> Tensor:
+        """At sampled anchors and over answers' tokens alone, so that all variants are measured alike."""
+        trained_as, self.variant = self.variant, replace(self.variant, anchors="sampled", masked=True)
+        try:
+            return super().accepted(index)
+        finally:
+            self.variant = trained_as
+
+
+def uniform_anchors(batch: Batch, block: int, count: int) -> tuple[Tensor, Tensor]:
+    """Every `block`-th token of an answer, from its first on; no more than `count` in a row."""
+    answer = batch.weights > 0
+    before = torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], dim=1)
+    first = answer & ~before
+    # How many tokens of its answer lie before each.
+    place = torch.arange(answer.shape[1]).expand_as(answer)
+    begins = torch.where(first, place, torch.full_like(place, -1)).cummax(dim=1).values
+    follows = torch.zeros_like(answer)
+    follows[:, :-1] = answer[:, 1:] & (batch.document[:, :-1] == batch.document[:, 1:])
+    eligible = answer & follows & ((place - begins) % block == 0)
+    chosen = eligible.float().topk(count, dim=1)
+    return chosen.indices, chosen.values > 0
+
+
+def token_hidden(
+    draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
+    start: Tensor, visible: Tensor,
+) -> Tensor:  # fmt: skip
+    """`block_hidden` where the context's features hold only the embedding of their own token, once per feature.
+
+    `VariantRows` puts these there.
+    """
+    return block_hidden(draft, features, embedding, tables, position, tokens, start, visible)
+
+
+def fused_hidden(
+    draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
+    start: Tensor, visible: Tensor,
+) -> Tensor:  # fmt: skip
+    """The features enter once, as inputs: context places go through the draft's layers as any token does.
+
+    Each layer's keys and values then come from what the layer before made of them, and not from the features.
+    """
+    config, (num_rows, num_anchors) = draft.config, tokens.shape
+    block, groups = config.block_size, config.num_heads // config.num_kv_heads
+    ids = torch.full((num_rows, num_anchors, block), config.mask_token_id)
+    ids[..., 0] = tokens
+    length = features.shape[1]
+    context, x = draft.hidden_norm(draft.fc(features)), embedding[ids.flatten(1)]
+    places = (start[..., None] + torch.arange(block)).flatten(1)
+    # Rows [context; blocks] see the context before them in their conversation, and blocks see themselves.
+    restarts = (position == 0).cumsum(dim=1)
+    causal = (restarts[:, :, None] == restarts[:, None]) & (torch.arange(length)[:, None] >= torch.arange(length))
+    of_blocks = visible.repeat_interleave(block, dim=1)
+    block_number = torch.arange(num_anchors).repeat_interleave(block)
+    same_block = (block_number[:, None] == block_number).expand(num_rows, -1, -1)
+    nothing = torch.zeros(num_rows, length, num_anchors * block, dtype=torch.bool)
+    seen = torch.cat([torch.cat([causal, nothing], dim=2), torch.cat([of_blocks, same_block], dim=2)], dim=1)
+    both, all_places = torch.cat([context, x], dim=1), torch.cat([position, places], dim=1)
+
+    def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None])
+
+    hidden: Tensor = draft(both, tables.at(all_places), attend)
+    return hidden[:, length:].reshape(num_rows, num_anchors, block, -1)
