@@ -26,7 +26,6 @@ from dflash_bench import atomic, environment
 from dflash_bench.analysis import stats
 from dflash_bench.engine.acceptance import accepted
 from dflash_bench.engine.architecture import final_norm
-from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.local import stop_ids
 from dflash_bench.engine.sequences import Limits
@@ -35,13 +34,14 @@ from dflash_bench.models import chat, loading
 from dflash_bench.models.loading import Models
 from dflash_bench.records import Message
 from dflash_bench.train import answers, loop, preparing, session
-from dflash_bench.train.answers import Asked, Plan, Recorder
+from dflash_bench.train.answers import Asked, Plan
 from dflash_bench.train.batch import Batch
 from dflash_bench.train.loop import DraftRecipe
 from dflash_bench.train.nano.corpus.mixture import question, tasks
 from dflash_bench.train.nano.corpus.task import Task
 from dflash_bench.train.nano.prompts import turns_of
 from dflash_bench.train.rows import Conversation, Rows, stored
+from dflash_bench.train.states import Computed
 from dflash_bench.train.voice import Voice
 
 NUM_TASKS, TASK_SEED = 2000, 4242
@@ -105,22 +105,9 @@ class Ablations:
             for row in rows:
                 answer = tokenizer.encode(self.tasks[row].answers[0], add_special_tokens=False)
                 texts.append([*self.asked[row].ids, *answer[: MAX_NEW_TOKENS - 1], tokenizer.eos_token_id])
-            recorder = Recorder(self.layers, self.target.config.hidden_size)
-            recorder.begin(len(texts), max(map(len, texts)))
-            self._read(recorder, texts)
-            answers.write(path, answers.joined(recorder, texts, [len(self.asked[row].ids) for row in rows]))
+            states = Computed(self.target, self.layers)(texts)
+            answers.write(path, answers.joined(texts, [len(self.asked[row].ids) for row in rows], states))
             tell(f"reference answers: batch {number + 1}")
-
-    @torch.inference_mode()
-    def _read(self, recorder: Recorder, texts: Sequence[Sequence[int]]) -> None:
-        self.target.begin(len(texts), max(map(len, texts)))
-        self.target.tap(self.layers)
-        try:
-            hidden = self.target.prefill(texts).hidden
-        finally:
-            self.target.tap(())
-        nothing = torch.zeros(len(texts), 1, dtype=torch.long)
-        recorder.observe(Committed(hidden, nothing, nothing[:, 0], [0] * len(texts), [len(text) for text in texts]))
 
     def rows(self, kind: str) -> tuple[Rows, Sequence[Conversation]]:
         """Packed rows of one kind of answers; what is held out is always of the target's own."""

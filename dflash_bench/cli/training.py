@@ -59,6 +59,13 @@ def train(
     max_disk: Annotated[
         float, _answers(metavar="GB", min=0, help="The most that the target's states may take.")
     ] = 20.0,
+    on_the_fly: Annotated[
+        bool,
+        _answers(
+            "--on-the-fly",
+            help="Store answers alone, and compute the target's states in each step: slower, but takes no disk.",
+        ),
+    ] = False,
     layers: Annotated[
         int | None, _draft(metavar="N", min=1, max=32, help="Layers of a DFlash draft. Default: 2.")
     ] = None,
@@ -105,7 +112,11 @@ def train(
     ] = None,
     patience: Annotated[
         int | None,
-        _training(metavar="N", min=1, help="Stop after N measurements, two an epoch, without a gain."),
+        _training(
+            metavar="N",
+            min=1,
+            help="Stop after N measurements, two an epoch, without a gain, and keep the best weights.",
+        ),
     ] = None,
     seed: Annotated[int, _training(metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
     threads: Annotated[int | None, _training(metavar="N", min=1, help="CPU threads.")] = None,
@@ -139,9 +150,9 @@ def train(
     request = Request(
         target=target, method=method, out=out, prompts=tuple(prompts or ()), written=written, invented=invented,
         openings=tuple(opening or ()), against=against, allow=tuple(allow or ()), sampled=sampled,
-        max_new_tokens=max_new_tokens, batch_size=batch_size, max_disk_gb=max_disk, layers=layers,
-        block_size=block_size, draft_vocab=draft_vocab, slim=slim, mask_token=mask_token, epochs=epochs, steps=steps,
-        rate=rate, distil=distil, patience=patience, seed=seed, threads=threads, device=device, format=to,
+        max_new_tokens=max_new_tokens, batch_size=batch_size, max_disk_gb=max_disk, on_the_fly=on_the_fly,
+        layers=layers, block_size=block_size, draft_vocab=draft_vocab, slim=slim, mask_token=mask_token,
+        epochs=epochs, steps=steps, rate=rate, distil=distil, patience=patience, seed=seed, threads=threads, device=device, format=to,
     )  # fmt: skip
     if estimate_only:
         with status() as tell:

@@ -72,7 +72,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     from safetensors.torch import save_file
 
     config = model.config.to_dict()
-    config.pop("quantization_config", None)
+    for name in ("quantization_config", "_name_or_path"):  # of a file that is gone
+        config.pop(name, None)
     tied = model.config.tie_word_embeddings
     tensors = {
         name: tensor.contiguous()

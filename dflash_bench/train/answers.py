@@ -43,7 +43,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What decides the answers. `layers` are those whose outputs are stored."""
+    """What decides the answers. `layers` are those whose outputs are stored; with none, answers alone are."""
 
     revision: str
     layers: tuple[int, ...]
@@ -65,7 +65,8 @@ class Recorder:
         self.states = torch.zeros(shape, dtype=torch.bfloat16)
 
     def observe(self, committed: Committed) -> None:
-        assert committed.hidden is not None
+        if committed.hidden is None:  # no layer is tapped
+            return
         hidden = committed.hidden.unflatten(-1, self.states.shape[2:]).to("cpu", torch.bfloat16)
         for row, (start, count) in enumerate(zip(committed.starts, committed.counts, strict=True)):
             self.states[row, start : start + count] = hidden[row, :count]
@@ -129,18 +130,23 @@ def _answered(target: Target, stop_ids: frozenset[int], asked: Sequence[Asked], 
         for answer, new in zip(answers, step.emitted, strict=True):
             answer += new or []
     texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
-    _read_ends(target, recorder, texts)
-    return joined(recorder, texts, [len(one.ids) for one in asked])
+    states: list[Tensor] = []
+    if plan.layers:
+        _read_ends(target, recorder, texts)
+        states = [recorder.states[row, : len(text)] for row, text in enumerate(texts)]
+    return joined(texts, [len(one.ids) for one in asked], states)
 
 
-def joined(recorder: Recorder, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, Tensor]:
-    """Whole conversations one behind another, as they are stored."""
-    return {
+def joined(
+    texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Whole conversations one behind another, as they are stored; `states` [T, K, H] of each, or none at all."""
+    tensors = {
         "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
         "ends": torch.tensor([len(text) for text in texts]).cumsum(0),
         "prompt_lengths": torch.tensor(prompt_lengths),
-        "states": torch.cat([recorder.states[row, : len(text)] for row, text in enumerate(texts)]),
     }
+    return {**tensors, "states": torch.cat(list(states))} if states else tensors
 
 
 @torch.inference_mode()

@@ -32,3 +32,16 @@ def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer
     for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
         optimiser.load_state_dict(saved)
     return state["step"], state["history"]
+
+
+def keep_best(path: Path, model: nn.Module) -> None:
+    """Beside the checkpoint, which goes on from the latest weights."""
+    part = path.with_suffix(".best.part")
+    torch.save(model.state_dict(), part)
+    part.replace(path.with_suffix(".best"))
+
+
+def restore_best(path: Path, model: nn.Module) -> None:
+    """Nothing happens where none were kept."""
+    if path.with_suffix(".best").exists():
+        model.load_state_dict(torch.load(path.with_suffix(".best"), map_location="cpu", weights_only=True))

@@ -82,8 +82,10 @@ def _trained(prepared: Prepared, folder: Path) -> tuple[float, int, int]:
     items = stored([folder])
     model = prepared.models.target
     norm, pad = final_norm(model), preparing.pad_id(prepared.models)
-    packed = Rows(items, prepared.plan.layers, norm, preparing.ROW_LENGTH, pad)
-    rows = Rows(items * fitting.ROWS, prepared.plan.layers, norm, preparing.ROW_LENGTH, pad)
+    length, layers = preparing.ROW_LENGTH, prepared.layers
+    packed = Rows(items, layers, norm, length, pad)
+    device = prepared.target.device
+    rows = Rows(items * fitting.ROWS, layers, norm, length, pad, device=device, compute=prepared.compute)
     objective = fitting.new_objective(prepared, rows)
     index = list(range(min(fitting.ROWS, len(rows.ids))))
     seconds = []

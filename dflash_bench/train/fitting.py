@@ -42,7 +42,7 @@ OF_OTHERS = 0.1
 
 
 def new_objective(prepared: Prepared, rows: Rows) -> Objective:
-    request, model, layers = prepared.request, prepared.models.target, prepared.plan.layers
+    request, model, layers = prepared.request, prepared.models.target, prepared.layers
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     device = prepared.target.device
     counts = torch.bincount(rows.ids[rows.answer], minlength=len(embedding))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dflash_bench.errors import UserError
 from dflash_bench.train.batch import Data
-from dflash_bench.train.checkpoint import History, restore, save
+from dflash_bench.train.checkpoint import History, keep_best, restore, restore_best, save
 from dflash_bench.train.crew import ALONE, Crew
 from dflash_bench.train.optim import optimisers, set_rate
 
@@ -30,7 +30,7 @@ class DraftRecipe:
     warmup: int = 60
     seed: int = 602
     patience: int | None = None
-    """Measurements without a gain after which training ends; None trains all steps."""
+    """Measurements without a gain after which training ends, with the best weights; None trains all steps."""
 
 
 class Objective(Protocol):
@@ -109,7 +109,11 @@ def train(
                     entry["al_pooled"] = measure()
             history.append(crew.told(entry))
             if crew.is_first:
+                if recipe.patience is not None and _is_best(history):
+                    keep_best(path, draft)
                 save(path, draft, made, step + 1, history)
+    if recipe.patience is not None and crew.is_first:
+        restore_best(path, draft)
     return history
 
 
@@ -134,8 +138,18 @@ def _has_ended(history: History, recipe: DraftRecipe) -> bool:
     """Has nothing been gained for so long?"""
     if recipe.patience is None or len(history) <= recipe.patience:
         return False
-    gains = [float(entry["al_pooled" if "al_pooled" in entry else "accepted"]) for entry in history]
+    gains = _gains(history)
     return max(gains[-recipe.patience :]) <= max(gains[: -recipe.patience])
+
+
+def _is_best(history: History) -> bool:
+    """Is the latest measurement above all before it?"""
+    *before, latest = _gains(history)
+    return latest > max(before, default=0.0)
+
+
+def _gains(history: History) -> list[float]:
+    return [float(entry["al_pooled" if "al_pooled" in entry else "accepted"]) for entry in history]
 
 
 def _minutes(seconds: float) -> str:

@@ -23,6 +23,7 @@ from dflash_bench.train.claims import claim
 from dflash_bench.train.crew import Crew, assembled
 from dflash_bench.train.overlap import Overlap
 from dflash_bench.train.request import Request
+from dflash_bench.train.states import Computed
 
 ROW_LENGTH = 512
 Tell = Callable[[str], object]
@@ -38,6 +39,8 @@ class Prepared:
     chats: tuple[Chat, ...]
     asked: tuple[Asked, ...]
     overlaps: tuple[Overlap, ...]
+    layers: tuple[int, ...]
+    """The last is the target's last."""
     plan: Plan
     crew: Crew
 
@@ -47,7 +50,12 @@ class Prepared:
 
     @property
     def answers(self) -> Path:
-        return self.request.out / "work" / "answers"
+        return self.request.out / "work" / ("tokens" if self.request.on_the_fly else "answers")
+
+    @property
+    def compute(self) -> Computed | None:
+        """What gives states that are not stored."""
+        return Computed(self.target, self.layers) if self.request.on_the_fly else None
 
 
 def prepare(request: Request, tell: Tell) -> Prepared:
@@ -69,9 +77,10 @@ def prepare(request: Request, tell: Tell) -> Prepared:
     asked = [Asked(ids) for _, ids in encoded]
     asked += [Asked(ids, 1.0) for _, ids in encoded[: round(request.sampled * len(encoded))]]
     layers = drafts.taps(target.config.num_hidden_layers)
-    plan = Plan(models.revisions["target"], layers, request.max_new_tokens, request.batch_size, request.seed)
+    stored = () if request.on_the_fly else layers
+    plan = Plan(models.revisions["target"], stored, request.max_new_tokens, request.batch_size, request.seed)
     prepared = Prepared(
-        request, models, target, tuple(one for one, _ in encoded), tuple(asked), tuple(overlaps), plan, crew
+        request, models, target, tuple(one for one, _ in encoded), tuple(asked), tuple(overlaps), layers, plan, crew
     )
     _require_disk(prepared)
     return prepared
@@ -123,9 +132,9 @@ def _require_disk(prepared: Prepared) -> None:
     free = room.f_bavail * room.f_frsize / 1e9
     takes = f"the target's states on {len(prepared.asked):,} answers take up to {needed:.1f} GB"
     if needed > prepared.request.max_disk_gb:
-        raise UserError(f"{takes}; give --max-disk {needed + 0.1:.1f}, or fewer prompts")
+        raise UserError(f"{takes}; give --max-disk {needed + 0.1:.1f}, fewer prompts, or --on-the-fly")
     if needed > free:
-        raise UserError(f"{takes}, and {out} has room for {free:.1f} GB; name another --out, or give fewer prompts")
+        raise UserError(f"{takes}, and {out} has room for {free:.1f} GB; name another --out, or give --on-the-fly")
 
 
 def disk_bytes(prepared: Prepared) -> int:

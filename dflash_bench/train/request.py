@@ -36,6 +36,8 @@ class Request:
     max_new_tokens: int = 256
     batch_size: int = 64
     max_disk_gb: float = 20.0
+    on_the_fly: bool = False
+    """The target's states are computed in each step instead of being stored."""
     layers: int | None = None
     block_size: int | None = None
     draft_vocab: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +15,8 @@ from dflash_bench.errors import UserError
 from dflash_bench.train.batch import Batch
 
 CPU = torch.device("cpu")
+Compute = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
+"""Texts to the target's states on them, as `states.Computed`."""
 OPEN_ROWS = 64
 """How many rows may still be filled up: more would pack tighter, and take longer."""
 
@@ -27,10 +29,11 @@ class Stored:
         self.ids = file.get_tensor("ids").long()
         self.ends = file.get_tensor("ends").tolist()
         self.prompt_lengths = file.get_tensor("prompt_lengths").tolist()
-        self._states = file.get_slice("states")
+        self._states = file.get_slice("states") if "states" in file.keys() else None  # noqa: SIM118 (no mapping)
 
     def states(self, begin: int, end: int) -> Tensor:
         """[T, K, H] in bfloat16"""
+        assert self._states is not None, "they were not stored"
         states: Tensor = self._states[begin:end]
         return states
 
@@ -69,7 +72,7 @@ class Rows:
 
     `layers` names the layer whose output each of the stored states is; the last of them is the target's last layer, and
     `norm` the target's, which stands between that and the head. The last rows hold what is never trained on. All stays
-    on the host; what is taken comes to `device`, where the norm is.
+    on the host; what is taken comes to `device`, where the norm is. States that are not stored come from `compute`.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class Rows:
         seed: int = 0,
         held_out: Sequence[Conversation] = (),
         device: torch.device = CPU,
+        compute: Compute | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.compute = device, compute
         self.layers, self.norm, self.length = tuple(layers), norm, length
         kept, test = (packed([item.cut(length) for item in some], length, seed) for some in (items, held_out))
         self.packed, self.num_held_out = kept + test, len(test)
@@ -122,11 +126,20 @@ class Rows:
 
     def _read(self, index: Sequence[int]) -> Tensor:
         """[R, N, K, H] in bfloat16, zeros where a row holds nothing."""
-        by_row = [torch.cat([item.states for item in self.packed[number]]) for number in index]
+        by_row = [torch.cat(list(states)) for states in self._of_items(index)]
         states = torch.zeros(len(index), self.length, *by_row[0].shape[1:], dtype=by_row[0].dtype)
         for row, stored_states in enumerate(by_row):
             states[row, : len(stored_states)] = stored_states
         return states
+
+    def _of_items(self, index: Sequence[int]) -> Iterator[Sequence[Tensor]]:
+        """Of each conversation in each row."""
+        rows = [self.packed[number] for number in index]
+        if self.compute is None:
+            yield from ([item.states for item in row] for row in rows)
+            return
+        computed = iter(self.compute([item.ids.tolist() for row in rows for item in row]))
+        yield from ([next(computed) for _ in row] for row in rows)
 
 
 def packed(items: Sequence[Conversation], length: int, seed: int) -> list[list[Conversation]]:

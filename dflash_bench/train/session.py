@@ -44,8 +44,8 @@ def perform(request: Request, tell: Tell) -> Path | None:
     trained, held_out = split(stored([prepared.answers]), request.seed)
     model = prepared.models.target
     rows = Rows(
-        trained, prepared.plan.layers, final_norm(model), ROW_LENGTH, pad_id(prepared.models), request.seed, held_out,
-        prepared.target.device,
+        trained, prepared.layers, final_norm(model), ROW_LENGTH, pad_id(prepared.models), request.seed, held_out,
+        prepared.target.device, prepared.compute,
     )  # fmt: skip
     rate = request.rate or searched_rate(prepared, rows, tell)
     objective, history = fitted(prepared, rows, held_out, rate, tell)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dflash_bench.cli import main
 from dflash_bench.engine import acceptance
 from dflash_bench.engine.local import open_backend
+from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models import loading
@@ -22,6 +23,8 @@ from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.records import Message
 from dflash_bench.train import drafts, estimate, fitting, loop, measuring, overlap, preparing, session
 from dflash_bench.train.request import Request, check
+from dflash_bench.train.rows import stored
+from dflash_bench.train.states import Computed
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +185,25 @@ def test_a_test_set_in_a_folder_is_looked_at_too(tmp_path: Path) -> None:
     (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps({"question": question, "answer": "5 #### 5"}))
     (one,) = [one for one in overlap.found([f"Listen: {question}."], tmp_path) if one.num_shared]
     assert (one.suite, one.num_rows) == ("gsm8k", 1) and one.source.startswith("folder")
+
+
+def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_path: Path) -> None:
+    """Up to bfloat16: decoding reads a token at a time, and here all are read at once."""
+    performed(request(target, tmp_path / "stored"))
+    performed(request(target, tmp_path / "fly", on_the_fly=True))
+    assert not (tmp_path / "fly" / "work" / "answers").exists()
+    models = loading.load(Preset(str(target), {}), [], "cpu", torch.bfloat16)
+    items = stored([tmp_path / "stored" / "work" / "answers"])
+    again = stored([tmp_path / "fly" / "work" / "tokens"])
+    assert [item.ids.tolist() for item in items] == [item.ids.tolist() for item in again]
+    computed = Computed(Target(models.target), drafts.taps(4))([item.ids.tolist() for item in again])
+    for item, states in zip(items, computed, strict=True):
+        near = torch.nn.functional.cosine_similarity(item.states.float(), states.float(), dim=-1)
+        assert states.shape == item.states.shape and near.min() > 0.999
+    histories = [
+        torch.load(tmp_path / name / "work" / "dflash.pt", weights_only=True)["history"] for name in ("stored", "fly")
+    ]
+    assert histories[0][-1]["loss"] == pytest.approx(histories[1][-1]["loss"], rel=0.02)
 
 
 def test_too_little_disk_says_how_much(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
