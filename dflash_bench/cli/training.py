@@ -152,7 +152,8 @@ def train(
         openings=tuple(opening or ()), against=against, allow=tuple(allow or ()), sampled=sampled,
         max_new_tokens=max_new_tokens, batch_size=batch_size, max_disk_gb=max_disk, on_the_fly=on_the_fly,
         layers=layers, block_size=block_size, draft_vocab=draft_vocab, slim=slim, mask_token=mask_token,
-        epochs=epochs, steps=steps, rate=rate, distil=distil, patience=patience, seed=seed, threads=threads, device=device, format=to,
+        epochs=epochs, steps=steps, rate=rate, distil=distil, patience=patience, seed=seed,
+        threads=threads, device=device, format=to,
     )  # fmt: skip
     if estimate_only:
         with status() as tell:
