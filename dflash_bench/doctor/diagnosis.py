@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_bench.doctor import examination
 from dflash_bench.doctor.examination import Sample, Tried
-from dflash_bench.doctor.probes import Patient, Probe
+from dflash_bench.doctor.probes import Change, Patient
 from dflash_bench.doctor.request import check, has_prompts
 from dflash_bench.doctor.variants import drafter, num_drafts_of
 from dflash_bench.engine.local import LocalBackend
@@ -114,7 +114,7 @@ class _Consultation:
         as_it_is = self._sample("as it is", prompts)
         tried = examination.tried(patient, as_it_is, prompts, limits, self.tell)
         others = list(self._otherwise(chats))
-        tried = _merged(tried, examination.judged(as_it_is.answers, [(probe, one.answers) for probe, one in others]))
+        tried = _merged(tried, examination.judged(as_it_is.answers, [(change, one.answers) for change, one in others]))
         samples = [as_it_is]
         if self.given:
             samples.append(self._sample("on our prompts", self._encoded(self.ours, self.settings)))
@@ -142,7 +142,7 @@ class _Consultation:
         made = drafter(patient.draft, patient.target, patient.num_drafts)
         return examination.sample(name, patient, made, prompts, backend.limits)
 
-    def _otherwise(self, chats: Chats) -> Iterator[tuple[Probe, Sample]]:
+    def _otherwise(self, chats: Chats) -> Iterator[tuple[Change, Sample]]:
         """The same chats, asked or computed in another way."""
         if self.backend.has_thinking and self.settings.thinking is not None:
             other = replace(self.settings, thinking=not self.settings.thinking)
@@ -162,13 +162,10 @@ class _Consultation:
 
     def _asked(
         self, name: str, cause: str, remedy: str, prompts: Sequence[Sequence[int]], backend: LocalBackend | None = None
-    ) -> tuple[Probe, Sample]:
-        def build() -> Any:
-            raise AssertionError("it was sampled already")
+    ) -> tuple[Change, Sample]:
+        return Change(name, name, cause, remedy), self._sample(name, prompts, backend)
 
-        return Probe(name, name, cause, remedy, build), self._sample(name, prompts, backend)
-
-    def _in_its_own_type(self, chats: Chats) -> Iterator[tuple[Probe, Sample]]:
+    def _in_its_own_type(self, chats: Chats) -> Iterator[tuple[Change, Sample]]:
         """A draft learns from the target as its checkpoint is."""
         config = read_config(targets.find_target(self.request.target or self.request.model or "nano"))
         own = str(config.get("dtype") or config.get("torch_dtype") or "")
@@ -195,8 +192,8 @@ def _merged(tried: Sequence[Tried], others: Sequence[Tried]) -> list[Tried]:
 
 
 def _of_probe(one: Tried, as_it_is: Sample) -> Finding:
-    evidence = f"{one.probe.name}: {as_it_is.al:.2f} -> {one.al:.2f} tokens a round on the same prompts"
-    return Finding(one.probe.cause, evidence, one.probe.remedy)
+    evidence = f"{one.change.name}: {as_it_is.al:.2f} -> {one.al:.2f} tokens a round on the same prompts"
+    return Finding(one.change.cause, evidence, one.change.remedy)
 
 
 def _domain(samples: Sequence[Sample], card: cards.Acceptance | None, is_explained: bool) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.doctor import repetition
-from dflash_bench.doctor.probes import Patient, Probe, probes
+from dflash_bench.doctor.probes import Change, Patient, probes
 from dflash_bench.engine.acceptance import Accepted, accepted, al_pooled, by_position
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.sequences import Limits
@@ -52,7 +52,7 @@ class Sample:
 class Tried:
     """One change: acceptance with it over that without, on the same prompts, and the probability of chance."""
 
-    probe: Probe
+    change: Change
     al: float
     gain: float
     p: float | None
@@ -74,18 +74,18 @@ def tried(
     """Every probe on the same prompts, the largest gain first."""
     found = []
     for number, probe in enumerate(all_probes := list(probes(patient)), start=1):
-        tell(f"{number} of {len(all_probes)}: {probe.name}")
-        found.append((probe, accepted(patient.target, probe.build(), prompts, limits)))
+        tell(f"{number} of {len(all_probes)}: {probe.change.name}")
+        found.append((probe.change, accepted(patient.target, probe.build(), prompts, limits)))
     return judged(as_it_is.answers, found)
 
 
-def judged(before: Sequence[Accepted], found: Sequence[tuple[Probe, Sequence[Accepted]]]) -> list[Tried]:
+def judged(before: Sequence[Accepted], found: Sequence[tuple[Change, Sequence[Accepted]]]) -> list[Tried]:
     al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in found]
     known = iter(stats.holm([p for p in ps if p is not None]))
     corrected = [None if p is None else next(known) for p in ps]
     listed = [
-        Tried(probe, al_pooled(after), al_pooled(after) / al, p)
-        for (probe, after), p in zip(found, corrected, strict=True)
+        Tried(change, al_pooled(after), al_pooled(after) / al, p)
+        for (change, after), p in zip(found, corrected, strict=True)
     ]
     return sorted(listed, key=lambda one: (-one.is_cause, -one.gain))
 
@@ -94,7 +94,7 @@ def causes(listed: Sequence[Tried]) -> list[Tried]:
     """The best of each kind, the largest gain first; without those that gain far less than that, which are symptoms."""
     best: dict[str, Tried] = {}
     for one in sorted((one for one in listed if one.is_cause), key=lambda one: -one.gain):
-        best.setdefault(one.probe.kind, one)
+        best.setdefault(one.change.kind, one)
     largest = max((one.gain for one in best.values()), default=1.0)
     return [one for one in best.values() if math.log(one.gain) >= SYMPTOM * math.log(largest)]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -40,8 +41,8 @@ class Patient:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """`cause` is what is wrong if acceptance rises with this change, and `remedy` what to do then.
+class Change:
+    """`cause` is what is wrong if acceptance rises with it, and `remedy` what to do then.
 
     Of one `kind` at most one is the fault: others may help as well, because they come close to it.
     """
@@ -50,6 +51,13 @@ class Probe:
     name: str
     cause: str
     remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A change, and the drafter that drafts with it."""
+
+    change: Change
     build: Callable[[], Drafter]
 
 
@@ -71,7 +79,7 @@ def _probe(
     def build() -> Drafter:
         return drafter(changed(patient.draft, tensors, **config), patient.target, patient.num_drafts)
 
-    return Probe(kind, name, cause, remedy, build)
+    return Probe(Change(kind, name, cause, remedy), build)
 
 
 def _taps(patient: Patient) -> Iterator[Probe]:
@@ -107,7 +115,8 @@ def _labels(patient: Patient) -> Iterator[Probe]:
     assert isinstance(other, DFlashDraft)
     # The block stays as wide as it was trained, so it drafts one token more, or one less.
     count = max(1, other.config.num_drafts(draft.config.block_for(patient.num_drafts)))
-    yield Probe("labels", "labels moved by one", cause, remedy, lambda: drafter(other, patient.target, count))
+    change = Change("labels", "labels moved by one", cause, remedy)
+    yield Probe(change, lambda: drafter(other, patient.target, count))
 
 
 def _masks(patient: Patient) -> Iterator[Probe]:
@@ -139,12 +148,12 @@ def _positions(patient: Patient) -> Iterator[Probe]:
     if not isinstance(patient.draft, DFlashDraft):
         return
     for offset, where in ((1, "after"), (-1, "before")):
-        yield Probe(
+        change = Change(
             "positions", f"block one place {where}",
             f"its block was trained one place {where} where it is put here: positions",
             "train it again with the anchor at its own position; no checkpoint can say otherwise",
-            lambda offset=offset: drafter(patient.draft, patient.target, patient.num_drafts, offset=offset),  # type: ignore[misc]
         )  # fmt: skip
+        yield Probe(change, partial(drafter, patient.draft, patient.target, patient.num_drafts, offset=offset))
 
 
 def _rotary(patient: Patient) -> Iterator[Probe]:
@@ -204,7 +213,7 @@ def _embedding(patient: Patient) -> Iterator[Probe]:
     for name, value in ((f"embedding times {factor:.3g}", factor), (f"embedding by {factor:.3g}", 1 / factor)):
         cause = f"it was trained on embeddings that are scaled by {value:.3g} in comparison, the root of their width"
         remedy = "scale embed_tokens in the draft's own checkpoint, as its trainer did"
-        yield Probe("embedding", name, cause, remedy, lambda value=value: _reading(patient, Scaled(mine, value)))  # type: ignore[misc]
+        yield Probe(Change("embedding", name, cause, remedy), partial(_reading, patient, Scaled(mine, value)))
 
 
 def _reading(patient: Patient, embedding: nn.Module) -> Drafter:

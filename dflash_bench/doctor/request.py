@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dflash_bench.errors import UserError
+from dflash_bench.methods import parse
 from dflash_bench.run import request as of_run
 from dflash_bench.run.request import Request
 
@@ -23,6 +24,8 @@ def check(request: Request) -> None:
     for text in request.methods:
         if text.partition("@")[0].partition(":")[0] not in EXAMINED:
             raise UserError(f"--method {text} has no draft that can be examined; {' and '.join(EXAMINED)} have")
+        if others := parse(text).options.keys() - {"n", "block"}:
+            raise UserError(f"doctor tries a draft with n= or block= alone; leave out {min(others)}=")
     if request.data is not None and not request.suites:
         raise UserError("--data has no effect without --suite")
     of_run.check(request if has_prompts(request) else replace(request, suites=("gsm8k",)))

@@ -41,7 +41,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield ""
         yield f"The highest of {len(diagnosis.tried)} changes that were tried, one at a time:"
         for one in sorted(diagnosis.tried, key=lambda one: -one.al)[:SHOWN]:
-            yield f"  {one.al:5.2f}  {one.gain:4.2f}x  {one.probe.name}"
+            yield f"  {one.al:5.2f}  {one.gain:4.2f}x  {one.change.name}"
 
 
 def _line_of(sample: Sample) -> str:
@@ -75,7 +75,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             for sample in diagnosis.samples
         ],
         "tried": [
-            {"change": one.probe.name, "al_pooled": one.al, "gain": one.gain, "p": one.p} for one in diagnosis.tried
+            {"change": one.change.name, "al_pooled": one.al, "gain": one.gain, "p": one.p} for one in diagnosis.tried
         ],
         "card": None if diagnosis.card is None else asdict(diagnosis.card),
     }  # fmt: skip

@@ -56,6 +56,8 @@ def num_drafts_of(draft: Draft, method: Method) -> int:
     """Tokens of a round, as the method's options say or the draft was trained."""
     if isinstance(draft, Eagle3Draft):
         return method.number("n")
+    if method.option("block") == "auto":
+        return draft.config.num_drafts(draft.config.block_size)
     return draft.config.num_drafts(dflash.block_size(draft, method))
 
 

@@ -16,12 +16,13 @@ from dflash_bench.cli import main
 from dflash_bench.doctor import diagnosis, examination, probes, repetition, text
 from dflash_bench.doctor.diagnosis import Diagnosis
 from dflash_bench.doctor.examination import Tried
-from dflash_bench.doctor.probes import Probe
-from dflash_bench.doctor.variants import Moved, changed
+from dflash_bench.doctor.probes import Change
+from dflash_bench.doctor.variants import Moved, changed, num_drafts_of
 from dflash_bench.engine.acceptance import Accepted
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
+from dflash_bench.methods import parse
 from dflash_bench.models import loading
 from dflash_bench.models.presets import NANO
 from dflash_bench.run.request import Request
@@ -79,6 +80,11 @@ def test_a_block_in_another_place_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "trained one place before where it is put here" in seen.findings[0].cause
 
 
+def test_an_automatic_block_is_examined_whole() -> None:
+    draft = loading.load("nano", ["dflash"], "cpu", torch.float32).drafts["dflash"]
+    assert num_drafts_of(draft, parse("dflash:block=auto")) == 15
+
+
 def test_the_other_mode_of_thinking_is_named() -> None:
     seen = examined("dflash", limit=4, max_new_tokens=96, thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
@@ -120,8 +126,8 @@ def test_a_draft_below_its_card_is_named(tmp_path: Path) -> None:
 # What is judged.
 
 
-def probe(name: str, kind: str = "kind") -> Probe:
-    return Probe(kind, name, f"cause {name}", "remedy", lambda: pytest.fail("never built"))
+def change(name: str, kind: str = "kind") -> Change:
+    return Change(kind, name, f"cause {name}", "remedy")
 
 
 def answers(*counts: tuple[int, ...]) -> list[Accepted]:
@@ -130,33 +136,33 @@ def answers(*counts: tuple[int, ...]) -> list[Accepted]:
 
 def test_a_gain_by_chance_is_no_cause() -> None:
     before = answers((1, 1), (4, 4), (2, 2))
-    better = examination.judged(before, [(probe("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
+    better = examination.judged(before, [(change("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
     assert better[0].gain > examination.LEAST_GAIN and not better[0].is_cause
-    sure = examination.judged(before, [(probe("all"), answers((4, 4), (9, 9), (6, 6)))])
+    sure = examination.judged(before, [(change("all"), answers((4, 4), (9, 9), (6, 6)))])
     assert sure[0].is_cause
 
 
 def test_many_trials_need_more_than_one() -> None:
     before = answers((1, 1), (2, 2), (2, 2), (1, 1))
     after = answers((2, 2), (3, 3), (2, 3), (2, 2))
-    alone = examination.judged(before, [(probe("x"), after)])
-    among = examination.judged(before, [(probe("x"), after), *[(probe(str(n)), before) for n in range(60)]])
+    alone = examination.judged(before, [(change("x"), after)])
+    among = examination.judged(before, [(change("x"), after), *[(change(str(n)), before) for n in range(60)]])
     assert alone[0].is_cause and not among[0].is_cause
 
 
 def test_symptoms_are_left_out_and_one_of_a_kind_is_named() -> None:
     listed = [
-        Tried(probe("mask 7", "mask"), 4.0, 4.0, 0.0),
-        Tried(probe("mask 8", "mask"), 3.9, 3.9, 0.0),
-        Tried(probe("theta", "rotary"), 1.3, 1.3, 0.0),
-        Tried(probe("head", "head"), 3.0, 3.0, 0.0),
+        Tried(change("mask 7", "mask"), 4.0, 4.0, 0.0),
+        Tried(change("mask 8", "mask"), 3.9, 3.9, 0.0),
+        Tried(change("theta", "rotary"), 1.3, 1.3, 0.0),
+        Tried(change("head", "head"), 3.0, 3.0, 0.0),
     ]
-    assert [one.probe.name for one in examination.causes(listed)] == ["mask 7", "head"]
+    assert [one.change.name for one in examination.causes(listed)] == ["mask 7", "head"]
 
 
 def test_a_single_prompt_needs_a_large_gain() -> None:
-    assert examination.judged(answers((1, 1)), [(probe("x"), answers((3, 3)))])[0].is_cause
-    assert not examination.judged(answers((1, 1)), [(probe("x"), answers((1, 2)))])[0].is_cause
+    assert examination.judged(answers((1, 1)), [(change("x"), answers((3, 3)))])[0].is_cause
+    assert not examination.judged(answers((1, 1)), [(change("x"), answers((1, 2)))])[0].is_cause
 
 
 @pytest.mark.parametrize(
@@ -203,6 +209,7 @@ def test_masks_are_tried_by_name_then_behind_the_vocabulary() -> None:
     [
         (["--method", "ngram"], "--method ngram has no draft that can be examined; dflash and eagle3 have"),
         (["--method", "dflash", "--method", "eagle3"], "doctor examines one method at a time"),
+        (["--method", "dflash:steps=2"], "doctor tries a draft with n= or block= alone; leave out steps="),
         (["--data", "embedded"], "--data has no effect without --suite"),
         (["--thinking", "sometimes"], "unknown mode of thinking"),
         (["--suite", "nope"], "unknown suite"),
