@@ -62,6 +62,7 @@ def write(
         f"- answered again at temperature 1: {request.sampled:.0%} of them",
         f"- learning rate of matrices: {rate:g}; seed {request.seed}",
         f"- options: {_given(request)}",
+        "- `tokens`: of answers, read so far",
         "- `accepted`: right tokens in a row and the bonus token, on held-out answers as they stand",
         "- `al_pooled`: sum(a_i + 1) / sum(S), over all rounds of held-out prompts, decoded with the draft",
         "",

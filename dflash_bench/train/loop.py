@@ -18,6 +18,9 @@ from dflash_bench.train.checkpoint import History, keep_best, restore, restore_b
 from dflash_bench.train.crew import ALONE, Crew
 from dflash_bench.train.optim import optimisers, set_rate
 
+SAVE_EVERY_S = 300.0
+"""What a training loses at most when it is cut off, in seconds; every measurement is saved at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftRecipe:
@@ -89,8 +92,9 @@ def train(
     if num_train < crew.size:
         raise UserError(f"{num_train} rows of answers are too few for {crew.size} processes; give more prompts")
     per_epoch = max(1, num_train // (recipe.rows * crew.size))
+    num_tokens = int(rows.answer[:num_train].sum())
     running = history[-1]["loss"] if history else 0.0
-    began = time.monotonic()
+    began = saved = time.monotonic()
     for step, index in zip(range(recipe.steps), batches(num_train, recipe.rows * crew.size, recipe.seed), strict=False):
         if step < start:
             continue
@@ -102,7 +106,8 @@ def train(
         left = (time.monotonic() - began) / (step + 1 - start) * (recipe.steps - step - 1)
         report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}, {_minutes(left)} left")
         if (step + 1) % max(per_epoch // 2, 1) == 0 or step + 1 == recipe.steps:
-            entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "loss": running}
+            read = round(num_tokens * (step + 1) * recipe.rows * crew.size / num_train)
+            entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "tokens": read, "loss": running}
             if crew.is_first:
                 entry["accepted"] = held_out(objective, rows, recipe.rows)
                 if measure is not None:
@@ -112,6 +117,10 @@ def train(
                 if recipe.patience is not None and _is_best(history):
                     keep_best(path, draft)
                 save(path, draft, made, step + 1, history)
+                saved = time.monotonic()
+        elif crew.is_first and time.monotonic() - saved > SAVE_EVERY_S:
+            save(path, draft, made, step + 1, history)
+            saved = time.monotonic()
     if recipe.patience is not None and crew.is_first:
         restore_best(path, draft)
     return history

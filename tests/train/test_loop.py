@@ -86,3 +86,30 @@ def test_the_best_weights_outlive_an_interruption(tmp_path: Path) -> None:
     again, history, _ = trained(tmp_path / "toy.pt", [2.0, 2.5, 2.9], patience=3)
     assert [entry["al_pooled"] for entry in history] == [1.0, 3.0, 2.0, 2.5, 2.9]
     assert torch.equal(again.draft.weight, seen[1])
+
+
+def test_between_measurements_it_is_saved_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on as if it had never stopped."""
+
+    class Cut(Toy):
+        def loss(self, index: list[int], step: int) -> Tensor:
+            if step == 6 and (tmp_path / "cut.pt").exists() and not (tmp_path / "again").exists():
+                raise RuntimeError("the power went")
+            return super().loss(index, step)
+
+    monkeypatch.setattr(loop, "SAVE_EVERY_S", 0.0)
+    recipe = DraftRecipe(steps=8, matrix_lr=0.1, other_lr=0.01, rows=1, warmup=1)
+    rows: Any = Rows()
+    with pytest.raises(RuntimeError, match="the power went"):
+        loop.train(Cut(), rows, recipe, tmp_path / "cut.pt", lambda _: None)
+    assert torch.load(tmp_path / "cut.pt", weights_only=True)["step"] == 5
+    (tmp_path / "again").touch()
+    cut, whole = Cut(), Toy()
+    loop.train(cut, rows, recipe, tmp_path / "cut.pt", lambda _: None)
+    loop.train(whole, rows, recipe, tmp_path / "whole.pt", lambda _: None)
+    assert torch.equal(cut.draft.weight, whole.draft.weight)
+
+
+def test_the_history_counts_the_tokens_that_were_read(tmp_path: Path) -> None:
+    _, history, _ = trained(tmp_path / "toy.pt", [1.0] * 4, steps=4)
+    assert [entry["tokens"] for entry in history] == [4, 8, 12, 16]
