@@ -2,7 +2,7 @@
 
 Nano answers embedded prompts, alone and together, in float32 and bfloat16. Then a target of the shape of Qwen3-8B is
 timed with a five-layer DFlash draft and an EAGLE-3 head. The weights are random, so next to nothing is accepted: the
-milliseconds are those of a real model, the acceptance is not.
+milliseconds are those of a real model, the acceptance is not. At last each kind of draft is trained a little, for nano.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +37,12 @@ from dflash_bench.environment import describe, one_line
 from dflash_bench.models import dflash, eagle3, loading
 from dflash_bench.records import Generation, Message
 from dflash_bench.tasks import suites
+from dflash_bench.train import session
+from dflash_bench.train.request import Request
 
 METHODS = ("ar", "dflash", "eagle3")
+TRAINED = ("dflash", "eagle3", "medusa")
+STEPS = 40
 NUM_WARM_UP = 4
 """Rounds left out at the start of a timed generation."""
 
@@ -99,6 +104,20 @@ class Timing:
     """How often per round the host waits for the GPU; None without a GPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Losses half way and at the end, and what the target accepted."""
+
+    method: str
+    losses: tuple[float, float]
+    al_pooled: float
+    seconds: float
+
+    @property
+    def learns(self) -> bool:
+        return self.losses[1] < self.losses[0]
+
+
 def main() -> int:
     options = parse_options()
     start_s = time.monotonic()
@@ -109,14 +128,15 @@ def main() -> int:
     torch.manual_seed(0)
     exactness = [row for dtype in (torch.float32, torch.bfloat16) for row in nano(device, dtype, size)]
     timings = list(timed(device, size))
+    trainings = [trained(method, device) for method in TRAINED]
     seconds = time.monotonic() - start_s
-    text = markdown(device, size, exactness, timings, seconds)
+    text = markdown(device, size, exactness, timings, seconds) + "\n".join(training_lines(trainings)) + "\n"
     name = "cpu-toy" if options.toy else torch.cuda.get_device_name(device).lower().replace(" ", "-")
     path = options.output or Path(__file__).parent.parent / "results" / f"smoke-{name}.md"
     path.write_text(text, encoding="utf-8")
     print(text)
     say(f"wrote {path} after {seconds:.0f} s")
-    return 1 if any(row.num_wrong for row in exactness) else 0
+    return 1 if any(row.num_wrong for row in exactness) or not all(one.learns for one in trainings) else 0
 
 
 def parse_options() -> argparse.Namespace:
@@ -253,6 +273,26 @@ def random_drafters(target: Target, size: Size) -> dict[str, Drafter]:
     }
 
 
+# Training.
+
+
+def trained(method: str, device: torch.device) -> Training:
+    """On nano's answers to a few prompts: does the loss fall on this device?"""
+    say(f"training {method}")
+    start_s = time.monotonic()
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        request = Request(
+            target="nano", method=method, out=out, written=16, max_new_tokens=48, batch_size=24, steps=STEPS, rate=0.02,
+            block_size=8 if method == "dflash" else None, device=str(device),
+        )  # fmt: skip
+        session.perform(request, lambda _: None)
+        history = torch.load(out / "work" / f"{method}.pt", weights_only=True)["history"]
+    half = next(entry for entry in history if entry["step"] >= STEPS // 2)
+    last = history[-1]
+    return Training(method, (half["loss"], last["loss"]), last["al_pooled"], time.monotonic() - start_s)
+
+
 # Text.
 
 
@@ -293,6 +333,16 @@ def markdown(
             f"| {timing.round_ms:.2f} | {timing.round_ms / plain[timing.batch]:.2f} | {memory} | {syncs} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def training_lines(trainings: Sequence[Training]) -> Iterator[str]:
+    yield "\n## Training\n"
+    yield f"Drafts for nano, {STEPS} steps on its own answers: the loss must fall.\n"
+    yield "| method | loss half way | loss at the end | accepted, tokens a round | seconds |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for one in trainings:
+        half, last = one.losses
+        yield f"| {one.method} | {half:.3f} | {last:.3f} | {one.al_pooled:.2f} | {one.seconds:.0f} |"
 
 
 if __name__ == "__main__":
