@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,7 @@ class _Consultation:
         limits, prompts = self.backend.limits, self._encoded(chats, self.settings)
         as_it_is = self._sample("as it is", prompts)
         tried = examination.tried(patient, as_it_is, prompts, limits, self.tell)
-        others = list(self._otherwise(chats))
+        others = without_loops(self._otherwise(chats), as_it_is)
         tried = _merged(tried, examination.judged(as_it_is.answers, [(change, one.answers) for change, one in others]))
         samples = [as_it_is]
         if self.given:
@@ -185,6 +185,11 @@ def _ours(model: Preset, number: int) -> Iterator[Sequence[Message]]:
         return
     for kind in starter.KINDS:
         yield from ([Message("user", text)] for text in starter.prompts(kind, number))
+
+
+def without_loops(others: Iterable[tuple[Change, Sample]], as_it_is: Sample) -> list[tuple[Change, Sample]]:
+    """Asked otherwise, a target may fall into loops, which every draft finds easy: that is no gain."""
+    return [(change, one) for change, one in others if one.num_loops <= as_it_is.num_loops]
 
 
 def _merged(tried: Sequence[Tried], others: Sequence[Tried]) -> list[Tried]:

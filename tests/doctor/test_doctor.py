@@ -185,6 +185,16 @@ def test_loops_of_the_target_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(finding.cause == "the target repeats itself" and not finding.is_cause for finding in seen.findings)
 
 
+def test_a_gain_from_loops_is_none() -> None:
+    def sample(tokens: list[int]) -> examination.Sample:
+        return examination.Sample("s", (Accepted(tuple(tokens), (3,)), Accepted(tuple(range(40)), (3,))))
+
+    sound, looping = sample([*range(50, 90)]), sample([5] * 40)
+    others = [(change("template"), looping), (change("thinking"), sound)]
+    assert [one.name for one, _ in diagnosis.without_loops(others, sound)] == ["thinking"]
+    assert [one.name for one, _ in diagnosis.without_loops(others, looping)] == ["template", "thinking"]
+
+
 def test_a_changed_draft_leaves_the_original_as_it_was() -> None:
     draft = loading.load("nano", ["dflash"], "cpu", torch.float32).drafts["dflash"]
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
