@@ -112,9 +112,9 @@ class _Consultation:
         patient = self._patient(self.backend)
         limits, prompts = self.backend.limits, self._encoded(chats, self.settings)
         as_it_is = self._sample("as it is", prompts)
-        tried = examination.tried(patient, as_it_is, prompts, limits, self.tell)
+        found = examination.probed(patient, prompts, limits, self.tell)
         others = without_loops(self._otherwise(chats), as_it_is)
-        tried = _merged(tried, examination.judged(as_it_is.answers, [(change, one.answers) for change, one in others]))
+        tried = examination.judged(as_it_is.answers, [*found, *((change, one.answers) for change, one in others)])
         samples = [as_it_is]
         if self.given:
             samples.append(self._sample("on our prompts", self._encoded(self.ours, self.settings)))
@@ -190,10 +190,6 @@ def _ours(model: Preset, number: int) -> Iterator[Sequence[Message]]:
 def without_loops(others: Iterable[tuple[Change, Sample]], as_it_is: Sample) -> list[tuple[Change, Sample]]:
     """Asked otherwise, a target may fall into loops, which every draft finds easy: that is no gain."""
     return [(change, one) for change, one in others if one.num_loops <= as_it_is.num_loops]
-
-
-def _merged(tried: Sequence[Tried], others: Sequence[Tried]) -> list[Tried]:
-    return sorted([*tried, *others], key=lambda one: (-one.is_cause, -one.gain))
 
 
 def _of_probe(one: Tried, as_it_is: Sample) -> Finding:

@@ -68,18 +68,19 @@ def sample(name: str, patient: Patient, drafter: Drafter, prompts: Sequence[Toke
     return Sample(name, tuple(accepted(patient.target, drafter, prompts, limits)))
 
 
-def tried(
-    patient: Patient, as_it_is: Sample, prompts: Sequence[Tokens], limits: Limits, tell: Callable[[str], object]
-) -> list[Tried]:
-    """Every probe on the same prompts, the largest gain first."""
-    found = []
+def probed(
+    patient: Patient, prompts: Sequence[Tokens], limits: Limits, tell: Callable[[str], object]
+) -> list[tuple[Change, Sequence[Accepted]]]:
+    """Every probe on the same prompts."""
+    found: list[tuple[Change, Sequence[Accepted]]] = []
     for number, probe in enumerate(all_probes := list(probes(patient)), start=1):
         tell(f"{number} of {len(all_probes)}: {probe.change.name}")
         found.append((probe.change, accepted(patient.target, probe.build(), prompts, limits)))
-    return judged(as_it_is.answers, found)
+    return found
 
 
 def judged(before: Sequence[Accepted], found: Sequence[tuple[Change, Sequence[Accepted]]]) -> list[Tried]:
+    """All that was tried, causes first, and then the largest gain; chance is shared among all of them."""
     al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in found]
     known = iter(stats.holm([p for p in ps if p is not None]))
     corrected = [None if p is None else next(known) for p in ps]

@@ -106,7 +106,7 @@ def train(
         left = (time.monotonic() - began) / (step + 1 - start) * (recipe.steps - step - 1)
         report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}, {_minutes(left)} left")
         if (step + 1) % max(per_epoch // 2, 1) == 0 or step + 1 == recipe.steps:
-            read = round(num_tokens * (step + 1) * recipe.rows * crew.size / num_train)
+            read = round(num_tokens * (step + 1) * min(recipe.rows * crew.size, num_train) / num_train)
             entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "tokens": read, "loss": running}
             if crew.is_first:
                 entry["accepted"] = held_out(objective, rows, recipe.rows)
