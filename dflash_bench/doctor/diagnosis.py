@@ -125,7 +125,7 @@ class _Consultation:
             *_doubts(notes, self.model),
         ]
         if not any(finding.is_cause for finding in findings):
-            findings += _weak(samples, self.card)
+            findings = [*_perhaps(tried, as_it_is), *findings, *_weak(samples, self.card)]
         return replace(self.base, findings=tuple(findings), samples=tuple(samples), tried=tuple(tried), card=self.card)
 
     def _patient(self, backend: LocalBackend) -> Patient:
@@ -195,6 +195,17 @@ def without_loops(others: Iterable[tuple[Change, Sample]], as_it_is: Sample) -> 
 def _of_probe(one: Tried, as_it_is: Sample) -> Finding:
     evidence = f"{one.change.name}: {as_it_is.al:.2f} -> {one.al:.2f} tokens a round on the same prompts"
     return Finding(one.change.cause, evidence, one.change.remedy)
+
+
+def _perhaps(tried: Sequence[Tried], as_it_is: Sample) -> Iterator[Finding]:
+    """The largest gain, where so few prompts leave open whether it is one."""
+    best = max(tried, key=lambda one: one.gain, default=None)
+    if best is not None and best.gain >= examination.LEAST_GAIN:
+        seen, chance = _of_probe(best, as_it_is), "" if best.p is None else f" (p {best.p:.2f})"
+        yield Finding(
+            f"perhaps {seen.cause}", f"{seen.evidence}, which may be chance{chance}",
+            "ask more prompts with --limit before you change anything", is_cause=False,
+        )  # fmt: skip
 
 
 def _domain(samples: Sequence[Sample], card: cards.Acceptance | None, is_explained: bool) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,11 @@ def shift(x: Tensor, by: int) -> Tensor:
     return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)
 
 
-def step_logits(
+def step_states(
     draft: Eagle3Draft, features: Tensor, embedding: Tensor, tables: Rotary, batch_ids: Tensor, document: Tensor,
     position: Tensor, steps: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Logits [R, N, Vd] per step; row t of step i predicts the token at t + 2 + i.
+    """The draft's states [R, N, H] per step; row t of step i predicts the token at t + 2 + i.
 
     Row t attends to the first step's keys of its conversation up to t, and to what it wrote itself in later steps.
     """
@@ -48,12 +49,12 @@ def step_logits(
             mixed = mixed + weights[..., num_rows + i, None] * v
         return mixed
 
-    hidden, logits = draft.fuse(features), []
+    hidden, states = draft.fuse(features), []
     for step in range(steps):
         tokens = shift(batch_ids, step + 1)
         hidden = draft(embedding[tokens], hidden, tables.at(position + step), attend)
-        logits.append(draft.logits(hidden))
-    return logits
+        states.append(hidden)
+    return states
 
 
 def step_masks(batch: Batch, steps: int) -> list[Tensor]:
@@ -64,27 +65,38 @@ def step_masks(batch: Batch, steps: int) -> list[Tensor]:
     ]
 
 
-def distillation_loss(logits: list[Tensor], teacher: Tensor, masks: list[Tensor], t2d: Tensor) -> Tensor:
-    """Soft cross-entropy against the target's own distribution [R, N, V], restricted to the draft vocabulary.
+def has_answer_next(batch: Batch) -> Tensor:
+    """Where the target's last state says a token of an answer [R, N]."""
+    return shift(batch.weights > 0, 1) & (shift(batch.document + 1, 1) == batch.document + 1)
 
-    Places where the target's best token is outside the draft vocabulary teach nothing and are left out.
+
+def distillation_loss(
+    scores: Callable[[Tensor], Tensor], states: list[Tensor], teacher: Tensor, places: Tensor, masks: list[Tensor],
+    t2d: Tensor,
+) -> Tensor:  # fmt: skip
+    """Soft cross-entropy against the target's own logits [n, V] at `places` [R, N], over the draft vocabulary.
+
+    `scores` turns states [m, H] into logits [m, Vd]; it is asked only where something is learnt, which is the most of a
+    step. Places where the target's best token is outside the draft vocabulary teach nothing and are left out.
     """
-    total = logits[0].new_zeros(())
-    covered = t2d[teacher.argmax(dim=-1)]
-    for step, (scores, mask) in enumerate(zip(logits, masks, strict=True)):
-        p = torch.softmax(shift(teacher[..., t2d], step + 1), dim=-1)
+    covered, numbers = torch.zeros_like(places), torch.zeros_like(places, dtype=torch.int64)
+    covered[places] = t2d[teacher.argmax(dim=-1)]
+    numbers[places] = torch.arange(len(teacher), device=places.device)
+    p = torch.softmax(teacher[:, t2d].float(), dim=-1)
+    total = states[0].new_zeros((), dtype=torch.float32)
+    for step, (hidden, mask) in enumerate(zip(states, masks, strict=True)):
         use = mask & shift(covered, step + 1)
-        losses = -(p * log_softmax(scores.float(), dim=-1)).sum(dim=-1)
-        total = total + STEP_DECAY**step * (losses * use).sum() / use.sum().clamp(min=1)
+        logs = log_softmax(scores(hidden[use]).float(), dim=-1)
+        losses = -(p[shift(numbers, step + 1)[use]] * logs).sum(dim=-1)
+        total = total + STEP_DECAY**step * losses.sum() / use.sum().clamp(min=1)
     return total
 
 
-def accepted_lengths(draft: Eagle3Draft, logits: list[Tensor], ids: Tensor, masks: list[Tensor]) -> Tensor:
-    """How many leading steps are right where an answer token precedes, plus one for the bonus token."""
+def accepted_lengths(tokens: list[Tensor], ids: Tensor, masks: list[Tensor]) -> Tensor:
+    """How many leading steps say the right token [R, N] where an answer's precedes, plus one for the bonus token."""
     alive, lengths = masks[0], masks[0].float()
-    for step, (scores, mask) in enumerate(zip(logits, masks, strict=True)):
-        tokens = draft.target_ids(scores.argmax(dim=-1))
-        alive = alive & mask & (tokens == shift(ids, step + 2))
+    for step, (said, mask) in enumerate(zip(tokens, masks, strict=True)):
+        alive = alive & mask & (said == shift(ids, step + 2))
         lengths = lengths + alive
     return lengths[masks[0]]
 
@@ -101,18 +113,30 @@ class Eagle3Objective:
         return [weight for weight in self.draft.lm_head.parameters() if weight.requires_grad]
 
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor]]:
+        """States [R, N, H] and masks [R, N] of each step."""
         batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            logits = step_logits(
+        with self._half():
+            states = step_states(
                 self.draft, features, self.voice.embedding, self.tables, batch.ids, batch.document, batch.position,
                 self.num_steps,
             )  # fmt: skip
-        return logits, batch, step_masks(batch, self.num_steps)
+        return states, batch, step_masks(batch, self.num_steps)
 
     def loss(self, index: list[int], step: int) -> Tensor:
-        logits, _, masks = self._forward(index)
-        return distillation_loss(logits, self.voice.logits(self.rows.final(index)), masks, self.draft.t2d)
+        states, batch, masks = self._forward(index)
+        places = has_answer_next(batch)
+        with torch.no_grad(), self._half():
+            teacher = self.voice.logits(self.rows.final(index)[places])
+        return distillation_loss(self._logits, states, teacher, places, masks, self.draft.t2d)
 
     def accepted(self, index: list[int]) -> Tensor:
-        logits, batch, masks = self._forward(index)
-        return accepted_lengths(self.draft, logits, batch.ids, masks)
+        states, batch, masks = self._forward(index)
+        tokens = [self.draft.target_ids(self._logits(hidden).argmax(dim=-1)) for hidden in states]
+        return accepted_lengths(tokens, batch.ids, masks)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        with self._half():
+            return self.draft.logits(hidden)
+
+    def _half(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16)

@@ -86,8 +86,15 @@ def test_an_automatic_block_is_examined_whole() -> None:
 
 
 def test_the_other_mode_of_thinking_is_named() -> None:
-    seen = examined("dflash", limit=4, max_new_tokens=96, thinking="on")
+    seen = examined("dflash", limit=8, max_new_tokens=64, thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
+
+
+def test_a_gain_that_may_be_chance_is_a_doubt() -> None:
+    seen = examined("dflash", limit=2, max_new_tokens=64, thinking="on")
+    doubt = seen.findings[0]
+    assert doubt.cause == "perhaps the draft was trained with thinking off" and not doubt.is_cause
+    assert "which may be chance (p " in doubt.evidence and not seen.has_cause
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])

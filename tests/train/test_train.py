@@ -188,8 +188,8 @@ def test_training_steps_are_what_the_chain_proposes():
         proposed = drafter.propose().tokens[0].tolist()
     ids = data.ids.clone()
     ids[0, row + 2 : row + 6] = torch.tensor(proposed)
-    logits = eagle3.step_logits(draft, features, EMBEDDING, tables(), ids, batch.document, batch.position, 4)
-    assert [int(draft.target_ids(step[0, row].argmax())) for step in logits] == proposed
+    states = eagle3.step_states(draft, features, EMBEDDING, tables(), ids, batch.document, batch.position, 4)
+    assert [int(draft.target_ids(draft.logits(step[0, row]).argmax())) for step in states] == proposed
 
 
 def test_the_loss_is_the_papers_over_places_that_have_an_answer():
@@ -250,12 +250,34 @@ class Known:
 
 
 def test_places_outside_the_draft_vocabulary_teach_nothing():
-    teacher = torch.full((1, 5, V), -9.0)
+    teacher = torch.full((5, V), -9.0)
     teacher[..., 39] = 9.0
     covered = torch.zeros(V, dtype=torch.bool)
     covered[:24] = True
-    loss = eagle3.distillation_loss([torch.randn(1, 5, 24)], teacher, [torch.ones(1, 5, dtype=torch.bool)], covered)
-    assert loss == 0
+    everywhere = torch.ones(1, 5, dtype=torch.bool)
+    states, head = torch.randn(1, 5, 8), torch.randn(8, 24)
+    given = [states], teacher, everywhere, [everywhere]
+    assert eagle3.distillation_loss(lambda hidden: hidden @ head, *given, covered) == 0
+    assert eagle3.distillation_loss(lambda hidden: hidden @ torch.randn(8, V), *given, ~covered | covered) > 0
+
+
+def test_the_loss_of_eagle3_is_that_of_each_step_summed_one_by_one():
+    """Step i at place t learns what the target says at place t + 1 + i, by weight 0.8^i over the places that count."""
+    data, draft = rows(2), big(Eagle3Draft(EAGLE3))
+    draft.d2t, draft.t2d = eagle3_models.vocabulary_map(torch.arange(V), 24)
+    made = Eagle3Objective(draft, data, VOICE, 3)
+    states, _, masks = made._forward([0, 1])
+    target = VOICE.logits(data.final([0, 1]))
+    total = 0.0
+    for step in range(3):
+        losses = []
+        for row, at in masks[step].nonzero().tolist():
+            teacher, logits = target[row, at + 1 + step], draft.logits(states[step][row, at].float())
+            if draft.t2d[teacher.argmax()]:
+                losses.append(-(torch.softmax(teacher[draft.t2d], -1) * torch.log_softmax(logits, -1)).sum())
+        assert 0 < len(losses) < masks[step].sum()
+        total += 0.8**step * sum(losses).item() / len(losses)
+    assert made.loss([0, 1], 0).item() == pytest.approx(total, rel=0.02)
 
 
 def test_every_epoch_visits_every_row_once():
