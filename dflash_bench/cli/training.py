@@ -115,7 +115,8 @@ def train(
         _training(
             metavar="N",
             min=1,
-            help="Stop after N measurements, two an epoch, without a gain, and keep the best weights.",
+            help="Stop after N measurements without a gain, and keep the best weights. There are two an epoch, and "
+            "eight at least in all.",
         ),
     ] = None,
     seed: Annotated[int, _training(metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
@@ -164,5 +165,18 @@ def train(
         folder = session.perform(request, tell)
     if folder is None:
         return
+    say(_drawn(folder, method))
     flag = "--model" if target in table() else "--target"
     say(f"saved in {folder}; use it with {flag} {target} --draft {method}={folder}")
+
+
+def _drawn(folder: Path, method: str) -> str:
+    """Acceptance over the training, as a picture beside the card."""
+    from dflash_bench import reading
+    from dflash_bench.report import plots
+    from dflash_bench.train.cards import HISTORY
+
+    try:
+        return f"{plots.write_training({method: reading.json_of(folder / HISTORY)}, folder / 'training.svg')}"
+    except plots.NothingToPlotError as error:
+        return f"no picture of the training: {error}"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_bench import atomic, reading
 from dflash_bench.errors import UserError
@@ -18,6 +19,8 @@ from dflash_bench.train.request import Request
 
 NAME = "README.md"
 ACCEPTANCE = "acceptance.json"
+HISTORY = "history.json"
+"""Every measurement of the training, as in the card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,13 @@ def write(
         *(f"| {o.suite} ({_short(o.source)}) | {o.num_rows:,} | {o.num_shared:,} |" for o in overlaps),
         "",
     ]
-    atomic.write_whole(folder / ACCEPTANCE, lambda file: file.write(json.dumps(asdict(measured), indent=1).encode()))
+    _write_json(folder / ACCEPTANCE, asdict(measured))
+    _write_json(folder / HISTORY, history)
     (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _write_json(path: Path, content: Any) -> None:
+    atomic.write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 
 def _given(request: Request) -> str:

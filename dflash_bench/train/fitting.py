@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,7 +33,7 @@ NUM_STEPS = 4
 """Training-time-test steps of EAGLE-3."""
 BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB = 16, 0.5, 6.0, 8192
 """Where the user says nothing."""
-MEASURED, MEASURED_TOKENS = 8, 96
+MEASURED, MEASURED_TOKENS = 32, 96
 """Held-out prompts that are decoded to measure acceptance, and how far."""
 RATES = (0.005, 0.02, 0.08)
 SEARCH_SHARE = 20
@@ -84,7 +85,8 @@ def searched_rate(prepared: Prepared, rows: Rows, tell: Tell) -> float:
     if not crew.told(path.exists()):
         results: dict[str, float] = {}
         for rate in RATES:
-            recipe, objective = recipe_of(request, steps, rate), new_objective(prepared, rows)
+            recipe = replace(recipe_of(request, steps, rate), measurements=1)
+            objective = new_objective(prepared, rows)
             history = loop.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell, crew=crew)
             results[str(rate)] = history[-1]["accepted"]
         if crew.is_first:

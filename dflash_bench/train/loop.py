@@ -32,6 +32,8 @@ class DraftRecipe:
     rows: int = 8
     warmup: int = 60
     seed: int = 602
+    measurements: int = 8
+    """At least so many, and two in each epoch."""
     patience: int | None = None
     """Measurements without a gain after which training ends, with the best weights; None trains all steps."""
 
@@ -74,7 +76,7 @@ def train(
     measure: Measure | None = None,
     crew: Crew = ALONE,
 ) -> History:
-    """Train in place. Twice per epoch the history gets the running loss and the held-out accepted length.
+    """Train in place. Now and then the history gets the running loss and the held-out accepted length.
 
     Each process of a crew takes `recipe.rows` rows a step. With `measure` the history also gets `al_pooled`, which then
     decides what is best. Raises UserError if the loss is no number, with the last good checkpoint left in `path`.
@@ -92,6 +94,7 @@ def train(
     if num_train < crew.size:
         raise UserError(f"{num_train} rows of answers are too few for {crew.size} processes; give more prompts")
     per_epoch = max(1, num_train // (recipe.rows * crew.size))
+    every = max(1, min(per_epoch // 2, recipe.steps // recipe.measurements))
     num_tokens = int(rows.answer[:num_train].sum())
     running = history[-1]["loss"] if history else 0.0
     began = saved = time.monotonic()
@@ -105,7 +108,7 @@ def train(
         running = 0.97 * running + 0.03 * loss if running else loss
         left = (time.monotonic() - began) / (step + 1 - start) * (recipe.steps - step - 1)
         report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}, {_minutes(left)} left")
-        if (step + 1) % max(per_epoch // 2, 1) == 0 or step + 1 == recipe.steps:
+        if (step + 1) % every == 0 or step + 1 == recipe.steps:
             read = round(num_tokens * (step + 1) * min(recipe.rows * crew.size, num_train) / num_train)
             entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "tokens": read, "loss": running}
             if crew.is_first:

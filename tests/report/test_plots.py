@@ -16,6 +16,7 @@ from dflash_bench.records import Record, Settings
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.training import training
 from dflash_bench.report.plots.trend import trend
 from dflash_bench.results import frame
 
@@ -252,3 +253,19 @@ def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
         code, shown, text = main("plot", *words)
         assert (code, shown, text.count("\n")) == (2, "", 1)
         assert told in text
+
+
+def test_acceptance_over_a_training_is_drawn_from_its_history(tmp_path: Path) -> None:
+    histories = {
+        "dflash": [{"tokens": 500_000, "al_pooled": 1.5}, {"tokens": 1_000_000, "al_pooled": 2.0}],
+        "eagle3": [{"tokens": 250_000, "al_pooled": 1.25}, {"step": 9}],
+    }
+    (axes,) = training(histories).axes
+    assert [line.get_label() for line in axes.lines] == ["dflash", "eagle3"]
+    assert axes.lines[0].get_xydata().tolist() == [[0.5, 1.5], [1.0, 2.0]]
+    assert axes.lines[1].get_xydata().tolist() == [[0.25, 1.25]]
+    path = plots.write_training(histories, tmp_path / "training.svg")
+    assert path.read_bytes() == plots.write_training(histories, tmp_path / "again.svg").read_bytes()
+    with pytest.raises(plots.NothingToPlotError, match="how many tokens"):
+        plots.write_training({"medusa": [{"step": 9}]}, tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()

@@ -102,6 +102,7 @@ def test_a_draft_is_trained_by_two_processes(tmp_path: Path) -> None:
     ended = launched([sys.executable, "-m", "dflash_bench.cli", *words], 2)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "al_pooled" in json.loads((tmp_path / "out" / "dflash" / "acceptance.json").read_text())
+    assert (tmp_path / "out" / "dflash" / "training.svg").read_bytes().startswith(b"<?xml")
     parts = list((tmp_path / "out" / "work" / "answers").glob("answers-*.safetensors"))
     assert len(parts) > 1
     assert [said.count("saved in") for _, said in ended] == [1, 0]

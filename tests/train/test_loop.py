@@ -110,6 +110,13 @@ def test_between_measurements_it_is_saved_as_well(tmp_path: Path, monkeypatch: p
     assert torch.equal(cut.draft.weight, whole.draft.weight)
 
 
+def test_a_short_training_is_measured_eight_times_and_a_long_one_twice_an_epoch(tmp_path: Path) -> None:
+    _, history, _ = trained(tmp_path / "short.pt", [1.0] * 9, steps=16, rows=1)
+    assert [entry["step"] for entry in history] == [2, 4, 6, 8, 10, 12, 14, 16]
+    _, history, _ = trained(tmp_path / "once.pt", [1.0] * 9, steps=8, rows=1, measurements=1)
+    assert [entry["step"] for entry in history] == [4, 8]
+
+
 def test_the_history_counts_the_tokens_that_were_read(tmp_path: Path) -> None:
     _, history, _ = trained(tmp_path / "toy.pt", [1.0] * 4, steps=4)
     assert [entry["tokens"] for entry in history] == [4, 8, 12, 16]

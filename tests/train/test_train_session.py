@@ -59,6 +59,7 @@ def test_a_trained_draft_runs_and_is_exact(method: str, target: Path, tmp_path: 
     assert "written for dflash-bench: chat: 8" in card and "| mt_bench (embedded) | 32 | 0 |" in card
     history = torch.load(tmp_path / "work" / f"{method}.pt", weights_only=True)["history"]
     assert history[-1]["step"] == 4 and history[-1]["al_pooled"] >= 1.0
+    assert json.loads((folder / "history.json").read_text()) == history
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])

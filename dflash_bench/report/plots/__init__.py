@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.report.plots import acceptance, speed, sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
+from dflash_bench.report.plots.training import History, training
 from dflash_bench.report.plots.trend import trend
 
 __all__ = [
     "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write_plot",
-    "write_trend",
+    "write_training", "write_trend",
 ]  # fmt: skip
 
 KINDS = ("png", "svg")
@@ -52,6 +53,11 @@ def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
 def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[str] = ()) -> Path:
     """`unlike`, as "kind: what", is how the runs differ; the plot says so."""
     return _write(lambda runs: trend(runs, unlike), runs, folder / f"trend.{kind}")
+
+
+def write_training(histories: Mapping[str, History], path: Path) -> Path:
+    """Of drafts by their names. Raises NothingToPlotError where none of their measurements counted tokens."""
+    return _write(training, histories, path)
 
 
 def svg(material: Material, name: str) -> str:
