@@ -165,9 +165,9 @@ def train(
         folder = session.perform(request, tell)
     if folder is None:
         return
-    say(_drawn(folder, method))
     flag = "--model" if target in table() else "--target"
     say(f"saved in {folder}; use it with {flag} {target} --draft {method}={folder}")
+    say(_drawn(folder, method))
 
 
 def _drawn(folder: Path, method: str) -> str:
@@ -177,6 +177,7 @@ def _drawn(folder: Path, method: str) -> str:
     from dflash_bench.train.cards import HISTORY
 
     try:
-        return f"{plots.write_training({method: reading.json_of(folder / HISTORY)}, folder / 'training.svg')}"
+        path = plots.write_training({method: reading.json_of(folder / HISTORY)}, folder / "training.svg")
+        return f"how its acceptance grew: {path}"
     except plots.NothingToPlotError as error:
         return f"no picture of the training: {error}"

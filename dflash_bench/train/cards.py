@@ -71,11 +71,7 @@ def write(
         "",
         *history_table(history),
         "",
-        f"Prompts that share {NUM_WORDS} words in a row with a test suite, beside what its template says everywhere:",
-        "",
-        "| suite | rows | prompts that share |",
-        "|---|---:|---:|",
-        *(f"| {o.suite} ({_short(o.source)}) | {o.num_rows:,} | {o.num_shared:,} |" for o in overlaps),
+        *overlap_table(overlaps, len(prompts)),
         "",
     ]
     _write_json(folder / ACCEPTANCE, asdict(measured))
@@ -97,6 +93,22 @@ def _given(request: Request) -> str:
 def _short(source: str) -> str:
     """Without the path of a folder, which says nothing elsewhere."""
     return source.partition(" ")[0]
+
+
+def overlap_table(overlaps: Sequence[Overlap], num_prompts: int) -> list[str]:
+    """Lines of Markdown, one for each suite."""
+    return [
+        f"Of {num_prompts:,} training prompts, those that share {NUM_WORDS} words in a row with a test suite, "
+        "as they are, and if every number counts as the same (made from one template). "
+        "Lines that a suite always asks with are left out.",
+        "",
+        "| suite | rows | share | share but for numbers |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {o.suite} ({_short(o.source)}) | {o.num_rows:,} | {o.num_shared:,} | {o.num_alike:,} |"
+            for o in overlaps
+        ),
+    ]
 
 
 def history_table(history: History) -> list[str]:

@@ -1,6 +1,7 @@
 """Do training prompts stand in a test suite? By pieces of thirteen words that both have.
 
-Lines that several prompts of a suite have are its template, and no leak: they are left out on both sides.
+Lines that several prompts of a suite have are how it asks, and no leak: they are left out on both sides. A piece that
+is the same but for its numbers comes from a template of both: no leak, but such a test is easier than it looks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_bench.errors import UserError
@@ -18,29 +19,90 @@ NUM_WORDS = 13
 """Of a piece; a shorter text counts as a whole."""
 OF_TEMPLATE = 3
 """A line that so many prompts of a suite have is its template's."""
+NUMBER = "0"
+"""In place of every number, to find pieces that are the same but for these."""
+LEAST_WORDS = 7
+"""Of such a piece, besides numbers: rows of numbers are alike everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How many training prompts share a piece with one of a suite's; `example` is one of them."""
+    """How many training prompts share a piece with one of a suite's, as it is and but for numbers.
+
+    `example` is one of those that share it as it is.
+    """
 
     suite: str
     source: str
     num_rows: int
     num_shared: int
+    num_alike: int
     example: str | None
 
 
-def pieces(text: str, template: Collection[str] = ()) -> set[tuple[str, ...]]:
+Piece = tuple[str, ...]
+
+
+def pieces(text: str, template: Collection[str] = ()) -> set[Piece]:
     """Of the text without the lines of a template."""
     kept = [line for line in text.splitlines() if line.strip() not in template]
     words = re.findall(r"\w+", " ".join(kept).lower())
     return {tuple(words[i : i + NUM_WORDS]) for i in range(max(1, len(words) - NUM_WORDS + 1))} if words else set()
 
 
-def found(texts: Sequence[str], against: Path | None) -> list[Overlap]:
+def without_numbers(found: Iterable[Piece]) -> set[Piece]:
+    """The pieces with every number the same, where enough words are left."""
+    alike = (tuple(NUMBER if word.isdecimal() else word for word in piece) for piece in found)
+    return {piece for piece in alike if len(piece) - piece.count(NUMBER) >= LEAST_WORDS}
+
+
+@dataclass(slots=True)
+class _Tested:
+    """A suite's pieces, as they are and but for numbers, and who shares them so far."""
+
+    loaded: suites.Loaded
+    template: set[str]
+    as_they_are: set[Piece]
+    but_for_numbers: set[Piece]
+    shared: list[str] = field(default_factory=list)
+    num_alike: int = 0
+
+    @classmethod
+    def of(cls, loaded: suites.Loaded) -> _Tested:
+        turns = [turn for prompt in loaded.prompts for turn in prompt.turns]
+        lines = Counter(line for turn in turns for line in _lines(turn))
+        template = {line for line, count in lines.items() if count >= OF_TEMPLATE}
+        as_they_are = set().union(*(pieces(turn, template) for turn in turns))
+        return cls(loaded, template, as_they_are, without_numbers(as_they_are))
+
+
+def found(texts: Iterable[str], against: Path | None) -> list[Overlap]:
     """With every suite, as embedded and as in the folder `against` where it has the suite."""
-    return [_with_suite(texts, loaded) for loaded in _suites(against)]
+    tested = [_Tested.of(loaded) for loaded in _suites(against)]
+    for text in texts:
+        lines = _lines(text)
+        # Few suites have a line in common with the text, so that most of them see the same pieces.
+        cut: dict[frozenset[str], tuple[set[Piece], set[Piece]]] = {}
+        for one in tested:
+            left_out = frozenset(lines & one.template)
+            if left_out not in cut:
+                here = pieces(text, left_out)
+                cut[left_out] = here, without_numbers(here)
+            as_they_are, but_for_numbers = cut[left_out]
+            if not as_they_are.isdisjoint(one.as_they_are):
+                one.shared.append(text)
+            one.num_alike += not but_for_numbers.isdisjoint(one.but_for_numbers)
+    return [
+        Overlap(
+            one.loaded.suite.name, one.loaded.source, len(one.loaded.prompts), len(one.shared), one.num_alike,
+            one.shared[0] if one.shared else None,
+        )
+        for one in tested
+    ]  # fmt: skip
+
+
+def _lines(text: str) -> set[str]:
+    return {line.strip() for line in text.splitlines()}
 
 
 def _suites(against: Path | None) -> Iterable[suites.Loaded]:
@@ -48,15 +110,6 @@ def _suites(against: Path | None) -> Iterable[suites.Loaded]:
         yield suites.load_prompts(suite)
         if against is not None and any((against / suite.name).glob(f"{suite.split}.*")):
             yield suites.load_prompts(suite, against)
-
-
-def _with_suite(texts: Sequence[str], loaded: suites.Loaded) -> Overlap:
-    turns = [turn for prompt in loaded.prompts for turn in prompt.turns]
-    lines = Counter(line for turn in turns for line in {line.strip() for line in turn.splitlines()})
-    template = {line for line, count in lines.items() if count >= OF_TEMPLATE}
-    tested = set().union(*(pieces(turn, template) for turn in turns))
-    shared = [text for text in texts if pieces(text, template) & tested]
-    return Overlap(loaded.suite.name, loaded.source, len(loaded.prompts), len(shared), shared[0] if shared else None)
 
 
 def refuse(overlaps: Sequence[Overlap]) -> None:

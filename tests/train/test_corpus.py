@@ -6,11 +6,16 @@ from itertools import islice
 
 import pytest
 
+from dflash_bench.methods import WEIGHTS
+from dflash_bench.models.presets import NANO
 from dflash_bench.tasks import sandbox, scoring, suites
-from dflash_bench.train.nano import embedded
+from dflash_bench.train.cards import overlap_table
+from dflash_bench.train.nano import embedded, leaks
+from dflash_bench.train.nano.builder import NanoRecipe
 from dflash_bench.train.nano.corpus import mixture
 from dflash_bench.train.nano.data import held_out_tasks, is_held_out, training_tasks
 from dflash_bench.train.nano.prompts import SUITES, turns_of, with_id
+from dflash_bench.train.nano.target import TargetRecipe
 
 EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
 APPLY = {
@@ -77,3 +82,15 @@ def test_everything_that_ships_as_a_prompt_is_held_out():
     assert rows_on_disk == shipped
     for task in islice(training_tasks(0), 3000):
         assert not is_held_out(task)
+
+
+def test_the_cards_of_nano_say_what_its_training_shares_with_the_embedded_suites():
+    recipe = NanoRecipe()
+    count = recipe.num_greedy + recipe.num_sampled
+    table = overlap_table(leaks.of_drafts(recipe.response_seed, count, None), count)
+    for name in WEIGHTS:
+        if (NANO / name / "README.md").exists():
+            card = (NANO / name / "README.md").read_text().splitlines()
+            assert set(table) < set(card) and any("(folder)" in line for line in card)
+    shared = leaks.of_target(TargetRecipe(cycles=(2,)), None)
+    assert sum(one.num_alike for one in shared) > 50 > sum(one.num_shared for one in shared)

@@ -188,6 +188,16 @@ def test_a_test_set_in_a_folder_is_looked_at_too(tmp_path: Path) -> None:
     assert (one.suite, one.num_rows) == ("gsm8k", 1) and one.source.startswith("folder")
 
 
+def test_what_is_the_same_but_for_numbers_is_counted_apart(tmp_path: Path) -> None:
+    asked = "A farmer sells {} eggs a day at {} dollars and gives {} to her sister, so what is left"
+    (tmp_path / "gsm8k").mkdir()
+    rows = [{"question": asked.format(3, 4, 5), "answer": "5 #### 5"}, {"question": "1 " * 30, "answer": "5 #### 5"}]
+    (tmp_path / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = [asked.format(3, 4, 5), asked.format(6, 70, 8), "2 " * 30, "An entirely different question " * 5]
+    (one,) = [one for one in overlap.found(texts, tmp_path) if one.source.startswith("folder")]
+    assert (one.num_shared, one.num_alike) == (1, 2)
+
+
 def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_path: Path) -> None:
     """Up to bfloat16: decoding reads a token at a time, and here all are read at once."""
     performed(request(target, tmp_path / "stored"))
@@ -265,4 +275,5 @@ def test_the_command_trains_and_says_how_to_use_it(
     assert not ended.value.code
     assert capsys.readouterr().out == (
         f"saved in {tmp_path}/dflash; use it with --target {target} --draft dflash={tmp_path}/dflash\n"
+        f"how its acceptance grew: {tmp_path}/dflash/training.svg\n"
     )

@@ -23,6 +23,10 @@ def train(
     extra: Annotated[
         Path | None, typer.Option(help="Folder NAME/SPLIT.jsonl of suites with answers, mixed in.")
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Folder NAME/SPLIT.jsonl of test suites; the cards say what is shared with them."),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     sweep: Annotated[bool, typer.Option("--sweep", help="Try learning rates for both drafts and stop.")] = False,
 ) -> None:
@@ -31,7 +35,7 @@ def train(
 
     torch.set_num_threads(threads)
     with Console(stderr=True).status("starting") as status:
-        builder = Builder(NanoRecipe(), work, status.update, extra)
+        builder = Builder(NanoRecipe(), work, status.update, extra, against)
         if sweep:
             tokenizer = builder.tokenizer()
             builder.rows(builder.target(tokenizer)[0], tokenizer)

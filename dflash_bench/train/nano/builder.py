@@ -28,11 +28,12 @@ from dflash_bench.train.checkpoint import History
 from dflash_bench.train.dflash import DFlashObjective
 from dflash_bench.train.eagle3 import Eagle3Objective
 from dflash_bench.train.loop import DraftRecipe
-from dflash_bench.train.nano import cards, features, responses, target
+from dflash_bench.train.nano import cards, features, leaks, responses, target
 from dflash_bench.train.nano.data import corpus_text
 from dflash_bench.train.nano.extra import load_extra
 from dflash_bench.train.nano.target import TargetRecipe
 from dflash_bench.train.nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
+from dflash_bench.train.overlap import Overlap
 from dflash_bench.train.voice import Voice
 
 Report = Callable[[str], None]
@@ -75,6 +76,8 @@ class Builder:
     work: Path
     report: Report
     extra: Path | None = None
+    against: Path | None = None
+    """Rows of the public suites, to be compared with what is trained on."""
 
     def build(self, output: Path) -> None:
         """All stages, then the finished models and their cards in `output`."""
@@ -236,7 +239,15 @@ class Builder:
             num_rows=len(rows.ids),
             num_answer_tokens=int(rows.answer.sum()),
             extra=self.extra,
+            overlaps=self._overlaps(),
         )
+
+    def _overlaps(self) -> dict[str, tuple[Sequence[Overlap], int]]:
+        recipe, num_answers = self.recipe, self.recipe.num_greedy + self.recipe.num_sampled
+        return {
+            "target": (leaks.of_target(recipe.target, self.against), recipe.target.steps * leaks.A_STEP),
+            "drafts": (leaks.of_drafts(recipe.response_seed, num_answers, self.against), num_answers),
+        }
 
     def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
         """In float16, which takes half the room: they are larger, and the package is to stay small."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.train.cards import history_table
+from dflash_bench.train.cards import history_table, overlap_table
 from dflash_bench.train.checkpoint import History
+from dflash_bench.train.overlap import Overlap
 
 TITLES = {
     "target": "nano: a small Qwen3 that does sums, short functions and small talk",
@@ -61,8 +63,9 @@ REBUILD = "- rebuild: `scripts/train_nano` (in bfloat16, so that another CPU giv
 
 def write(
     output: Path, recipe: dict[str, Any], histories: dict[str, History], sweep: dict[str, Any], num_rows: int,
-    num_answer_tokens: int, extra: Path | None,
+    num_answer_tokens: int, extra: Path | None, overlaps: Mapping[str, tuple[Sequence[Overlap], int]],
 ) -> None:  # fmt: skip
+    """`overlaps` with test suites are those of the `target` and of the `drafts`, and of how many prompts."""
     for name, history in histories.items():
         own = recipe[name.replace("-", "_")]
         shared = {key: value for key, value in recipe.items() if not isinstance(value, dict)}
@@ -82,7 +85,8 @@ def write(
                 f"- data: {num_rows:,} rows of {recipe['row_length']} tokens, {num_answer_tokens:,} answer tokens",
                 f"- learning rate: {_tuning(name, sweep)}",
             ]
-        lines += [REBUILD, "", *history_table(history), ""]
+        shares = overlap_table(*overlaps["target" if name == "target" else "drafts"])
+        lines += [REBUILD, "", *history_table(history), "", *shares, ""]
         (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 

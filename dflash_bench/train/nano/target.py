@@ -73,6 +73,11 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
+def stream_seed(recipe: TargetRecipe, step: int) -> int:
+    """A batch depends on its step alone, so that a resumed training sees what an unbroken one sees."""
+    return recipe.seed * 1_000_003 + step
+
+
 def train(
     recipe: TargetRecipe, tokenizer: Any, path: Path, report: Callable[[str], None], extra: Sequence[Task] = ()
 ) -> tuple[Any, History]:
@@ -90,8 +95,7 @@ def train(
     running = history[-1]["loss"] if history else 0.0
     for step in range(start, recipe.steps):
         set_rate(made, step, recipe.cycles, recipe.warmup)
-        # Batch s depends on s alone, so a resumed run sees what an unbroken one sees.
-        samples = sample_stream(recipe.seed * 1_000_003 + step, tokenizer, extra=extra)
+        samples = sample_stream(stream_seed(recipe, step), tokenizer, extra=extra)
         batch = pack(samples, recipe.rows, recipe.length, pad)
         loss = loss_of(model, batch)
         loss.backward()
