@@ -106,7 +106,8 @@ class Ablations:
                 answer = tokenizer.encode(self.tasks[row].answers[0], add_special_tokens=False)
                 texts.append([*self.asked[row].ids, *answer[: MAX_NEW_TOKENS - 1], tokenizer.eos_token_id])
             states = Computed(self.target, self.layers)(texts)
-            answers.write(path, answers.joined(texts, [len(self.asked[row].ids) for row in rows], states))
+            tensors = answers.joined(texts, [len(self.asked[row].ids) for row in rows], states)
+            answers.write(path, {**tensors, "prompts": torch.tensor(rows)})
             tell(f"reference answers: batch {number + 1}")
 
     def rows(self, kind: str) -> tuple[Rows, Sequence[Conversation]]:

@@ -35,10 +35,14 @@ GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A chat's tokens, as the template renders them, and the temperature of the answer."""
+    """A chat's tokens, as the template renders them, and the temperature of the answer.
+
+    `first` are the tokens that its first turn was asked with; none if it is the first.
+    """
 
     ids: tuple[int, ...]
     temperature: float = 0.0
+    first: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +89,30 @@ def collect(
     crew: Crew = ALONE,
 ) -> None:
     """Answers to all prompts, in `folder`, shared among a crew. Raises UserError if it holds those of another plan."""
-    prompts = zlib.crc32(repr([asdict(one) for one in asked]).encode())
+    # First turns are told by what they always were, so that answers of earlier versions stay theirs.
+    told = [{name: value for name, value in asdict(one).items() if value != ()} for one in asked]
+    prompts = zlib.crc32(repr(told).encode())
     if crew.is_first:
         claim(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
     crew.wait()
     for number, rows in crew.share(list(enumerate(batches(asked, plan.batch_size, plan.seed)))):
         path = part(folder, number)
         if not path.exists():
-            tensors = _answered(target, stop_ids, [asked[row] for row in rows], plan)
-            write(path, {**tensors, "prompts": torch.tensor(rows)})
+            here = [asked[row] for row in rows]
+            tensors = _answered(target, stop_ids, here, plan)
+            write(path, {**tensors, **_firsts(here), "prompts": torch.tensor(rows)})
         report(f"answers: batch {number + 1}")
     crew.wait()
+
+
+def _firsts(asked: Sequence[Asked]) -> dict[str, Tensor]:
+    """How each chat began, one behind another; nothing where all begin here."""
+    if not any(one.first for one in asked):
+        return {}
+    return {
+        "firsts": torch.tensor([token for one in asked for token in one.first], dtype=torch.int32),
+        "first_ends": torch.tensor([len(one.first) for one in asked]).cumsum(0),
+    }
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -50,7 +50,7 @@ def acceptance_of(folder: Path) -> Acceptance | None:
 
 def write(
     folder: Path, request: Request, prompts: Sequence[Chat], overlaps: Sequence[Overlap], history: History,
-    rate: float, num_answer_tokens: int, measured: Acceptance,
+    rate: float, num_answer_tokens: int, num_later: int, measured: Acceptance,
 ) -> None:  # fmt: skip
     name = presets.name(request.target)
     sources = Counter(prompt.source if Path(prompt.source).name == prompt.source else Path(prompt.source).name
@@ -62,6 +62,7 @@ def write(
         "",
         f"- answers: {num_answer_tokens:,} tokens, to prompts from:",
         *(f"  - {source}: {count:,}" for source, count in sources.items()),
+        f"- later turns of these, asked after the target's own answers: {num_later:,}",
         f"- answered again at temperature 1: {request.sampled:.0%} of them",
         f"- learning rate of matrices: {rate:g}; seed {request.seed}",
         f"- options: {_given(request)}",

@@ -19,14 +19,20 @@ LONGEST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`source` is the file, or the kind of prompts of ours or of the target's own."""
+    """`source` is the file, or the kind of prompts of ours or of the target's own; `later` are turns still to come."""
 
     source: str
     messages: tuple[Message, ...]
+    later: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        return "\n".join(message.content for message in self.messages)
+        return "\n".join([*(message.content for message in self.messages), *self.later])
+
+    def continued(self, answer: str) -> Chat:
+        """With the answer to what was asked last, and the next turn."""
+        asked, *later = self.later
+        return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", asked)), tuple(later))
 
 
 def of_user(source: str, text: str) -> Chat:
@@ -34,14 +40,14 @@ def of_user(source: str, text: str) -> Chat:
 
 
 def given(files: Sequence[str]) -> Iterator[Chat]:
-    """The first turn of each prompt in files, FILE or SUITE=FILE. Raises UserError for what cannot be read."""
+    """The prompts in files, FILE or SUITE=FILE. Raises UserError for what cannot be read."""
     known = suites.known_suites()
     for text in files:
         name, equals, path = text.partition("=")
         if equals and name in known:
-            yield from (_first_turn(path, prompt) for prompt in _of_suite(known[name], Path(path)))
+            yield from (_chat(path, prompt) for prompt in _of_suite(known[name], Path(path)))
         else:
-            yield from (_first_turn(text, prompt) for prompt in prompts.load(Path(text)).prompts)
+            yield from (_chat(text, prompt) for prompt in prompts.load(Path(text)).prompts)
 
 
 def _of_suite(suite: suites.Suite, path: Path) -> Iterator[Prompt]:
@@ -50,8 +56,9 @@ def _of_suite(suite: suites.Suite, path: Path) -> Iterator[Prompt]:
         yield suites.to_prompt(suite, where, number, row)
 
 
-def _first_turn(source: str, prompt: Prompt) -> Chat:
-    return Chat(source, (*prompt.opening, Message("user", prompt.turns[0])))
+def _chat(source: str, prompt: Prompt) -> Chat:
+    first, *later = prompt.turns
+    return Chat(source, (*prompt.opening, Message("user", first)), tuple(later))
 
 
 def written(count: int, seed: int) -> Iterator[Chat]:
@@ -61,19 +68,25 @@ def written(count: int, seed: int) -> Iterator[Chat]:
 
 
 def encoded(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> list[tuple[Chat, tuple[int, ...]]]:
-    """Each chat with its tokens, once, and only where it leaves room for an answer.
+    """Each chat with its tokens, as `fitting` chooses.
 
     Raises UserError without a chat template, and where no chat is left.
     """
     if tokenizer.chat_template is None:
         raise UserError("the target has no chat template, so nothing says how it is asked; add one to its tokenizer")
     chat.check(tokenizer, [(one.source, one.messages) for one in chats], thinking=False)
-    kept: dict[tuple[int, ...], Chat] = {}
-    for one in chats:
+    kept = fitting(chats, tokenizer, row_length)
+    if not kept:
+        raise UserError(f"no prompt is shorter than {LONGEST_SHARE * row_length:.0f} tokens")
+    return [(chats[number], ids) for ids, number in kept.items()]
+
+
+def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tuple[int, ...], int]:
+    """Tokens of each chat, once, and its number: only of those that leave room for an answer."""
+    kept: dict[tuple[int, ...], int] = {}
+    for number, one in enumerate(chats):
         text = chat.rendered(tokenizer, one.messages, thinking=False)
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         if len(ids) <= LONGEST_SHARE * row_length:
-            kept.setdefault(ids, one)
-    if not kept:
-        raise UserError(f"no prompt is shorter than {LONGEST_SHARE * row_length:.0f} tokens")
-    return [(one, ids) for ids, one in kept.items()]
+            kept.setdefault(ids, number)
+    return kept

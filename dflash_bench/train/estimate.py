@@ -46,13 +46,14 @@ def perform(request: Request, tell: Tell) -> Estimate:
         token_s = _answered(prepared, Path(folder))
         tell("trying a few steps")
         step_s, num_rows_tried, tokens_tried = _trained(prepared, Path(folder))
-    num_tokens = round(len(prepared.asked) * prepared.plan.max_new_tokens * LIKELY_SHARE)
+    num_answers = len(prepared.asked) + prepared.num_later
+    num_tokens = round(num_answers * prepared.plan.max_new_tokens * LIKELY_SHARE)
     all_tokens = num_tokens + sum(len(one.ids) for one in prepared.asked)
     num_rows = max(1, round(all_tokens * num_rows_tried / tokens_tried))
     num_steps = fitting.num_steps(request, num_rows)
     unit = 1 if sys.platform == "darwin" else 1024
     return Estimate(
-        len(prepared.asked), num_tokens, num_tokens * token_s, num_steps, num_steps * step_s,
+        num_answers, num_tokens, num_tokens * token_s, num_steps, num_steps * step_s,
         preparing.disk_bytes(prepared), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     )  # fmt: skip
 

@@ -53,6 +53,11 @@ class Prepared:
         return self.request.out / "work" / ("tokens" if self.request.on_the_fly else "answers")
 
     @property
+    def num_later(self) -> int:
+        """Turns that follow the first ones, if all are asked."""
+        return sum(len(one.later) for one in self.chats)
+
+    @property
     def compute(self) -> Computed | None:
         """What gives states that are not stored."""
         return Computed(self.target, self.layers) if self.request.on_the_fly else None
@@ -130,7 +135,7 @@ def _require_disk(prepared: Prepared) -> None:
     out, needed = prepared.request.out, disk_bytes(prepared) / 1e9
     room = os.statvfs(_existing(out))
     free = room.f_bavail * room.f_frsize / 1e9
-    takes = f"the target's states on {len(prepared.asked):,} answers take up to {needed:.1f} GB"
+    takes = f"the target's states on {len(prepared.asked) + prepared.num_later:,} answers take up to {needed:.1f} GB"
     if needed > prepared.request.max_disk_gb:
         raise UserError(f"{takes}; give --max-disk {needed + 0.1:.1f}, fewer prompts, or --on-the-fly")
     if needed > free:
@@ -139,7 +144,9 @@ def _require_disk(prepared: Prepared) -> None:
 
 def disk_bytes(prepared: Prepared) -> int:
     """Of the states, if every answer is as long as it may be."""
-    tokens = sum(len(one.ids) + prepared.plan.max_new_tokens for one in prepared.asked)
+    longest = prepared.plan.max_new_tokens
+    tokens = sum(len(one.ids) + longest for one in prepared.asked)
+    tokens += prepared.num_later * (round(chats.LONGEST_SHARE * ROW_LENGTH) + longest)
     return tokens * len(prepared.plan.layers) * int(prepared.target.config.hidden_size) * torch.bfloat16.itemsize
 
 

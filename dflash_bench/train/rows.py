@@ -17,6 +17,8 @@ from dflash_bench.train.batch import Batch
 CPU = torch.device("cpu")
 Compute = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 """Texts to the target's states on them, as `states.Computed`."""
+FIRSTS = ("firsts", "first_ends")
+"""What a batch of later turns has besides: how their chats began."""
 OPEN_ROWS = 64
 """How many rows may still be filled up: more would pack tighter, and take longer."""
 
@@ -29,7 +31,19 @@ class Stored:
         self.ids = file.get_tensor("ids").long()
         self.ends = file.get_tensor("ends").tolist()
         self.prompt_lengths = file.get_tensor("prompt_lengths").tolist()
+        self.prompt_numbers = file.get_tensor("prompts").tolist()
+        self._firsts = [file.get_tensor(name).tolist() for name in FIRSTS if name in file.keys()]  # noqa: SIM118
         self._states = file.get_slice("states") if "states" in file.keys() else None  # noqa: SIM118 (no mapping)
+
+    def conversations(self) -> Iterator[Conversation]:
+        begin = first_begin = 0
+        for number, (end, length) in enumerate(zip(self.ends, self.prompt_lengths, strict=True)):
+            chat = self.ids[begin : begin + length].tolist()
+            if self._firsts:
+                tokens, ends = self._firsts
+                chat, first_begin = tokens[first_begin : ends[number]], ends[number]
+            yield Conversation(self, begin, end, length, self.prompt_numbers[number], tuple(chat))
+            begin = end
 
     def states(self, begin: int, end: int) -> Tensor:
         """[T, K, H] in bfloat16"""
@@ -39,15 +53,27 @@ class Stored:
 
 
 class Conversation:
-    """Tokens `begin` to `end` of a stored batch; the answer starts at `prompt_length`."""
+    """Tokens `begin` to `end` of a stored batch; the answer starts at `prompt_length`.
 
-    def __init__(self, home: Stored, begin: int, end: int, prompt_length: int) -> None:
+    `prompt_number` is its place among what was asked, and `chat` are the tokens that the first turn was asked with: all
+    turns of a chat, and all its answers, have the same.
+    """
+
+    def __init__(
+        self, home: Stored, begin: int, end: int, prompt_length: int, prompt_number: int, chat: tuple[int, ...]
+    ) -> None:
         self.home, self.begin, self.prompt_length = home, begin, prompt_length
+        self.prompt_number, self.chat = prompt_number, chat
         self.ids = home.ids[begin:end]
+
+    @property
+    def is_later_turn(self) -> bool:
+        return tuple(self.ids[: self.prompt_length].tolist()) != self.chat
 
     def cut(self, length: int) -> Conversation:
         """Its first `length` tokens."""
-        return Conversation(self.home, self.begin, self.begin + min(length, len(self.ids)), self.prompt_length)
+        end = self.begin + min(length, len(self.ids))
+        return Conversation(self.home, self.begin, end, self.prompt_length, self.prompt_number, self.chat)
 
     @property
     def states(self) -> Tensor:
@@ -56,12 +82,8 @@ class Conversation:
 
 def stored(folders: Sequence[Path]) -> list[Conversation]:
     """All conversations in these folders, in the order of their batches. Raises UserError if there are none."""
-    items = []
-    for path in (path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))):
-        home, begin = Stored(path), 0
-        for end, prompt_length in zip(home.ends, home.prompt_lengths, strict=True):
-            items.append(Conversation(home, begin, end, prompt_length))
-            begin = end
+    paths = [path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))]
+    items = [item for path in paths for item in Stored(path).conversations()]
     if not items:
         raise UserError(f"no answers in {', '.join(map(str, folders))}")
     return items

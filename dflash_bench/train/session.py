@@ -17,7 +17,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.models import presets
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
-from dflash_bench.train import answers, cards
+from dflash_bench.train import cards, turns
 from dflash_bench.train.claims import claim
 from dflash_bench.train.fitting import acceptance, fitted, searched_rate
 from dflash_bench.train.preparing import ROW_LENGTH, Tell, pad_id, prepare
@@ -25,7 +25,7 @@ from dflash_bench.train.request import Request, check
 from dflash_bench.train.rows import Conversation, Rows, stored
 
 HELD_OUT_ONE_IN, MOST_HELD_OUT = 16, 96
-"""Prompts whose answers are never trained on."""
+"""Chats that are never trained on."""
 
 
 def perform(request: Request, tell: Tell) -> Path | None:
@@ -40,8 +40,9 @@ def perform(request: Request, tell: Tell) -> Path | None:
     tell = tell if crew.is_first else _silent
     if crew.is_first:
         claim(request.out / "work" / f"{request.method}.json", _decisive(request), "a training")
-    answers.collect(prepared.target, prepared.stops, prepared.asked, prepared.plan, prepared.answers, tell, crew)
-    trained, held_out = split(stored([prepared.answers]), request.seed)
+    folders = turns.collect(prepared, tell)
+    items = stored(folders)
+    trained, held_out = split(items, request.seed)
     model = prepared.models.target
     rows = Rows(
         trained, prepared.layers, final_norm(model), ROW_LENGTH, pad_id(prepared.models), request.seed, held_out,
@@ -53,19 +54,22 @@ def perform(request: Request, tell: Tell) -> Path | None:
         return None
     measured = acceptance(prepared, objective, held_out)
     export(request, objective.draft, folder)
-    cards.write(folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()), measured)
+    num_later = sum(item.is_later_turn for item in items)
+    cards.write(
+        folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()), num_later, measured
+    )
     return folder
 
 
 def split(items: Sequence[Conversation], seed: int) -> tuple[list[Conversation], list[Conversation]]:
-    """What is trained on, and what is not: all answers to a prompt on one side."""
-    prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in items))
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = min(MOST_HELD_OUT, max(1, len(prompts) // HELD_OUT_ONE_IN))
-    apart = {prompts[number] for number in order[:count]}
+    """What is trained on, and what is not: all turns of a chat, and all answers to it, on one side."""
+    chats = list(dict.fromkeys(item.chat for item in items))
+    order = torch.randperm(len(chats), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = min(MOST_HELD_OUT, max(1, len(chats) // HELD_OUT_ONE_IN))
+    apart = {chats[number] for number in order[:count]}
     sides: tuple[list[Conversation], list[Conversation]] = ([], [])
     for item in items:
-        sides[tuple(item.ids[: item.prompt_length].tolist()) in apart].append(item)
+        sides[item.chat in apart].append(item)
     return sides
 
 

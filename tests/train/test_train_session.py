@@ -18,7 +18,7 @@ from dflash_bench.engine.local import open_backend
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
-from dflash_bench.models import loading
+from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.records import Message
 from dflash_bench.train import drafts, estimate, fitting, loop, measuring, overlap, preparing, session
@@ -186,6 +186,38 @@ def test_a_test_set_in_a_folder_is_looked_at_too(tmp_path: Path) -> None:
     (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps({"question": question, "answer": "5 #### 5"}))
     (one,) = [one for one in overlap.found([f"Listen: {question}."], tmp_path) if one.num_shared]
     assert (one.suite, one.num_rows) == ("gsm8k", 1) and one.source.startswith("folder")
+
+
+def test_later_turns_follow_the_targets_own_answers(target: Path, tmp_path: Path) -> None:
+    turns = [["What is 2 + 2?", "And half of it?", "Why?"], ["Name a bird.", "And a fish?"], ["Who are you?"]]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"turns": one}) for one in turns))
+    asked = request(target, tmp_path / "out", prompts=(str(tmp_path / "chats.jsonl"),), written=0, sampled=1.0)
+    folder = performed(asked)
+    work = tmp_path / "out" / "work"
+    assert sorted(path.name for path in work.glob("answers*")) == ["answers", "answers-2", "answers-3"]
+    models = loading.load(Preset(str(target), {}), [], "cpu", torch.float32)
+    first, second, third = (stored([work / name]) for name in ("answers", "answers-2", "answers-3"))
+    assert [len(items) for items in (first, second, third)] == [6, 2, 1]
+    greedy = {item.prompt_number: item for item in first if item.prompt_number < 3}
+    for item in second:
+        before = greedy[item.prompt_number]
+        answer = models.tokenizer.decode(before.ids[before.prompt_length :], skip_special_tokens=True)
+        messages = [
+            *map(
+                Message,
+                ("user", "assistant", "user"),
+                (turns[item.prompt_number][0], answer, turns[item.prompt_number][1]),
+            )
+        ]
+        text = chat.rendered(models.tokenizer, messages, thinking=False)
+        assert item.ids[: item.prompt_length].tolist() == models.tokenizer.encode(text, add_special_tokens=False)
+        assert item.chat == before.chat and item.is_later_turn and not before.is_later_turn
+    assert third[0].chat == greedy[0].chat
+    assert "asked after the target's own answers: 3" in (folder / "README.md").read_text()
+    for seed in range(5):
+        kept, apart = session.split([*first, *second, *third], seed)
+        assert len(kept) + len(apart) == 9 and not {item.chat for item in kept} & {item.chat for item in apart}
+    assert estimate.perform(replace(asked, out=tmp_path / "new"), lambda _: None).num_answers == 9
 
 
 def test_what_is_the_same_but_for_numbers_is_counted_apart(tmp_path: Path) -> None:
