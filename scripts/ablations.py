@@ -128,7 +128,7 @@ class Ablations:
         draft = new_draft(variant, self.models.target, len(self.models.tokenizer), seed)
         data: Any = TokenRows(rows, embedding) if variant.conditioning == "tokens" else rows
         objective = VariantObjective(variant, draft, data, Voice.of(embedding, embedding))
-        recipe = DraftRecipe(steps=self.steps, matrix_lr=RATE, other_lr=RATE / 10, rows=ROWS, seed=seed)
+        recipe = DraftRecipe(steps=self.steps, matrix_lr=RATE, other_lr=RATE / 10, rows=ROWS, seed=seed, measurements=1)
         history = loop.train(objective, data, recipe, self.work / f"{variant.name}-{seed}.pt", _silent)
         result: dict[str, Any] = {"accepted": history[-1]["accepted"], "history": history, "decoded": {}}
         if variant.runs_in_engine:

@@ -92,7 +92,8 @@ class Stopwatch:
 
     def watch_models(self, backend: LocalBackend) -> None:
         drafter: Any = backend.drafters["dflash"]
-        backend.target.model.forward = self.timed(backend.target.model.forward)
+        network: Any = backend.target.network
+        network.read = self.timed(network.read)
         drafter.network.forward = self.timed(drafter.network.forward)
         drafter.network.context = self.timed(drafter.network.context)
         drafter.head, drafter.embedding = self.timed(drafter.head), self.timed(drafter.embedding)

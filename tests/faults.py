@@ -1,7 +1,7 @@
 """Engine faults, planted one at a time: each is a mistake that someone could make, and that changes what is said.
 
-Where a fault lies in what the engine asks of the model (mask, positions, which logits), the model is wrapped for the
-length of the engine's own passes only, so that the judge asks the model itself.
+Where a fault lies in what the engine asks of the network (mask, positions, which logits), the network is wrapped for
+the length of the engine's own passes only; the judge asks the model itself.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ class Fault:
 
 
 class Wrapped:
-    """The engine's model; `ask` may change its arguments, `answer` its logits [B, N, V]."""
+    """The engine's network; `ask` may change what it is asked, `answer` its logits [B, N, V]."""
 
-    def __init__(self, model: Any, ask: Callable[..., None] | None, answer: Callable[[Tensor], Tensor] | None) -> None:
-        self._model, self._ask, self._answer = model, ask, answer
+    def __init__(
+        self, network: Any, ask: Callable[..., None] | None, answer: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        self._network, self._ask, self._answer = network, ask, answer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._network, name)
 
-    def __call__(self, **options: Any) -> Any:
+    def read(self, tokens: Tensor, positions: Tensor, masks: Any, *others: Any) -> tuple[Tensor, list[Tensor]]:
+        options = {"input_ids": tokens, "position_ids": positions, "attention_mask": masks}
         if self._ask:
             self._ask(options)
-        output = self._model(**options)
-        if self._answer:
-            output.logits = self._answer(output.logits)
-        return output
+        logits, tapped = self._network.read(*options.values(), *others)
+        return self._answer(logits) if self._answer else logits, tapped
 
 
 def _around_passes(
@@ -66,12 +67,12 @@ def _around_passes(
     def faulty(self: Target, tokens: Tensor, starts: Sequence[int], *args: Any, **options: Any) -> Any:
         if max(starts) == 0 or tokens.shape[1] < least:
             return forward(self, tokens, starts, *args, **options)
-        sound = self.model
-        self.model = Wrapped(sound, ask, answer)
+        sound = self.network
+        self.network = Wrapped(sound, ask, answer)
         try:
             return forward(self, tokens, starts, *args, **options)
         finally:
-            self.model = sound
+            self.network = sound
 
     patch.setattr(Target, "forward", faulty)
 
@@ -372,6 +373,8 @@ FAULTS = (
     Fault("one token past the limit", _limit_ignored_by_one),
 )
 """For a target of full attention, one row at a time."""
+ASKED = [fault.name for fault in FAULTS if any(word in fault.name for word in ("sees", "see ", "position", "logits"))]
+"""Those in what a network is asked, or in what it said."""
 WINDOWS = (Fault("window one too wide", _window(1)), Fault("window one too narrow", _window(-1)))
 STATES = (Fault("recurrent state not taken back", _state_kept),)
 RAGGED = (

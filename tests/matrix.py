@@ -57,10 +57,16 @@ def planted(fault: Fault | None, dtype: str) -> Iterator[pytest.MonkeyPatch]:
 
 
 def run(
-    fault: Fault | None, dtype: str, out: Path, limit: int = LIMIT, max_new_tokens: int = MOST
+    fault: Fault | None,
+    dtype: str,
+    out: Path,
+    limit: int = LIMIT,
+    max_new_tokens: int = MOST,
+    engine: str = "transformers",
 ) -> tuple[int, list[Record]]:
     """`dflash-bench run` in this process; its exit status and rows."""
     words = ["run", "--dtype", dtype, "--limit", limit, "--max-new-tokens", max_new_tokens, "--out", out]
+    words += ["--engine", engine]
     words += [word for suite in SUITES for word in ("--suite", suite)]
     words += [word for method in METHODS for word in ("--method", method)]
     with planted(fault, dtype) as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):

@@ -53,6 +53,7 @@ def run(
     device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
     attention: options.Attention = None,
+    engine: options.Engine = None,
     threads: options.Threads = None,
     unsafe_code: options.UnsafeCode = False,
     out: options.Out = None,
@@ -89,7 +90,7 @@ def run(
         repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
         block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
         repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
-        thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
+        engine=engine, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":

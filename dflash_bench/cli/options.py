@@ -186,6 +186,14 @@ Dtype = Annotated[
 Attention = Annotated[
     str | None, _machine(metavar="A", help="sdpa or eager. Default: what transformers chooses for the target.")
 ]
+Engine = Annotated[
+    str | None,
+    _machine(
+        metavar="E",
+        help="By whose code the target is computed: transformers (default), or lean, our own, faster, for the usual "
+        "decoders. The judge always asks transformers.",
+    ),
+]
 Threads = Annotated[
     int | None, _machine(metavar="N", min=1, help="CPU threads. Default: 1, which is fastest for nano.")
 ]

@@ -1,31 +1,28 @@
 """The target: a causal language model with our cache, and with taps on its layers.
 
-The model is used as published; only its cache, positions and mask are ours. So rows of different lengths can share
-one forward pass, and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length,
-and their mask limits them to the window; layers with a recurrent state roll it back (`recurrent.py`).
+Its network is computed by the publisher's code (`published.py`) or, where that is covered, by ours (`lean.py`); cache,
+positions and masks are ours. So rows of different lengths can share one forward pass, and dropping rejected tokens
+costs nothing. Layers with a sliding window also cache the full length, and their mask limits them to the window; layers
+with a recurrent state roll it back (`recurrent.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dflash_bench.engine.architecture import (
     attention_windows,
     context_length,
-    decoder_layers,
     recurrent_layers,
     refuse_unsupported,
 )
 from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
-from dflash_bench.engine.recurrent import Recurrence
+from dflash_bench.engine.published import Masks, Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +33,54 @@ class Output:
     hidden: Tensor | None
 
 
-class Target:
-    """Runs one forward pass at a time over B rows; call `begin` once per batch of prompts."""
+class Network(Protocol):
+    """Reads tokens, and writes their keys and values into a cache."""
 
-    def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
+    needs_masks: bool
+    """Also where every token sees all that is in the cache."""
+    keeps_some_logits: bool
+    """Can the head be left out at places where nobody asks?"""
+
+    def tap(self, taps: Sequence[int]) -> None: ...
+
+    def serve(self, cache: KVCache, device: torch.device) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, masks: Masks | None, keep: int | Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def commit(self, counts: Sequence[int]) -> None: ...
+
+
+class Target:
+    """Runs one forward pass at a time over B rows; call `begin` once per batch of prompts.
+
+    `network` computes `model` in another way than its publisher's code.
+    """
+
+    def __init__(self, model: Any, taps: Sequence[int] = (), network: Network | None = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
+        self.network: Network = network or Published(model)
         self.config = model.config.get_text_config()
         # Layers may be spread over devices; tokens enter on the embedding's device, and all results return there.
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.context_length = context_length(self.config)
-        self._layers = decoder_layers(model)
-        self._recurrent = recurrent_layers(self.config)
-        self._recurrence: Recurrence | None = None
-        self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._tapped: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
         self.tap(taps)
         self._cache: KVCache | None = None
 
     def tap(self, taps: Sequence[int]) -> None:
         """Record the outputs of these layers (0-based) from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._tapped.clear()
         self.taps = tuple(taps)
-        self._hooks = [self._layers[i].register_forward_hook(self._recorder(i)) for i in self.taps]
-
-    def _recorder(self, index: int) -> Any:
-        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._tapped[index] = output[0] if isinstance(output, tuple) else output
-
-        return record
+        self.network.tap(self.taps)
 
     @property
     def reads_trees(self) -> bool:
         """Can it verify trees? Not with a recurrent state, which has a single past without branches."""
-        return not self._recurrent
+        return not recurrent_layers(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -93,8 +100,7 @@ class Target:
     def begin(self, num_rows: int, capacity: int) -> None:
         """Make room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
         if self._cache is not None and self._cache.serves(num_rows, capacity):
-            if self._recurrence is not None:
-                self._recurrence.clear()
+            self.network.clear()
             return
         if self._cache is None:
             # Only a layer knows the shape of what it stores: one token shows it, and then all buffers can be stacked.
@@ -104,12 +110,7 @@ class Target:
 
     def _allocate(self, num_rows: int, capacity: int) -> None:
         self._cache = KVCache(num_rows, capacity, self.device, like=self._cache)
-        layers: list[Any] = [_Layer(self._cache, i) for i in range(len(self._layers))]
-        if self._recurrent:
-            self._recurrence = Recurrence(self._layers, self._recurrent, self.device)
-            for index, state in self._recurrence.states.items():
-                layers[index] = state
-        self._model_cache = Cache(layers=layers)
+        self.network.serve(self._cache, self.device)
         # A window as large as the cache is the same as no window.
         windows = attention_windows(self.config)
         self._windows = {
@@ -138,7 +139,7 @@ class Target:
         rows = [[*prompt, *([prompt[-1]] * (width - len(prompt)))] for prompt in prompts]
         last = [len(prompt) - 1 for prompt in prompts]
         # If the model allows it, the head is run only where some row ends, not over whole prompts.
-        places = sorted(set(last)) if self._keeps_some_logits else list(range(width))
+        places = sorted(set(last)) if self.network.keeps_some_logits else list(range(width))
         # The index stays on the host, because the head may be on any device.
         output = self.forward(
             torch.tensor(rows, device=self.device),
@@ -174,30 +175,21 @@ class Target:
             positions = positions[:, :1] + depths
         # Tokens beyond the context are cut off later and no other token sees them, but their position is looked up.
         positions = positions.clamp(max=self.context_length - 1)
-        options: dict[str, Any] = {"logits_to_keep": keep_logits} if self._keeps_some_logits else {}
-        with self._recurrence.reading(width, counts) if self._recurrence else nullcontext():
-            out = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=self._masks(starts, width, parents, whole_block),
-                past_key_values=self._model_cache,
-                use_cache=True,
-                **options,
-            )
-        return Output(out.logits.to(self.device), together([self._tapped[i] for i in self.taps], self.device))
+        masks = None if self._sees_all(width) else self._masks(starts, width, parents, whole_block)
+        logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts)
+        return Output(logits.to(self.device), together(tapped, self.device))
 
     @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:
-        """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and is never read again).
+        """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and is never read again)."""
+        self.network.commit(counts)
 
-        Keys and values need no work: what lies beyond a row's end is overwritten. Recurrent states are rolled back.
-        """
-        if self._recurrence is not None:
-            self._recurrence.commit(counts)
+    def _sees_all(self, width: int) -> bool:
+        """Does a network that can do without masks need none here?"""
+        alone = width == 1 and not self.cache.is_ragged and not any(self._ready)
+        return alone and not self.network.needs_masks
 
-    def _masks(
-        self, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool
-    ) -> Tensor | dict[str, Tensor]:
+    def _masks(self, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool) -> Masks:
         """One mask, or one for each kind of layer if some have a window and others do not."""
         if whole_block:
             masks = {
@@ -220,29 +212,3 @@ class Target:
 def together(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Layer outputs [B, N, H], moved to one device and put side by side; None if there are none."""
     return torch.cat([hidden.to(device) for hidden in tapped], dim=-1) if tapped else None
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of our cache, in the form that transformers expects; it writes where `place` said."""
-
-    def __init__(self, cache: KVCache, index: int) -> None:
-        super().__init__()
-        self.cache, self.index, self.is_initialized = cache, index, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.index, key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.visible, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.visible
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
-
-    # Its name in older releases of transformers 5.
-    get_max_cache_shape = get_max_length

@@ -147,6 +147,7 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         "device": identity.get("device"),
         "threads": identity.get("threads"),
         "attention": identity.get("attention"),
+        "engine": identity.get("network"),
         **_of_settings(settings_of(identity)),
         "max new tokens": identity.get("max_new_tokens"),
         "repeats": identity.get("repeats"),

@@ -27,6 +27,7 @@ class Wanted:
     device_map: str | None = None
     attention: str | None = None
     trust_remote_code: bool = False
+    engine: str | None = None
     is_small: bool = False
 
 
@@ -35,7 +36,7 @@ def open_local(resolved: Resolved) -> LocalBackend:
     request = resolved.request
     wanted = Wanted(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
-        request.trust_remote_code, is_small=request.name == "nano",
+        request.trust_remote_code, request.engine, is_small=request.name == "nano",
     )  # fmt: skip
     return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, request.seed or 0)
 
@@ -62,7 +63,7 @@ def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tok
     )
     models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
     machine = {"device": device, "device_map": wanted.device_map, "threads": threads}
-    return open_backend(models, model, methods, max_new_tokens, seed, machine)
+    return open_backend(models, model, methods, max_new_tokens, seed, machine, wanted.engine)
 
 
 def _silence_transformers() -> None:

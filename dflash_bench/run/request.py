@@ -16,6 +16,7 @@ from dflash_bench.tasks import scoring, suites
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
+ENGINES = ("lean", "transformers")
 """What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
 THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
 
@@ -56,6 +57,8 @@ class Request:
     dtype: str | None = None
     device_map: str | None = None
     attention: str | None = None
+    engine: str | None = None
+    """By whose code the target is computed: lean or transformers."""
     thinking: str | None = None
     """A key of `THINKING`."""
     trust_remote_code: bool = False
@@ -121,6 +124,10 @@ def _refuse_unknown_values(request: Request) -> None:
         raise unknown("device map", request.device_map, ["auto"])
     if request.device_map is not None and request.device is not None:
         raise UserError("--device has no effect with --device-map")
+    if request.engine not in (None, *ENGINES):
+        raise unknown("engine", request.engine, list(ENGINES))
+    if request.engine == "lean" and request.attention is not None:
+        raise UserError("--attention has no effect on --engine lean, which has its own; leave one of them out")
     if (request.attention or "").startswith("flash"):
         raise UserError(
             f"--attention {request.attention} takes no mask, and this engine needs one for ragged rows and trees; "

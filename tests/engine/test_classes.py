@@ -16,6 +16,7 @@ from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wro
 from dflash_bench.engine import recurrent
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.local import open_backend
+from dflash_bench.engine.published import Published
 from dflash_bench.engine.recurrent import Kept, advance
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
@@ -118,8 +119,8 @@ def the_rules_are_left_alone() -> Iterator[None]:
 
 
 def states(target: Target) -> list[tuple[Tensor, Tensor]]:
-    assert target._recurrence is not None
-    return [(state.conv_states[0], state.recurrent_states[0]) for state in target._recurrence.states.values()]
+    assert isinstance(target.network, Published) and target.network._recurrence is not None
+    return [(state.conv_states[0], state.recurrent_states[0]) for state in target.network._recurrence.states.values()]
 
 
 @pytest.mark.parametrize("kind", HYBRID)
@@ -171,7 +172,8 @@ def test_a_state_advances_as_the_published_rule_says_token_by_token(normalised: 
 def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were() -> None:
     target = Target(made("qwen3.5"))
     target.begin(1, 8)
-    target.model = lambda **_: 1 / 0
+    assert isinstance(target.network, Published)
+    target.network.model = lambda **_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         target.forward(torch.tensor([[1, 2]]), [0])
 

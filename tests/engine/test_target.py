@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_told_which_logits_to_keep_gives_the_same() -> No
 
     model.__class__ = Old
     target = Target(model)
-    assert not target._keeps_some_logits
+    assert not target.network.keeps_some_logits
     expected = plain(Target(tiny("llama")), PROMPTS, 12)
     assert plain(target, PROMPTS, 12) == expected
     assert run(target, NoDrafter(), PROMPTS, 12).tokens == expected

@@ -1,0 +1,107 @@
+"""The target's network as its publisher's code computes it: transformers' forward pass, over our cache.
+
+Any architecture that takes positions, a mask and a cache is read in this way; hooks on its layers are the taps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dflash_bench.engine.architecture import decoder_layers, recurrent_layers
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.recurrent import Recurrence
+
+Masks = Tensor | Mapping[str, Tensor]
+
+
+class Published:
+    """`model` may be spread over devices."""
+
+    needs_masks = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers = decoder_layers(model)
+        self._recurrent = recurrent_layers(model.config.get_text_config())
+        self._recurrence: Recurrence | None = None
+        self._tapped: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self._taps: tuple[int, ...] = ()
+
+    def tap(self, taps: Sequence[int]) -> None:
+        """Record the outputs of these layers (0-based) from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._tapped.clear()
+        self._taps = tuple(taps)
+        self._hooks = [self._layers[i].register_forward_hook(self._recorder(i)) for i in self._taps]
+
+    def _recorder(self, index: int) -> Any:
+        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._tapped[index] = output[0] if isinstance(output, tuple) else output
+
+        return record
+
+    def serve(self, cache: KVCache, device: torch.device) -> None:
+        """Write into this cache from now on."""
+        layers: list[Any] = [_Layer(cache, i) for i in range(len(self._layers))]
+        if self._recurrent:
+            self._recurrence = Recurrence(self._layers, self._recurrent, device)
+            for index, state in self._recurrence.states.items():
+                layers[index] = state
+        self._cache = Cache(layers=layers)
+
+    def clear(self) -> None:
+        if self._recurrence is not None:
+            self._recurrence.clear()
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, masks: Masks | None, keep: int | Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]."""
+        options: dict[str, Any] = {"logits_to_keep": keep} if self.keeps_some_logits else {}
+        with self._recurrence.reading(tokens.shape[1], counts) if self._recurrence else nullcontext():
+            out = self.model(
+                input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._cache,
+                use_cache=True, **options,
+            )  # fmt: skip
+        return out.logits, [self._tapped[i] for i in self._taps]
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Keys and values need no work: what lies beyond a row's end is overwritten. Recurrent states roll back."""
+        if self._recurrence is not None:
+            self._recurrence.commit(counts)
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of our cache, in the form that transformers expects; it writes where `place` said."""
+
+    def __init__(self, cache: KVCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index, self.is_initialized = cache, index, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.cache.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.visible, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.visible
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+    # Its name in older releases of transformers 5.
+    get_max_cache_shape = get_max_length

@@ -1,0 +1,147 @@
+"""Our own network says what the publisher's code says, on the same weights, held once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
+
+from dflash_bench.engine import networks
+from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.lean import Lean, why_not
+from dflash_bench.engine.networks import target_of
+from dflash_bench.engine.target import Output, Target
+from dflash_bench.errors import UserError
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 24}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+ALTERNATING = ["full_attention", "sliding_attention"] * 3
+
+
+def qwen2(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, bos_token_id=0, eos_token_id=1, **changes,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.mul_(10) if parameter.ndim > 1 else parameter.add_(0.1)
+    return model
+
+
+KINDS: dict[str, Any] = {
+    "llama": lambda: tiny("llama"),
+    "llama, one head of keys": lambda: tiny("llama", num_key_value_heads=1),
+    "llama, as many keys as queries": lambda: tiny("llama", num_key_value_heads=4),
+    "llama, biases": lambda: tiny("llama", attention_bias=True),
+    "llama 3 angles": lambda: tiny.__wrapped__("llama", rope_parameters=LLAMA3),
+    "yarn angles": lambda: tiny.__wrapped__("llama", rope_parameters=YARN),
+    "qwen2, biases": qwen2,
+    "qwen2, some windows": lambda: qwen2(use_sliding_window=True, sliding_window=6, layer_types=ALTERNATING),
+    "qwen3, normed heads": lambda: tiny("qwen3"),
+    "mistral": lambda: tiny("mistral"),
+    "mistral, window": lambda: tiny("mistral", sliding_window=6),
+}
+PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
+
+
+def passes(target: Target, num_rows: int) -> list[Output]:
+    """A prefill, one token, a block, a tree and a whole block."""
+    prompts = PROMPTS[-num_rows:] if num_rows > 1 else PROMPTS[2:3]
+    target.tap((4, 0))
+    target.begin(num_rows, 64)
+    starts = [len(prompt) for prompt in prompts]
+    block = torch.tensor([[7, 8, 9, 10, 11]] * num_rows)
+    parents = torch.tensor([[-1, -1, 0, 2]] * num_rows)
+    later = [start + 1 for start in starts]
+    return [
+        target.prefill(prompts), target.forward(block[:, :1], starts), target.forward(block, later),
+        target.forward(block, later, parents), target.forward(block, later, whole_block=True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pass_says_what_the_publishers_code_says(kind: str, num_rows: int) -> None:
+    model = copy.deepcopy(KINDS[kind]())
+    assert why_not(model) is None
+    expected = passes(Target(model), num_rows)
+    for theirs, ours in zip(expected, passes(Target(model, network=Lean(model)), num_rows), strict=True):
+        assert torch.allclose(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4 * float(theirs.logits.abs().max()))
+        assert ours.hidden is not None and theirs.hidden is not None and ours.hidden.shape == theirs.hidden.shape
+        assert torch.allclose(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4 * float(theirs.hidden.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_gives_what_transformers_generates(kind: str) -> None:
+    model = copy.deepcopy(KINDS[kind]())
+    expected = [generated(model, prompt, 20) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > 6
+    target = target_of(model, "lean")
+    assert plain(target, PROMPTS, 20) == expected and run(target, NoDrafter(), PROMPTS, 20).tokens == expected
+    known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    for num_drafts in (1, 7):
+        drafter = Scripted(known, num_drafts, sometimes_wrong(0.7, 97))
+        assert run(target, drafter, PROMPTS, 20).tokens == expected
+
+
+def test_weights_are_held_once_and_stay_the_models() -> None:
+    model = copy.deepcopy(tiny("qwen3"))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    size = sum(weight.untyped_storage().nbytes() for weight in unique(model))
+    first, second = Lean(model), Lean(model)
+    assert sum(weight.untyped_storage().nbytes() for weight in unique(model)) == size
+    assert first.layers[0].qkv.data_ptr() == second.layers[0].qkv.data_ptr() == weight_of(model).data_ptr()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def weight_of(model: Any) -> torch.Tensor:
+    weight: torch.Tensor = model.model.layers[0].self_attn.q_proj.weight
+    return weight
+
+
+def unique(model: Any) -> list[torch.Tensor]:
+    return list({weight.untyped_storage().data_ptr(): weight for weight in model.parameters()}.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: tiny("gpt2"), "gpt2 is not among llama"),
+        (lambda: tiny("llama", hidden_act="gelu"), "its activation is gelu"),
+        (lambda: tiny.__wrapped__("llama", rope_parameters=YARN | {"rope_type": "dynamic"}), "dynamic"),
+    ],
+)  # fmt: skip
+def test_what_is_not_covered_is_refused_with_the_reason(model: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"--engine lean does not cover this target: .*{said}"):
+        target_of(model(), "lean")
+    assert isinstance(target_of(model(), None), Target)
+
+
+def test_other_linear_layers_are_not_joined() -> None:
+    class Quantised(torch.nn.Linear):
+        pass
+
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[3].mlp.up_proj = Quantised(32, 48, bias=False)
+    assert why_not(model) == "its weights are quantised"
+
+
+def test_a_network_that_says_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(Lean):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            self.scale *= 1.05
+
+    monkeypatch.setattr(networks, "Lean", Off)
+    with pytest.raises(UserError, match="computes this target differently"):
+        target_of(copy.deepcopy(tiny("llama")), "lean")
