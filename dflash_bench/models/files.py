@@ -76,6 +76,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # and not for its owner alone, as safetensors leaves it
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {folder} ({error}); name another folder") from error
 

@@ -64,7 +64,8 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
         "  * medusa          in this package",
         "  * block-diffusion in this package",
     ]
-    assert blocks[1].splitlines()[1:] == ["    target  'dflash-bench fetch smollm2' gets it (93 MB)"]
+    assert blocks[1].splitlines()[1] == "    target  'dflash-bench fetch smollm2' gets it (93 MB)"
+    assert blocks[1].splitlines()[2].startswith("  * dflash  in this package")
     assert blocks[3].splitlines() == [
         "qwen3-8b: needs about 16 GB, has 24 GB",
         "    target  Qwen/Qwen3-8B",
@@ -103,7 +104,7 @@ def test_the_json_of_the_list_has_the_promised_keys(
     assert {tuple(one) for one in listed} == {tuple(promised.split())}
     assert [one["cached"] for one in listed[:3]] == [
         dict.fromkeys(("target", "dflash", "eagle3", "draft-model", "medusa", "block-diffusion"), True),
-        {"target": False},
+        {"target": False} | dict.fromkeys(presets.preset("smollm2").drafts, True),
         {"target": False, "dflash": False, "eagle3": False},
     ]
 

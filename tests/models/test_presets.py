@@ -19,7 +19,8 @@ HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 def test_every_preset_is_well_formed(name: str) -> None:
     one = presets.table()[name]
     references = [*([] if one.package else [one.target]), *one.drafts.values()]
-    assert all(Path(r).parent == presets.NANO if name == "nano" else HUB_ID.fullmatch(r) for r in references)
+    shipped = presets.PACKAGE / name
+    assert all(Path(r).parent == shipped if shipped.exists() else HUB_ID.fullmatch(r) for r in references)
     assert (one.drafts or one.package) and one.drafts.keys() <= set(WEIGHTS)
     numbers = one.num_drafts or {}
     assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())

@@ -1,0 +1,46 @@
+"""What is shipped for a real model: small, with a card, and exact where its target is on this disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_bench.engine.local import open_backend
+from dflash_bench.methods import parse
+from dflash_bench.models import loading, presets
+from dflash_bench.train.cards import HISTORY, acceptance_of
+
+SMOLLM2 = presets.preset("smollm2")
+MOST_BYTES = 30e6
+"""Of both drafts together."""
+
+
+@pytest.mark.parametrize("method", SMOLLM2.drafts)
+def test_a_draft_of_smollm2_has_a_card_and_says_what_was_accepted(method: str) -> None:
+    folder = Path(SMOLLM2.drafts[method])
+    card, measured = (folder / "README.md").read_text(), acceptance_of(folder)
+    assert measured is not None and f"| {measured.al_pooled:.4g} |" in card
+    history = json.loads((folder / HISTORY).read_text())
+    assert history[-1]["al_pooled"] > history[0]["al_pooled"] > 1
+    for suite in ("gsm8k", "math500", "aime24", "aime25", "humaneval", "mbpp", "mt_bench"):
+        assert f"| {suite} (embedded) |" in card and f"| {suite} (folder) |" in card
+
+
+def test_drafts_of_smollm2_are_small() -> None:
+    sizes = [path.stat().st_size for folder in SMOLLM2.drafts.values() for path in Path(folder).iterdir()]
+    assert 1e6 < sum(sizes) < MOST_BYTES
+
+
+@pytest.mark.skipif(not Path(SMOLLM2.target).is_dir(), reason="not on this disk; 'dflash-bench fetch smollm2' gets it")
+def test_drafts_of_smollm2_are_accepted_and_change_nothing() -> None:
+    models = loading.load(SMOLLM2, list(SMOLLM2.drafts), "cpu", torch.float32)
+    methods = [parse(name) for name in ("ar", *SMOLLM2.drafts)]
+    backend = open_backend(models, SMOLLM2, methods, 32)
+    template = models.tokenizer.apply_chat_template
+    prompt = template([{"role": "user", "content": "Why is the sky blue?"}], add_generation_prompt=True)["input_ids"]
+    plain, *drafted = (backend.generate_ids(method.label, [prompt])[0] for method in methods)
+    for answer in drafted:
+        assert answer.token_ids == plain.token_ids and sum(answer.accepted or ()) > 0
