@@ -27,17 +27,17 @@ LEAST_WORDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How many training prompts share a piece with one of a suite's, as it is and but for numbers.
-
-    `example` is one of those that share it as it is.
-    """
+    """The training prompts that share a piece with one of a suite's as it is, and how many do but for numbers."""
 
     suite: str
     source: str
     num_rows: int
-    num_shared: int
+    shared: tuple[str, ...]
     num_alike: int
-    example: str | None
+
+    @property
+    def num_shared(self) -> int:
+        return len(self.shared)
 
 
 Piece = tuple[str, ...]
@@ -93,12 +93,9 @@ def found(texts: Iterable[str], against: Path | None) -> list[Overlap]:
                 one.shared.append(text)
             one.num_alike += not but_for_numbers.isdisjoint(one.but_for_numbers)
     return [
-        Overlap(
-            one.loaded.suite.name, one.loaded.source, len(one.loaded.prompts), len(one.shared), one.num_alike,
-            one.shared[0] if one.shared else None,
-        )
+        Overlap(one.loaded.suite.name, one.loaded.source, len(one.loaded.prompts), tuple(one.shared), one.num_alike)
         for one in tested
-    ]  # fmt: skip
+    ]
 
 
 def _lines(text: str) -> set[str]:
@@ -118,6 +115,6 @@ def refuse(overlaps: Sequence[Overlap]) -> None:
         if overlap.num_shared:
             raise UserError(
                 f"{overlap.num_shared} prompts share {NUM_WORDS} words in a row with {overlap.suite} "
-                f"({overlap.source}), such as {overlap.example!r:.120}: a draft trained on them would be tested on "
+                f"({overlap.source}), such as {overlap.shared[0]!r:.120}: a draft trained on them would be tested on "
                 "what it knows; leave them out, or add --allow overlap"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from dflash_bench.train.request import Request
 from dflash_bench.train.states import Computed
 
 ROW_LENGTH = 512
+MADE_UP = "made up by the target"
+"""The source of such prompts."""
 Tell = Callable[[str], object]
 
 
@@ -77,6 +79,11 @@ def prepare(request: Request, tell: Tell) -> Prepared:
     found += _invented(request)
     overlaps = overlap.found([one.text for one in found], request.against)
     if "overlap" not in request.allow:
+        # Nobody can take out what the target made up; the other prompts are the user's to mend.
+        found, num_left_out = _without_leaks(found, overlaps)
+        if num_left_out:
+            tell(f"left out {num_left_out} prompts that the target made up and that stand in a test suite")
+            overlaps = overlap.found([one.text for one in found], request.against)
         overlap.refuse(overlaps)
     encoded = chats.encoded(found, models.tokenizer, ROW_LENGTH)
     asked = [Asked(ids) for _, ids in encoded]
@@ -128,7 +135,14 @@ def _invent(request: Request, models: Models, target: Target, tell: Tell) -> Non
 
 def _invented(request: Request) -> list[Chat]:
     texts = reading.json_of(request.out / "work" / "invented.json") if request.invented else []
-    return [chats.of_user("made up by the target", text) for text in texts]
+    return [chats.of_user(MADE_UP, text) for text in texts]
+
+
+def _without_leaks(found: Sequence[Chat], overlaps: Sequence[Overlap]) -> tuple[list[Chat], int]:
+    """Without the target's own prompts that stand in a suite, and how many these were."""
+    shared = {text for overlap in overlaps for text in overlap.shared}
+    kept = [one for one in found if one.source != MADE_UP or one.text not in shared]
+    return kept, len(found) - len(kept)
 
 
 def _require_disk(prepared: Prepared) -> None:

@@ -174,6 +174,18 @@ def test_prompts_of_a_test_suite_are_refused_unless_allowed(target: Path, tmp_pa
     assert "| gsm8k (embedded) | 32 | 4 |" in (folder / "README.md").read_text()
 
 
+def test_a_prompt_of_a_suite_that_the_target_made_up_is_left_out(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = (NANO.parent.parent / "suites" / "embedded" / "gsm8k" / "test.jsonl").read_text().splitlines()[0]
+    made_up = [json.loads(row)["question"], *(f"What is {n} + {n}?" for n in range(6))]
+    monkeypatch.setattr(preparing.invented, "invent", lambda *given: made_up)
+    told: list[str] = []
+    folder = session.perform(request(target, tmp_path, written=0, invented=7), told.append)
+    assert "left out 1 prompts that the target made up and that stand in a test suite" in told
+    assert folder is not None and "made up by the target: 6" in (folder / "README.md").read_text()
+
+
 def test_a_suites_template_is_no_leak() -> None:
     template = "Please reason step by step, and put your final answer within \\boxed{}."
     texts = [f"How many legs have {count} spiders and one cat?\n{template}" for count in range(5)]
