@@ -1,27 +1,42 @@
-"""smollm2 on real prompts, as Markdown with its plots. Usage: python scripts/run_real.py RUNS RESULTS."""
+"""smollm2 on real prompts. Usage: python scripts/run_real.py accept DATA FILE, then page RUNS RESULTS.
 
+`accept` decodes many prompts together in float32, for acceptance and exactness alone; `page` writes Markdown and plots.
+"""
+
+import json
+import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from dflash_bench import environment, reading
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+
+from dflash_bench import environment, methods, reading
+from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import FORMULAS
+from dflash_bench.bars import with_bar
 from dflash_bench.models import presets
+from dflash_bench.records import Generation, Message
 from dflash_bench.report import columns, document, plots
-from dflash_bench.report.columns import Column
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import markdown, with_interval
+from dflash_bench.tasks import suites
 from dflash_bench.train.cards import HISTORY
 
 NAME = "real-smollm2-cpu"
-DTYPES = ("float32", "bfloat16")
+SUITES, METHODS = ("gsm8k", "humaneval", "mt_bench"), ("dflash", "eagle3", "ngram")
+NUM_PROMPTS, NUM_TOKENS = 10, 128
+"""Of each suite, decoded together; of each answer at most."""
 PICTURES = {
     "speedup": "speed-up by suite",
     "positions": "acceptance by place in the draft",
     "rounds": "time of a round",
 }
-HEADS = ("prompts", "tokens", "al.pooled", "break_even_al", "tps.decode", "speedup.decode [95 %]", "exact", "audit")
-AL = Column("al.pooled [95 %]", lambda cell: with_interval(cell.figures.get("al.pooled")))
+TIMED = ("prompts", "tokens", "al.pooled", "break_even_al", "tps.decode", "speedup.decode [95 %]", "exact", "near ties")
 HEAD = """# smollm2 on real prompts
 
 ```
@@ -30,11 +45,24 @@ scripts/run_real FOLDER
 
 {machine}.
 
-SmolLM2-135M-Instruct, as `fetch smollm2` leaves it, with the drafts that are shipped for it; prompts of the public
-suites, {source}; greedy, at most {tokens} new tokens, one thread. Each type had the same time, and spent it where
-intervals were widest. `ngram` is prompt lookup, which needs no draft. In float32 every answer must be plain decoding's,
-token for token; in bfloat16 rounding may decide between two tokens that are as good, and what is not exact must be
-such a near tie by the judge.
+SmolLM2-135M-Instruct, as `fetch smollm2` leaves it, with the drafts that are shipped for it, on prompts of the public
+suites ({source}), greedy, at most {tokens} new tokens. `ngram` is prompt lookup, which needs no draft.
+
+## Acceptance, and is it exact?
+
+The first turns of {num} prompts a suite, decoded together in float32. `exact`: answers that are plain decoding's, token
+for token. A small model repeats itself, and prompt lookup is good at that: `in loops` counts plain answers that end in
+a loop.
+
+{accepted}
+
+## Speed
+
+One prompt at a time on one thread in {dtype}. The run stops after a given time, so that there are few prompts, and the
+intervals are wide. In bfloat16 rounding may decide between two tokens that are as good: what is not exact must be such
+a near tie by the judge.
+
+{timed}
 """
 TRAINING = """## What such a draft costs
 
@@ -42,39 +70,83 @@ TRAINING = """## What such a draft costs
 
 From the drafts' cards ([DFlash](../dflash_bench/smollm2/dflash/README.md),
 [EAGLE-3](../dflash_bench/smollm2/eagle3/README.md)): acceptance on 32 prompts that neither draft was trained on, in
-bfloat16, by the answers' tokens that it had read.
+bfloat16, by the tokens of answers that it had read (the first two points of DFlash are from 8 prompts).
 """
 
 
-def main(runs: Path, results: Path) -> None:
-    documents = {dtype: document.read_document(runs / dtype) for dtype in DTYPES}
-    info = documents[DTYPES[0]].results.info
-    source = documents[DTYPES[0]].cells[0].source
-    tokens = info["identity"]["max_new_tokens"]
-    parts = [HEAD.format(machine=environment.one_line(info["environment"]), source=source, tokens=tokens)]
-    for dtype, run in documents.items():
-        parts.append(f"## {dtype}\n\n{table(run)}\n")
-        for name, caption in PICTURES.items():
-            picture = f"{NAME}-{dtype}-{name}.svg"
-            shutil.copy(runs / f"plots-{dtype}" / f"{name}.svg", results / picture)
-            parts.append(f"![{caption}, {dtype}]({picture})\n")
-    parts.append(trained(results))
-    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "speedup.decode", "tps.decode")))
-    parts.append(f"- `break_even_al`: {FORMULAS['break_even_al']}\n\n{columns.INTERVALS}")
-    page = results / f"{NAME}.md"
-    page.write_text("\n".join(parts) + "\n", encoding="utf-8")
-    print(page)
+def accept(data: str, file: str) -> None:
+    import torch
+
+    from dflash_bench.doctor.repetition import is_loop
+    from dflash_bench.engine.local import open_backend
+    from dflash_bench.models import loading
+
+    torch.set_num_threads(1)
+    preset, chosen = presets.preset("smollm2"), methods.chosen(METHODS)
+    models = loading.load(preset, ["dflash", "eagle3"], "cpu", torch.float32)
+    backend = open_backend(models, preset, chosen, NUM_TOKENS)
+    found: list[dict[str, Any]] = []
+    asked = [(suite, method.label) for suite in SUITES for method in chosen]
+    plain: Sequence[Generation] = ()
+    for suite, method in with_bar(asked, "decoding"):
+        loaded = suites.load_prompts(suites.known_suites()[suite], data, NUM_PROMPTS)
+        prompts = [backend.encode([*one.opening, Message("user", one.turns[0])]) for one in loaded.prompts]
+        answers = backend.generate_ids(method, prompts)
+        if method == "ar":
+            plain = answers
+            continue
+        found.append({
+            "suite": suite, "method": method, "source": loaded.source.partition(" ")[0],
+            "rounds": [[sum(one.accepted or ()) + len(one.accepted or ()), len(one.accepted or ())] for one in answers],
+            "exact": sum(one.token_ids == other.token_ids for one, other in zip(answers, plain, strict=True)),
+            "loops": sum(is_loop(one.token_ids) for one in plain),
+        })  # fmt: skip
+        print(f"{suite} {method}: exact {found[-1]['exact']} of {len(plain)}", flush=True)
+    Path(file).write_text(json.dumps(found), encoding="utf-8")
 
 
-def table(run: Document) -> str:
-    known = {column.one_line: column for column in (*columns.ROUNDS, *columns.RESULTS)} | {"al.pooled": AL}
-    shown = [known[head] for head in HEADS]
+def page(runs: str, results: str) -> None:
+    out, timed = Path(results), document.read_document(Path(runs) / "timed")
+    known = reading.json_of(Path(runs) / "accepted.json")
+    info = timed.results.info
+    parts = [
+        HEAD.format(
+            machine=environment.one_line(info["environment"]), source=known[0]["source"], tokens=NUM_TOKENS,
+            num=NUM_PROMPTS, accepted=accepted_table(known), dtype=info["identity"]["dtype"], timed=timed_table(timed),
+        )
+    ]  # fmt: skip
+    for name, caption in PICTURES.items():
+        shutil.copy(Path(runs) / "plots" / f"{name}.svg", out / f"{NAME}-{name}.svg")
+        parts.append(f"![{caption}]({NAME}-{name}.svg)\n")
+    parts.append(trained(out))
+    names = ("al.pooled", "break_even_al", "tps.decode", "speedup.decode")
+    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in names) + f"\n\n{columns.INTERVALS}")
+    (out / f"{NAME}.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+    print(out / f"{NAME}.md")
+
+
+def accepted_table(known: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for one in known:
+        rounds = np.array(one["rounds"], dtype=np.float64)
+        al = stats.intervals(rounds, [stats.ratio((0,), (1,))])[0]
+        num = len(rounds)
+        rows.append([
+            f"{one['suite']} ({one['source']})", one["method"], str(num), f"{int(rounds[:, 0].sum()):,}",
+            with_interval(al), f"{one['exact']}/{num}", f"{one['loops']}/{num}",
+        ])  # fmt: skip
+    return markdown(["suite", "method", "prompts", "tokens", "al.pooled [95 %]", "exact", "in loops"], rows, left=2)
+
+
+def timed_table(run: Document) -> str:
+    known = {column.one_line: column for column in (*columns.ROUNDS, *columns.RESULTS)}
+    shown = [known[head] for head in TIMED]
     rows = [
         [cell.label, cell.method, *(columns.marked(column, cell, run.findings) for column in shown)]
         for cell in run.cells
     ]
     legend = columns.legend(run.cells, run.findings)
-    return "\n\n".join([markdown(["suite", "method", *(column.one_line for column in shown)], rows, left=2), *legend])
+    return "\n\n".join([markdown(["suite", "method", *TIMED], rows, left=2), *legend])
 
 
 def trained(results: Path) -> str:
@@ -86,4 +158,4 @@ def trained(results: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    {"accept": accept, "page": page}[sys.argv[1]](*sys.argv[2:])
