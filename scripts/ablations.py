@@ -187,9 +187,10 @@ def page(work: Path, seeds: int, steps: int) -> Iterator[str]:
     yield "# The paper's ablations, on nano\n"
     yield "```\nscripts/ablations\n```\n"
     yield f"{environment.one_line(environment.describe())}.\n"
+    seeded = "one seed" if seeds == 1 else f"{seeds} seeds"
     yield (
         f"DFlash drafts for nano: {NUM_TASKS:,} prompts from its generator, answered by nano itself, {steps} steps of "
-        f"{ROWS} rows\nof {ROW_LENGTH} tokens, {seeds} seeds; the base has 3 layers, 5 features and a block of 16, as "
+        f"{ROWS} rows\nof {ROW_LENGTH} tokens, {seeded}; the base has 3 layers, 5 features and a block of 16, as "
         "the paper's own base.\nEach variant changes one thing. `decoded`: tokens a round over the same "
         f"{NUM_MEASURED} held-out prompts, decoded with the\ndraft (seeds pooled; in brackets the ratio to the base "
         "with its 95 % interval over prompts). `given`: right tokens in a\nrow and the bonus token on held-out "
@@ -210,7 +211,7 @@ def _section(table: Table, results: dict[str, list[dict[str, Any]]]) -> Iterator
     for variant in (BASE, *table.variants):
         runs = results[variant.name]
         given = [run["accepted"] for run in runs]
-        shown = f"{np.mean(given):.2f} ({min(given):.2f} to {max(given):.2f})"
+        shown = f"{np.mean(given):.2f}" + (f" ({min(given):.2f} to {max(given):.2f})" if len(given) > 1 else "")
         used = USED.get(variant.name, (variant.block,)) if table.title.startswith("Block") else (variant.block,)
         if not variant.runs_in_engine:
             yield f"| {variant.name} | {variant.block} | | | {shown} |"
