@@ -40,7 +40,7 @@ TIMED = ("prompts", "tokens", "al.pooled", "break_even_al", "tps.decode", "speed
 HEAD = """# smollm2 on real prompts
 
 ```
-scripts/run_real FOLDER
+scripts/run_real FOLDER {time}
 ```
 
 {machine}.
@@ -58,7 +58,7 @@ a loop.
 
 ## Speed
 
-One prompt at a time on one thread in {dtype}. The run stops after a given time, so that there are few prompts, and the
+One prompt at a time on one thread in {dtype}. The run stops after {time}, so that there are few prompts, and the
 intervals are wide. In bfloat16 rounding may decide between two tokens that are as good: what is not exact must be such
 a near tie by the judge.
 
@@ -81,7 +81,8 @@ def accept(data: str, file: str) -> None:
     from dflash_bench.engine.local import open_backend
     from dflash_bench.models import loading
 
-    torch.set_num_threads(1)
+    # Nothing is timed here.
+    torch.set_num_threads(os.cpu_count() or 1)
     preset, chosen = presets.preset("smollm2"), methods.chosen(METHODS)
     models = loading.load(preset, ["dflash", "eagle3"], "cpu", torch.float32)
     backend = open_backend(models, preset, chosen, NUM_TOKENS)
@@ -109,12 +110,12 @@ def page(runs: str, results: str) -> None:
     out, timed = Path(results), document.read_document(Path(runs) / "timed")
     known = reading.json_of(Path(runs) / "accepted.json")
     info = timed.results.info
-    parts = [
-        HEAD.format(
-            machine=environment.one_line(info["environment"]), source=known[0]["source"], tokens=NUM_TOKENS,
-            num=NUM_PROMPTS, accepted=accepted_table(known), dtype=info["identity"]["dtype"], timed=timed_table(timed),
-        )
-    ]  # fmt: skip
+    time = info["command"].partition("--for ")[2].partition(" ")[0]
+    head = HEAD.format(
+        machine=environment.one_line(info["environment"]), source=known[0]["source"], tokens=NUM_TOKENS, time=time,
+        num=NUM_PROMPTS, accepted=accepted_table(known), dtype=info["identity"]["dtype"], timed=timed_table(timed),
+    )  # fmt: skip
+    parts = [head]
     for name, caption in PICTURES.items():
         shutil.copy(Path(runs) / "plots" / f"{name}.svg", out / f"{NAME}-{name}.svg")
         parts.append(f"![{caption}]({NAME}-{name}.svg)\n")
@@ -131,11 +132,9 @@ def accepted_table(known: Sequence[dict[str, Any]]) -> str:
         rounds = np.array(one["rounds"], dtype=np.float64)
         al = stats.intervals(rounds, [stats.ratio((0,), (1,))])[0]
         num = len(rounds)
-        rows.append([
-            f"{one['suite']} ({one['source']})", one["method"], str(num), f"{int(rounds[:, 0].sum()):,}",
-            with_interval(al), f"{one['exact']}/{num}", f"{one['loops']}/{num}",
-        ])  # fmt: skip
-    return markdown(["suite", "method", "prompts", "tokens", "al.pooled [95 %]", "exact", "in loops"], rows, left=2)
+        exact, loops = (f"{one[name]}/{num}" for name in ("exact", "loops"))
+        rows.append([f"{one['suite']} ({one['source']})", one["method"], with_interval(al), exact, loops])
+    return markdown(["suite", "method", "al.pooled [95 %]", "exact", "in loops"], rows, left=2)
 
 
 def timed_table(run: Document) -> str:
