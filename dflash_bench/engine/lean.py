@@ -55,6 +55,7 @@ class _Layer:
     output: nn.Linear
     post_norm: nn.Module
     gate_up: Tensor
+    gate_up_bias: Tensor | None
     down: nn.Linear
 
 
@@ -144,8 +145,8 @@ class Lean:
         attended = scaled_dot_product_attention(problem, seen_keys, seen_values, mask, scale=self.scale)
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
         x = x + linear(attended.reshape(rows, width, -1), layer.output.weight, layer.output.bias)
-        gate, up = linear(_normed(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return x + linear(silu(gate) * up, layer.down.weight)
+        gate, up = linear(_normed(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return x + linear(silu(gate) * up, layer.down.weight, layer.down.bias)
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
@@ -155,10 +156,10 @@ def _normed(x: Tensor, norm: Any) -> Tensor:
 def _layer(layer: Any, kind: str) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, _ = _joined(mlp.gate_proj, mlp.up_proj)
+    gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
     return _Layer(
         kind, layer.input_layernorm, qkv, bias, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None),
-        attention.o_proj, layer.post_attention_layernorm, gate_up, mlp.down_proj,
+        attention.o_proj, layer.post_attention_layernorm, gate_up, gate_up_bias, mlp.down_proj,
     )  # fmt: skip
 
 

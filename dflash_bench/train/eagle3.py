@@ -59,15 +59,12 @@ def step_states(
 
 def step_masks(batch: Batch, steps: int) -> list[Tensor]:
     """Where step i has a label: the token at t + 2 + i belongs to an answer of the same conversation."""
-    answer = batch.weights > 0
-    return [
-        shift(answer, step + 2) & (shift(batch.document + 1, step + 2) == batch.document + 1) for step in range(steps)
-    ]
+    return [is_answer_after(batch, step + 2) for step in range(steps)]
 
 
-def has_answer_next(batch: Batch) -> Tensor:
-    """Where the target's last state says a token of an answer [R, N]."""
-    return shift(batch.weights > 0, 1) & (shift(batch.document + 1, 1) == batch.document + 1)
+def is_answer_after(batch: Batch, by: int) -> Tensor:
+    """Where the token so many places on belongs to an answer of the same conversation [R, N]."""
+    return shift(batch.weights > 0, by) & (shift(batch.document + 1, by) == batch.document + 1)
 
 
 def distillation_loss(
@@ -124,7 +121,7 @@ class Eagle3Objective:
 
     def loss(self, index: list[int], step: int) -> Tensor:
         states, batch, masks = self._forward(index)
-        places = has_answer_next(batch)
+        places = is_answer_after(batch, 1)
         with torch.no_grad(), self._half():
             teacher = self.voice.logits(self.rows.final(index)[places])
         return distillation_loss(self._logits, states, teacher, places, masks, self.draft.t2d)

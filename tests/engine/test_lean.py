@@ -38,11 +38,22 @@ def qwen2(**changes: Any) -> Any:
     return model
 
 
+def biased(kind: str, **changes: Any) -> Any:
+    """Fresh biases are 0, and would hide that one is forgotten."""
+    model = copy.deepcopy(tiny(kind, **changes))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    return model
+
+
 KINDS: dict[str, Any] = {
     "llama": lambda: tiny("llama"),
     "llama, one head of keys": lambda: tiny("llama", num_key_value_heads=1),
     "llama, as many keys as queries": lambda: tiny("llama", num_key_value_heads=4),
-    "llama, biases": lambda: tiny("llama", attention_bias=True),
+    "llama, biases": lambda: biased("llama", attention_bias=True, mlp_bias=True),
     "llama 3 angles": lambda: tiny.__wrapped__("llama", rope_parameters=LLAMA3),
     "yarn angles": lambda: tiny.__wrapped__("llama", rope_parameters=YARN),
     "qwen2, biases": qwen2,
