@@ -38,7 +38,7 @@ def require_readers() -> None:
     """Raises UserError if a package is missing without which transformers reads no GGUF."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise UserError(f"GGUF files need {' and '.join(missing)}; run: pip install 'dflash-bench[gguf]'")
+        raise UserError(f"GGUF files need {' and '.join(missing)}; run: pip install {' '.join(missing)}")
 
 
 def convert(path: Path, folder: Path) -> None:
