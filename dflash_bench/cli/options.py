@@ -190,8 +190,8 @@ Engine = Annotated[
     str | None,
     _machine(
         metavar="E",
-        help="By whose code the target is computed: transformers (default), or lean, our own, faster, for the usual "
-        "decoders. The judge always asks transformers.",
+        help="By whose code the target is computed: lean, our own, or transformers. Default: lean where it covers the "
+        "target and says the same, for it is faster. The judge always asks transformers.",
     ),
 ]
 Threads = Annotated[

@@ -26,24 +26,30 @@ class KVCache:
         self.num_rows, self.capacity, self.device = num_rows, capacity, device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._stacks: list[Tensor] = []
+        self._pairs: dict[int, Tensor] = {}
         self._rows = torch.arange(num_rows, device=device)[:, None]
         self._steps = torch.arange(capacity, device=device)
         self._start: int | None = 0
+        self._slots: slice | None = None
         self._visible = 0
         self.positions = self._steps[None, :0]
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
         if like is not None:
             self._allocate(like._layers)
 
-    def place(self, starts: Sequence[int], width: int) -> None:
-        """Say that the next writes are `width` tokens per row, from each row's start on."""
+    def place(self, starts: Sequence[int], width: int, first: int = 0) -> None:
+        """Say that the next writes are `width` tokens per row, from each row's start on.
+
+        They are for as many rows as there are starts, from row `first` on; what is written and seen is of these alone.
+        """
+        self._slots = None if len(starts) == self.num_rows else slice(first, first + len(starts))
         self._visible = max(starts) + width
         if self._visible > self.capacity:
             raise IndexError(f"{self._visible} tokens do not fit into a cache of {self.capacity}")
         # If all rows start at the same place (a single row always does), we can write a slice, without an index.
         self._start = starts[0] if min(starts) == max(starts) else None
         if self._start is not None:
-            self.positions = self._steps[None, self._start : self._visible].expand(self.num_rows, -1)
+            self.positions = self._steps[None, self._start : self._visible].expand(len(starts), -1)
         else:
             self.positions = to_device(starts, self.device)[:, None] + self._steps[:width]
         self._elsewhere.clear()
@@ -75,7 +81,7 @@ class KVCache:
         """Store [B, heads, width, D] where `place` said; returns everything visible, as views."""
         if layer not in self._layers:
             self._allocate({layer: (keys, values)})
-        stored = self._layers[layer]
+        stored = [self._of_slots(buffer) for buffer in self._layers[layer]]
         for buffer, new in zip(stored, (keys, values), strict=True):
             if self._start is not None:
                 buffer[:, :, self._start : self._visible] = new
@@ -84,12 +90,28 @@ class KVCache:
                 buffer[rows, :, positions] = new.transpose(1, 2)
         return stored[0][:, :, : self._visible], stored[1][:, :, : self._visible]
 
+    def write_pair(self, layer: int, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """`write` for keys and values of one shape, side by side [2, B, heads, width, D]: one copy instead of two."""
+        if layer not in self._layers:
+            self._allocate({layer: (pair[0], pair[1])})
+        stored = self._pairs[layer] if self._slots is None else self._pairs[layer][:, self._slots]
+        if self._start is not None:
+            stored[:, :, :, self._start : self._visible] = pair
+        else:
+            rows, positions = self.places_on(stored.device)
+            stored[:, rows, :, positions] = pair.permute(1, 3, 0, 2, 4)
+        return stored[0, :, :, : self._visible], stored[1, :, :, : self._visible]
+
+    def _of_slots(self, buffer: Tensor) -> Tensor:
+        return buffer if self._slots is None else buffer[self._slots]
+
     def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows [B, 1] and positions [B, width] of the latest `place`, moved to each device only once."""
+        """Rows [B, 1], counted from the first one placed, and positions [B, width]; moved to each device only once."""
+        rows = self._rows[: len(self.positions)]
         if device == self.device:
-            return self._rows, self.positions
+            return rows, self.positions
         if device not in self._elsewhere:
-            self._elsewhere[device] = (self._rows.to(device), self.positions.to(device, non_blocking=True))
+            self._elsewhere[device] = (rows.to(device), self.positions.to(device, non_blocking=True))
         return self._elsewhere[device]
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
@@ -120,6 +142,11 @@ class KVCache:
             shape = (len(places), self.num_rows, heads, self.capacity, size)
             self._stacks.append(torch.zeros(shape, dtype=dtype, device=device))
             parts.update(zip(places, self._stacks[-1], strict=True))
+            self._pairs |= {
+                layer: self._stacks[-1][at : at + 2]
+                for at, (layer, i) in enumerate(places)
+                if i == 0 and (layer, 1) in places[at + 1 : at + 2]
+            }
         self._layers.update({layer: (parts[layer, 0], parts[layer, 1]) for layer in like})
 
 

@@ -18,8 +18,10 @@ from dflash_bench.engine.verify import Draft
 class Committed:
     """What the target has read since last time, for B rows; row b has counts[b] valid places.
 
+    They are of all rows, or of a few that read their prompts while the others stand still.
+
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
-    anchor [B] is the last of these: committed, but not yet read. `texts` are the rows as the host knows them, prompt,
+    anchor [B] is the last of these: committed, but not yet read; None while the rest of a prompt is to come. `texts` are the rows as the host knows them, prompt,
     answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
     to: kept, they show the whole answer once the generation is over. With the sampler it draws tokens, if it does
     (`drafters/picking.py`). `choices` are there if the draft wanted them: per row what the target chose after the
@@ -28,12 +30,27 @@ class Committed:
 
     hidden: Tensor | None
     tokens: Tensor
-    anchor: Tensor
+    anchor: Tensor | None
     starts: list[int]
     counts: list[int]
     texts: Sequence[Sequence[int]] = ()
     sampler: Sampler | None = None
     choices: Sequence[Sequence[int]] = ()
+    first: int = 0
+    """The number of the first of these rows among all that are decoded together; the others follow it."""
+    is_prompt: bool = False
+    """Do these rows read their prompts? A long prompt comes in parts, of which only the last one has an anchor."""
+    requests: Sequence[int] = ()
+    """Of each row, which of the prompts it decodes."""
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + len(self.starts))
+
+    @property
+    def slots(self) -> slice:
+        """`rows`, to index tensors with."""
+        return slice(self.first, self.first + len(self.starts))
 
 
 class Drafter(Protocol):

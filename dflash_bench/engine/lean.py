@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.linalg import vector_norm
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from dflash_bench.engine.architecture import decoder_layers, final_norm
 from dflash_bench.engine.cache import KVCache
@@ -43,20 +44,33 @@ def why_not(model: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Linear:
+    """A view of weights, transposed once [in, out], and their bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+    def added_to(self, x: Tensor, update: Tensor) -> Tensor:
+        """The residual stream x after the projection of `update`, in one call."""
+        return torch.addmm(x if self.bias is None else x + self.bias, update, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
-    """Joined weights: `qkv` reads the normed input, `gate_up` the normed sum."""
+    """With joined weights: `qkv` reads the normed input, `gate_up` the normed sum."""
 
     kind: str
-    input_norm: nn.Module
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
-    output: nn.Linear
-    post_norm: nn.Module
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: nn.Linear
+    input_norm: _Norm
+    qkv: _Linear
+    head_norm: _Norm | None
+    """Of queries and keys, [heads, D]."""
+    output: _Linear
+    post_norm: _Norm
+    gate_up: _Linear
+    down: _Linear
 
 
 class Lean:
@@ -68,14 +82,16 @@ class Lean:
     def __init__(self, model: Any) -> None:
         config = model.config
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.norm, self.rotary = final_norm(model), model.get_decoder().rotary_emb
+        self.norm, self.rotary = _norm(final_norm(model)), model.get_decoder().rotary_emb
         self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.scale = self.head_dim**-0.5
         layers = decoder_layers(model)
         window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
         kinds = getattr(config, "layer_types", None) or [window] * len(layers)
-        self.layers = [_layer(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+        self.layers = [
+            _layer(layer, kind, self.num_heads, self.num_kv) for layer, kind in zip(layers, kinds, strict=True)
+        ]
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
 
@@ -107,15 +123,18 @@ class Lean:
         counts: Sequence[int] | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]."""
+        shape = tokens.shape
         tables = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         folded = self._folded(masks)
-        x, tapped = self.embedding(tokens), {}
+        # All tokens of all rows one below another, [B * N, H]; only attention asks which row a token is of.
+        x, tapped = self.embedding(tokens).flatten(0, 1), {}
         for index, layer in enumerate(self.layers):
-            x = self._through(layer, index, x, tables, folded[layer.kind])
+            x = self._through(layer, index, x, shape, tables, folded[layer.kind])
             if index in self._taps:
-                tapped[index] = x
-        kept = x[:, -keep:] if isinstance(keep, int) else x[:, keep]
-        return self.head(_normed(kept, self.norm)), [tapped[i] for i in self._order]
+                tapped[index] = x.view(*shape, -1)
+        rows = x.view(*shape, -1)
+        kept = rows[:, -keep:] if isinstance(keep, int) else rows[:, keep]
+        return self.head(self.norm(kept)), [tapped[i] for i in self._order]
 
     def _folded(self, masks: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor | None]:
         """By kind of layer, repeated for the query heads that share keys [B, 1, G * N, visible]."""
@@ -127,47 +146,80 @@ class Lean:
         return {kind: masks[kind].repeat(1, 1, groups, 1) for kind in kinds}
 
     def _through(
-        self, layer: _Layer, index: int, x: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor | None
+        self,
+        layer: _Layer,
+        index: int,
+        x: Tensor,
+        shape: torch.Size,
+        tables: tuple[Tensor, Tensor],
+        mask: Tensor | None,
     ) -> Tensor:
-        rows, width, _ = x.shape
-        mixed = linear(_normed(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_dim)
-        both, values = mixed[:, :, : self.num_heads + self.num_kv], mixed[:, :, self.num_heads + self.num_kv :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = both[:, :, : self.num_heads], both[:, :, self.num_heads :]
-            both = torch.cat([_normed(queries, layer.q_norm), _normed(keys, layer.k_norm)], dim=2)
-        both = both * tables[0] + both.roll(self.head_dim // 2, -1) * tables[1]
-        queries = both[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
-        seen_keys, seen_values = self.cache.write(
-            index, both[:, :, self.num_heads :].transpose(1, 2), values.transpose(1, 2)
-        )
+        """One layer: x [B * N, H] -> the same."""
+        rows, width = shape
+        mixed = layer.qkv(layer.input_norm(x)).view(rows, width, -1, self.head_dim)
+        # Queries, keys and values side by side: what is done to queries and keys is done once, and in place.
+        rotated = mixed[:, :, : self.num_heads + self.num_kv]
+        normed = rotated if layer.head_norm is None else layer.head_norm(rotated)
+        torch.addcmul(normed * tables[0], normed.roll(self.head_dim // 2, -1), tables[1], out=rotated)
+        queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
+        pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
+        keys, values = self.cache.write_pair(index, pair.permute(2, 0, 3, 1, 4))
         # [B, KV, G * N, D]: the heads of a group are rows of one problem.
         problem = queries.permute(0, 2, 3, 1, 4).reshape(rows, self.num_kv, -1, self.head_dim)
-        attended = scaled_dot_product_attention(problem, seen_keys, seen_values, mask, scale=self.scale)
+        attended = scaled_dot_product_attention(problem, keys, values, mask, scale=self.scale)
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
-        x = x + linear(attended.reshape(rows, width, -1), layer.output.weight, layer.output.bias)
-        gate, up = linear(_normed(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x + linear(silu(gate) * up, layer.down.weight, layer.down.bias)
+        x = layer.output.added_to(x, attended.reshape(rows * width, -1))
+        gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+        return layer.down.added_to(x, silu(gate).mul_(up))
 
 
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+class _Norm:
+    """Divides x [..., D] by its root mean square, and multiplies it by `weight` [D] or [heads, D]."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight, self.eps = weight.detach(), eps
+        # On a CPU torch's own is made of six operations. Of float32, three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
+        self.is_short = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if self.is_short:
+            self.weight = self.weight * size**0.5
+            self.least = torch.tensor((size * eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.is_short:
+            return x.div(torch.hypot(vector_norm(x, dim=-1, keepdim=True), self.least)).mul_(self.weight)
+        if self.weight.ndim == 1:
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight.shape[-1:], None, self.eps) * self.weight
 
 
-def _layer(layer: Any, kind: str) -> _Layer:
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon)
+
+
+def _layer(layer: Any, kind: str, num_heads: int, num_kv: int) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
+    head_norm = None
+    if hasattr(attention, "q_norm"):
+        weights = [attention.q_norm.weight.expand(num_heads, -1), attention.k_norm.weight.expand(num_kv, -1)]
+        head_norm = _Norm(torch.cat(weights), attention.q_norm.variance_epsilon)
     return _Layer(
-        kind, layer.input_layernorm, qkv, bias, getattr(attention, "q_norm", None), getattr(attention, "k_norm", None),
-        attention.o_proj, layer.post_attention_layernorm, gate_up, gate_up_bias, mlp.down_proj,
-    )  # fmt: skip
-
-
-def _joined(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases one below another; what they were made of becomes a view of it."""
-    return _one_below_another([part.weight for part in parts]), (
-        None if parts[0].bias is None else _one_below_another([part.bias for part in parts])
+        kind=kind,
+        input_norm=_norm(layer.input_layernorm),
+        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norm=head_norm,
+        output=_joined(attention.o_proj),
+        post_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
+        down=_joined(mlp.down_proj),
     )
+
+
+def _joined(*parts: nn.Linear) -> _Linear:
+    """Weights and biases one below another; what they were made of becomes a view of it."""
+    weight = _one_below_another([part.weight for part in parts])
+    bias = None if parts[0].bias is None else _one_below_another([part.bias for part in parts])
+    return _Linear(weight.t(), bias)
 
 
 @torch.no_grad()

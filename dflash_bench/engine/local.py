@@ -16,7 +16,7 @@ from dflash_bench.engine.clock import clock_for
 from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.judge import Judge
-from dflash_bench.engine.networks import target_of
+from dflash_bench.engine.networks import name_of, target_of
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.sequences import DecodingError, Limits, Round
 from dflash_bench.engine.target import Target
@@ -39,7 +39,7 @@ def open_backend(
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels; UserError for what cannot go together.
 
-    `engine` says by whose code the target is computed; the judge always asks its publisher's.
+    `engine` says by whose code the target is computed (`networks.py`); the judge always asks its publisher's.
     """
     target = target_of(models.target, engine)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
@@ -48,7 +48,7 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    about = _about(models, preset, methods, drafters) | {"network": engine or "transformers"} | dict(machine or {})
+    about = _about(models, preset, methods, drafters) | {"network": name_of(target)} | dict(machine or {})
     return LocalBackend(target, models.tokenizer, drafters, limits, seed, about)
 
 

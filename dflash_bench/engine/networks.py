@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dflash_bench.engine.lean import Lean, why_not
+from dflash_bench.engine.published import Published
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 
@@ -17,20 +18,37 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def target_of(model: Any, engine: str | None = None) -> Target:
-    """The target, computed as `engine` says. Raises UserError where ours does not cover it, or says something else."""
-    if engine != "lean":
+    """The target, computed as `engine` says; by itself by ours where that is covered and says the same.
+
+    Raises UserError where ours is asked for, and does not cover the target, or says something else.
+    """
+    if engine == "transformers":
         return Target(model)
     reason = why_not(model)
     if reason is not None:
-        raise UserError(f"--engine lean does not cover this target: {reason}; leave it out")
+        return _fallen_back(engine, model, f"does not cover this target: {reason}")
     target = Target(model, network=Lean(model))
     difference = _difference(Target(model), target)
     if not difference <= TOLERANCES.get(model.dtype, TOLERANCES[torch.float32]):
-        raise UserError(
-            f"--engine lean computes this target differently (by {difference:.1e} of its largest logit over {PROBED} "
-            "tokens); leave it out"
-        )
+        reason = f"by {difference:.1e} of its largest logit over {PROBED} tokens"
+        return _fallen_back(engine, model, f"computes this target differently ({reason})")
     return target
+
+
+def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
+    if engine == "lean":
+        raise UserError(f"--engine lean {reason}; leave it out")
+    return Target(model)
+
+
+def alike(target: Target, model: Any) -> Target:
+    """A draft's own language model, computed by the same code as the target where that covers it."""
+    return target_of(model, "transformers" if name_of(target) == "transformers" else None)
+
+
+def name_of(target: Target) -> str:
+    """As `--engine` calls what computes it."""
+    return "transformers" if isinstance(target.network, Published) else "lean"
 
 
 @torch.inference_mode()

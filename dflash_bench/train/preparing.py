@@ -12,6 +12,7 @@ import torch
 
 from dflash_bench import atomic, reading
 from dflash_bench.engine.local import stop_ids
+from dflash_bench.engine.networks import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import loading, presets
@@ -71,7 +72,7 @@ def prepare(request: Request, tell: Tell) -> Prepared:
     tell("loading the target")
     crew, device = assembled(device_of(request.device))
     models = loading.load(presets.combine(*_named(request.target), {}), [], device, torch.bfloat16)
-    target = Target(models.target)
+    target = target_of(models.target)
     found = [*chats.given(request.prompts), *chats.written(request.written, request.seed)]
     if crew.is_first:
         _invent(request, models, target, tell)

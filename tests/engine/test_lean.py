@@ -111,7 +111,9 @@ def test_weights_are_held_once_and_stay_the_models() -> None:
     size = sum(weight.untyped_storage().nbytes() for weight in unique(model))
     first, second = Lean(model), Lean(model)
     assert sum(weight.untyped_storage().nbytes() for weight in unique(model)) == size
-    assert first.layers[0].qkv.data_ptr() == second.layers[0].qkv.data_ptr() == weight_of(model).data_ptr()
+    assert (
+        first.layers[0].qkv.weight.data_ptr() == second.layers[0].qkv.weight.data_ptr() == weight_of(model).data_ptr()
+    )
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.picking import Picker
+from dflash_bench.engine.networks import alike
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.errors import UserError
@@ -20,7 +21,7 @@ from dflash_bench.models.loading import Models
 
 
 def build(models: Models, target: Target, method: Method) -> ModelDrafter:
-    model = Target(models.draft_of(method))
+    model = alike(target, models.draft_of(method))
     if not model.reads_trees:
         kind = model.config.model_type
         raise UserError(f"--draft {method.draft}: a {kind} model has recurrent layers and cannot draft; use another")
