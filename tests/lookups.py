@@ -45,8 +45,8 @@ class Repeating(TableTarget):
         before = history[-2] if len(history) > 1 else 0
         return super().logits_after(history) + self.after[before % 2, history[-1]]
 
-    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None) -> Output:
-        out = super().forward(tokens, starts, parents)
+    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None, first: int = 0) -> Output:
+        out = super().forward(tokens, starts, parents, first)
         seen = self.cache._layers[0][0][:, 0, None, : self.cache.visible, 0]
         allowed = causal_mask(self.cache, torch.float32, parents)[:, 0] == 0
         last = allowed.sum(dim=-1, keepdim=True)
@@ -62,7 +62,11 @@ def tell(drafter: Any, texts: Sequence[list[int]], num_new: Sequence[int] | None
     """What the loop does after a pass: these are the rows now, of which the last `num_new` tokens are new."""
     counts = list(num_new) if num_new is not None else [1] * len(texts)
     nothing = torch.zeros(len(texts), 0, dtype=torch.long)
-    drafter.observe(Committed(None, nothing, nothing, [0] * len(texts), counts, texts))
+    is_prompt = not any(getattr(drafter, "lookup", drafter).texts)
+    requests = range(len(texts))
+    drafter.observe(
+        Committed(None, nothing, nothing, [0] * len(texts), counts, texts, is_prompt=is_prompt, requests=requests)
+    )
 
 
 def chains_of(draft: Draft | None, num_rows: int = 1) -> list[list[int]]:

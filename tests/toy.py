@@ -33,6 +33,8 @@ NUM_STATES = 251
 class TableTarget:
     """Satisfies what the loop asks of `Target`, without a network."""
 
+    reads_in_parts = True
+
     def __init__(self, vocab_size: int = 23, context_length: int = 64, seed: int = 0) -> None:
         self.vocab_size, self.context_length = vocab_size, context_length
         self.device = torch.device("cpu")
@@ -59,15 +61,15 @@ class TableTarget:
     def begin(self, num_rows: int, capacity: int) -> None:
         self.cache = KVCache(num_rows, capacity, self.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Output:
+    def prefill(self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, first: int = 0) -> Output:
         width = max(len(prompt) for prompt in prompts)
         block = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
-        output = self.forward(block, [0] * len(prompts))
+        output = self.forward(block, starts or [0] * len(prompts), first=first)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         return Output(output.logits[torch.arange(len(prompts)), last][:, None], output.hidden)
 
-    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None) -> Output:
-        self.cache.place(starts, tokens.shape[1])
+    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None, first: int = 0) -> Output:
+        self.cache.place(starts, tokens.shape[1], first)
         positions = self.cache.positions
         if parents is not None:
             positions = positions[:, :1] + ancestors(parents).sum(dim=-1) - 1
@@ -180,19 +182,23 @@ class Scripted:
     def __init__(self, texts: Sequence[Sequence[int]], num_drafts: int, change: Change = lambda token: token) -> None:
         self.texts, self.num_drafts, self.change = texts, num_drafts, change
         self.taps: tuple[int, ...] = ()
-        self.ends: list[int] = []
+        self.at: dict[int, tuple[int, int]] = {}
+        """Of each row, which text it is at, and how much of it the target has read."""
 
     def begin(self, num_rows: int, capacity: int) -> None:
-        self.ends = [0] * num_rows
+        pass
 
     def observe(self, committed: Committed) -> None:
-        self.ends = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
+        for row, request, start, count in zip(
+            committed.rows, committed.requests, committed.starts, committed.counts, strict=True
+        ):
+            self.at[row] = request, start + count
 
     def right(self, depth: int) -> list[list[int]]:
         """The next tokens of each row after its anchor, zeros where its text is over."""
         return [
             [*text[end + 1 : end + 1 + depth], *[0] * depth][:depth]
-            for text, end in zip(self.texts, self.ends, strict=True)
+            for text, end in ((self.texts[request], end) for _, (request, end) in sorted(self.at.items()))
         ]
 
     def propose(self) -> Draft:

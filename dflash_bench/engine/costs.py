@@ -166,6 +166,11 @@ class Pace:
         new = expected_tokens(scores, self.widths, self.trust) / len(scores)
         self.expected = new if self.expected is None or not self.lags else 0.95 * self.expected + 0.05 * new
 
+    def joined(self, rows: Sequence[int]) -> None:
+        """These rows have read their prompts; what a round before that was to bring says nothing of them."""
+        for row in rows:
+            self.alive[row] = True
+
     def kept(self, counts: Sequence[int]) -> None:
         """How many tokens each row got in the round, 0 where it has ended."""
         self.alive = [count > 0 for count in counts]

@@ -6,6 +6,7 @@ round moves one small tensor to the host; everything else stays where the model 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,6 +28,9 @@ from dflash_bench.engine.verify import (
     verify_tree,
 )
 
+PART = 256
+"""Tokens of prompts that are read between two rounds, so that those who decode do not wait long."""
+
 
 @torch.inference_mode()
 def decode(
@@ -37,28 +41,32 @@ def decode(
     sampling: Sampling,
     clock: Clock,
     seeds: Sequence[int] | None = None,
+    num_rows: int | None = None,
 ) -> Iterator[Round]:
-    """Decode rows together, round by round, until each has ended.
+    """Decode prompts together, round by round, until each has ended.
 
-    `seeds` are the rows' own, in place of the one of `sampling`: with it a row draws what it would draw alone.
+    With `num_rows` so many at a time: the others wait, and each takes the place of one that has ended. `seeds` are the
+    prompts' own, in place of the one of `sampling`: with it a row draws what it would draw alone.
 
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
     if isinstance(drafter, StandAlone):
         target = drafter.reader
-    rows = [Row(prompt, _room(target, prompt, limits)) for prompt in prompts]
+    seeds = seeds or [sampling.seed] * len(prompts)
+    rows = [
+        Row(prompt, _room(target, prompt, limits), request, seed)
+        for request, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    num_rows = min(num_rows or len(rows), len(rows))
     # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
     target.tap(drafter.taps)
     try:
-        target.begin(len(rows), capacity)
-        drafter.begin(len(rows), capacity)
+        target.begin(num_rows, capacity)
+        drafter.begin(num_rows, capacity)
         num_places = limits.max_new_tokens + drafter.num_drafts + 1
-        sampler = Sampler(sampling, seeds or [sampling.seed] * len(rows), num_places, target.device)
-        state = _State(target, drafter, rows, limits, sampler, clock)
-        yield state.prefill()
-        while not state.ended:
-            yield state.round()
+        sampler = Sampler(sampling, num_rows, num_places, target.device)
+        yield from _State(target, drafter, rows, num_rows, limits, sampler, clock).rounds()
     finally:
         # The model may be shared: taps must not slow down, or hold memory for, whoever uses it next.
         target.tap(())
@@ -74,41 +82,106 @@ def _room(target: Target, prompt: Sequence[int], limits: Limits) -> int:
 
 
 class _State:
+    """`rows` are those being decoded; a row that has ended stands still until another takes its place."""
+
     def __init__(
-        self, target: Target, drafter: Drafter, rows: list[Row], limits: Limits, sampler: Sampler, clock: Clock
+        self,
+        target: Target,
+        drafter: Drafter,
+        rows: list[Row],
+        num_rows: int,
+        limits: Limits,
+        sampler: Sampler,
+        clock: Clock,
     ) -> None:
-        self.target, self.drafter, self.rows = target, drafter, rows
+        self.target, self.drafter = target, drafter
+        self.rows, self.waiting = rows[:num_rows], deque(rows[num_rows:])
         self.stop_ids, self.sampler, self.clock = limits.stop_ids, sampler, clock
-        self.starts = [0] * len(rows)
-        self.anchor = torch.zeros(len(rows), dtype=torch.long, device=target.device)
+        self.starts = [0] * num_rows
+        self.anchor = torch.zeros(num_rows, dtype=torch.long, device=target.device)
 
     @property
     def ended(self) -> bool:
-        return all(row.finish for row in self.rows)
+        return not self.waiting and all(row.finish for row in self.rows)
 
-    def prefill(self) -> Round:
+    def rounds(self) -> Iterator[Round]:
         begin = self.clock.mark()
-        lengths = [len(row.prompt) for row in self.rows]
-        output = self.target.prefill([row.prompt for row in self.rows])
-        self.sampler.begin([row.prompt for row in self.rows], output.logits.shape[-1])
-        self.anchor = self.sampler.choose(self.sampler.penalise(output.logits), self.sampler.places(1))[:, 0]
-        self.sampler.commit(self.anchor[:, None], torch.zeros_like(self.anchor))
-        host = to_host({"tokens": self.anchor[:, None], "broken": _broken(output.logits)})
-        self._refuse_broken(host["broken"], [0] * len(self.rows))
-        first = host["tokens"]
-        emitted: list[list[int] | None] = [
-            row.emit(tokens, self.stop_ids) for row, tokens in zip(self.rows, first, strict=True)
-        ]
+        for row in self.rows:
+            row.began = begin
+        yield from self._read(0, self.rows)
+        while not self.ended:
+            yield from self._fill()
+            if any(row.is_decoding for row in self.rows):
+                yield self.round()
+
+    def _fill(self) -> Iterator[Round]:
+        """Rows that have ended give way to prompts that wait; of these PART tokens are read, or one part more."""
+        num_read = 0
+        for place in range(len(self.rows)):
+            if self.rows[place].finish and self.waiting:
+                self.rows[place], self.starts[place] = self.waiting.popleft(), 0
+                self.rows[place].began = self.clock.mark()
+            row = self.rows[place]
+            if row.is_reading and num_read < PART:
+                before = row.num_read
+                yield from self._read(place, [row], PART if self.target.reads_in_parts else None)
+                num_read += row.num_read - before
+
+    def _read(self, first: int, rows: Sequence[Row], most: int | None = None) -> Iterator[Round]:
+        """Prompts of the rows from number `first` on, or up to `most` tokens of the only one's; at the end, a round."""
+        starts = [row.num_read for row in rows]
+        parts = [row.prompt[row.num_read :][:most] for row in rows]
+        for row, part in zip(rows, parts, strict=True):
+            row.num_read += len(part)
+        output = self.target.prefill(parts, starts, first)
+        if rows[0].is_reading:
+            following = [list(rows[0].prompt[starts[0] + 1 : rows[0].num_read + 1])]
+            self._keep_prompt(first, rows, starts, output.hidden, following, None)
+            return
+        emitted = self._first_tokens(first, rows, output.logits)
         seen = self.clock.mark()
         if not self.ended:
-            width = max(lengths)
-            following = [
-                [*row.prompt[1:], *token, *[0] * (width - len(row.prompt))]
-                for row, token in zip(self.rows, first, strict=True)
-            ]
-            self._commit(output.hidden, torch.tensor(following, device=self.target.device), lengths)
+            following = [[*part[1:], *tokens] for part, tokens in zip(parts, emitted, strict=True)]
+            self._keep_prompt(first, rows, starts, output.hidden, following, self.anchor[first : first + len(rows)])
         none = [0] * len(self.rows)
-        return Round(emitted, none, none, [[] for _ in none], None, (begin, seen, seen, seen, self.clock.mark()))
+        given: list[list[int] | None] = [None] * len(self.rows)
+        given[first : first + len(rows)] = emitted
+        marks = (rows[0].began, seen, seen, seen, self.clock.mark())
+        yield Round(given, none, none, [[] for _ in none], None, marks, *self._whose())
+
+    def _first_tokens(self, first: int, rows: Sequence[Row], logits: Tensor) -> list[list[int]]:
+        """One for each of these rows, by logits [b, 1, V]."""
+        self.sampler.begin([row.prompt for row in rows], [row.seed for row in rows], logits.shape[-1], first)
+        tokens = self.sampler.first_tokens(logits, first)
+        self.anchor[first : first + len(rows)] = tokens
+        host = to_host({"tokens": tokens[:, None], "broken": _broken(logits)})
+        _refuse_broken(rows, host["broken"], [0] * len(rows), first)
+        return [row.emit(new, self.stop_ids) for row, new in zip(rows, host["tokens"], strict=True)]
+
+    def _keep_prompt(
+        self,
+        first: int,
+        rows: Sequence[Row],
+        starts: list[int],
+        hidden: Tensor | None,
+        following: Sequence[list[int]],
+        anchor: Tensor | None,
+    ) -> None:
+        counts = [len(tokens) for tokens in following]
+        padded = [[*tokens, *[0] * (max(counts) - len(tokens))] for tokens in following]
+        tokens = torch.tensor(padded, device=self.target.device)
+        self.drafter.observe(
+            Committed(
+                hidden, tokens, anchor, starts, counts, [row.text for row in rows], self.sampler,
+                first=first, is_prompt=True, requests=[row.request for row in rows],
+            )
+        )  # fmt: skip
+        for place, row in enumerate(rows, start=first):
+            self.starts[place] = row.num_read
+
+    def _whose(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Which prompt each row is at, and whether its answer has ended."""
+        return tuple(row.request for row in self.rows), tuple(row.finish is not None for row in self.rows)
 
     def round(self) -> Round:
         begin = self.clock.mark()
@@ -122,8 +195,8 @@ class _State:
         self.sampler.commit(tokens, verdict.num_accepted)
         host = to_host(_parts(draft, verdict, tokens, output.logits))
         kept = [count for (count,) in host["accepted"]]
-        self._refuse_broken(host["broken"], kept)
-        alive = [row.finish is None for row in self.rows]
+        alive = [row.is_decoding for row in self.rows]
+        _refuse_broken(self.rows, host["broken"], kept)
         accepted = [count * live for count, live in zip(kept, alive, strict=True)]
         moved = any(live and last > count for (last,), count, live in zip(host["last"], kept, alive, strict=True))
         # What it costs a target to forget the rest belongs to verifying.
@@ -136,13 +209,15 @@ class _State:
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            self._keep(verdict, output.hidden, tokens, accepted, moved, host.get("choices", ()))
+            counts = [count + 1 if row.is_decoding else 0 for row, count in zip(self.rows, accepted, strict=True)]
+            self._keep(verdict, output.hidden, tokens, counts, moved, host.get("choices", ()))
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
-        counts = [length * live for length, live in zip(lengths, alive, strict=True)]
-        ids = _first(host.get("drafted", [[]] * len(counts)), counts)
-        parents = _first(host["parents"], counts) if "parents" in host else None
-        return Round(emitted, counts, accepted, ids, parents, (begin, drafted, verified, observing, end))
+        drafts = [length * live for length, live in zip(lengths, alive, strict=True)]
+        ids = _first(host.get("drafted", [[]] * len(drafts)), drafts)
+        parents = _first(host["parents"], drafts) if "parents" in host else None
+        marks = (begin, drafted, verified, observing, end)
+        return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose())
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """By penalised logits."""
@@ -171,36 +246,37 @@ class _State:
         verdict: Verdict,
         hidden: Tensor | None,
         tokens: Tensor,
-        accepted: list[int],
+        counts: list[int],
         moved: bool,
         choices: Sequence[list[int]],
     ) -> None:
-        """Rows that have ended stand still, from the round that ended them on.
+        """Rows that have ended, or read their prompts, stand still: their count is 0.
 
-        Their work is repeated over the same places and thrown away; they must not move past what the cache holds.
+        What is computed for them is thrown away, over the same places until another row takes these; they must not
+        move past what the cache holds.
         """
-        counts = [0 if row.finish else count + 1 for row, count in zip(self.rows, accepted, strict=True)]
-        longest = max(counts)
+        longest = max(*counts, 1)
         if verdict.path is not None and moved:
             path = verdict.path[:, :longest]
             self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
-        self._commit(None if hidden is None else hidden[:, :longest], tokens[:, :longest], counts, choices)
-
-    def _commit(
-        self, hidden: Tensor | None, tokens: Tensor, counts: list[int], choices: Sequence[list[int]] = ()
-    ) -> None:
+        hidden = None if hidden is None else hidden[:, :longest]
         texts = [row.text for row in self.rows]
         self.sampler.emitted([len(row.tokens) for row in self.rows])
-        starts = list(self.starts)
-        self.drafter.observe(Committed(hidden, tokens, self.anchor, starts, counts, texts, self.sampler, choices))
+        self.drafter.observe(
+            Committed(
+                hidden, tokens[:, :longest], self.anchor, list(self.starts), counts, texts, self.sampler, choices,
+                requests=[row.request for row in self.rows],
+            )
+        )  # fmt: skip
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
-    def _refuse_broken(self, broken: Lists, accepted: list[int]) -> None:
-        """Broken logits at one of a row's first accepted + 1 places end the generation."""
-        for b, (row, flags, count) in enumerate(zip(self.rows, broken, accepted, strict=True)):
-            if row.finish is None and any(flags[: count + 1]):
-                raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {b})")
+
+def _refuse_broken(rows: Sequence[Row], broken: Lists, accepted: list[int], first: int = 0) -> None:
+    """Broken logits at one of a row's first accepted + 1 places end the generation."""
+    for place, (row, flags, count) in enumerate(zip(rows, broken, accepted, strict=True), start=first):
+        if (row.is_decoding or not row.tokens) and not row.is_reading and any(flags[: count + 1]):
+            raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {place})")
 
 
 def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:

@@ -21,11 +21,11 @@ class Committed:
     They are of all rows, or of a few that read their prompts while the others stand still.
 
     hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
-    anchor [B] is the last of these: committed, but not yet read; None while the rest of a prompt is to come. `texts` are the rows as the host knows them, prompt,
-    answer and anchor; a drafter reads them, and must not change them. They are the lists that the loop itself appends
-    to: kept, they show the whole answer once the generation is over. With the sampler it draws tokens, if it does
-    (`drafters/picking.py`). `choices` are there if the draft wanted them: per row what the target chose after the
-    anchor and after each token of the draft, those it did not accept too.
+    anchor [B] is the last of these: committed, but not yet read; None while the rest of a prompt is to come. `texts`
+    are the rows as the host knows them, prompt, answer and anchor; a drafter reads them, and must not change them. They
+    are the lists that the loop itself appends to: kept, they show the whole answer once the generation is over. With
+    the sampler it draws tokens, if it does (`drafters/picking.py`). `choices` are there if the draft wanted them: per
+    row what the target chose after the anchor and after each token of the draft, those it did not accept too.
     """
 
     hidden: Tensor | None

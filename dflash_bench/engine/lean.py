@@ -121,8 +121,9 @@ class Lean:
         masks: Tensor | Mapping[str, Tensor] | None,
         keep: int | Tensor,
         counts: Sequence[int] | None,
+        rows: slice | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]."""
+        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]; the cache knows the rows."""
         shape = tokens.shape
         tables = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         folded = self._folded(masks)
@@ -132,8 +133,8 @@ class Lean:
             x = self._through(layer, index, x, shape, tables, folded[layer.kind])
             if index in self._taps:
                 tapped[index] = x.view(*shape, -1)
-        rows = x.view(*shape, -1)
-        kept = rows[:, -keep:] if isinstance(keep, int) else rows[:, keep]
+        x = x.view(*shape, -1)
+        kept = x[:, -keep:] if isinstance(keep, int) else x[:, keep]
         return self.head(self.norm(kept)), [tapped[i] for i in self._order]
 
     def _folded(self, masks: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor | None]:

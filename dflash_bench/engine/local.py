@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -105,6 +105,24 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
 
 
+@dataclass(slots=True)
+class _Decoded:
+    """The rounds of one prompt, each with the row that it was in, the same one in all."""
+
+    prompt: Sequence[int]
+    rounds: list[tuple[int, Round]] = field(default_factory=list)
+    has_ended: bool = False
+
+    def add(self, row: int, step: Round) -> None:
+        if step.emitted[row] is not None:
+            self.rounds.append((row, step))
+            self.has_ended = step.ended[row]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for row, step in self.rounds for token in step.emitted[row] or ())
+
+
 class LocalBackend:
     """Answers chats with any of its drafters; `drafters` maps method names, `ar` among them, to drafters."""
 
@@ -160,33 +178,40 @@ class LocalBackend:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
+        num_rows: int | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, decoded together; what goes wrong becomes its error, never a number.
+        """One generation per prompt; what goes wrong becomes its error, never a number.
 
-        `seeds` are the prompts' own, in place of the one of `sampling`.
+        They are decoded together, or `num_rows` at a time, each beginning when another has ended. `seeds` are the
+        prompts' own, in place of the one of `sampling`.
         """
         drafter, sampling = self.drafters[method], sampling or Sampling(seed=self.seed)
-        rounds: list[Round] = []
-        error: str | None = None
+        decoded = [_Decoded(prompt) for prompt in prompts]
         try:
             if isinstance(drafter, Foresees):
                 drafter.foresee(prompts, self.limits, sampling, seeds)
             self._reset_memory()
-            rounds.extend(decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds))
+            for step in decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows):
+                for place, request in enumerate(step.requests):
+                    decoded[request].add(place, step)
         except DecodingError as problem:
-            error = str(problem)
+            return self._generations(decoded, str(problem))
         except torch.cuda.OutOfMemoryError:
-            error = "out of GPU memory"
-        return [self._generation(row, prompt, rounds, error) for row, prompt in enumerate(prompts)]
+            return self._generations(decoded, "out of GPU memory")
+        return self._generations(decoded, "nothing was decoded")
 
-    def _generation(self, row: int, prompt: Sequence[int], rounds: list[Round], error: str | None) -> Generation:
-        token_ids = tuple(t for step in rounds for t in step.emitted[row] or ())
+    def _generations(self, decoded: Sequence[_Decoded], error: str) -> list[Generation]:
+        """What has not ended says the error; what has is whole."""
+        return [self._generation(one, None if one.has_ended else error) for one in decoded]
+
+    def _generation(self, decoded: _Decoded, error: str | None) -> Generation:
+        token_ids, prompt = decoded.tokens, decoded.prompt
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         seconds = self.clock.seconds
-        if error or not rounds:
-            return Generation(token_ids, text, "error", len(prompt), 0.0, 0.0, error=error or "nothing was decoded")
-        prefill, *rest = rounds
-        steps = [step for step in rest if step.emitted[row] is not None]
+        if error:
+            return Generation(token_ids, text, "error", len(prompt), 0.0, 0.0, error=error)
+        (row, prefill), *rest = decoded.rounds
+        steps = [step for _, step in rest]
         begin, first, _, _, draft_ready = prefill.marks
         last = steps[-1].marks[4] if steps else first
         stopped = token_ids[-1] in self.limits.stop_ids

@@ -64,11 +64,20 @@ class Published:
             self._recurrence.clear()
 
     def read(
-        self, tokens: Tensor, positions: Tensor, masks: Masks | None, keep: int | Tensor, counts: Sequence[int] | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Masks | None,
+        keep: int | Tensor,
+        counts: Sequence[int] | None,
+        rows: slice | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]."""
+        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H].
+
+        With `rows` it is of these alone, whose prompts begin here.
+        """
         options: dict[str, Any] = {"logits_to_keep": keep} if self.keeps_some_logits else {}
-        with self._recurrence.reading(tokens.shape[1], counts) if self._recurrence else nullcontext():
+        with self._recurrence.reading(tokens.shape[1], counts, rows) if self._recurrence else nullcontext():
             out = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._cache,
                 use_cache=True, **options,

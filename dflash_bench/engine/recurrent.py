@@ -79,16 +79,20 @@ class Recurrence:
             state.clear()
 
     @contextmanager
-    def reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
+    def reading(self, width: int, counts: Sequence[int] | None, rows: slice | None = None) -> Iterator[None]:
         """Wrap a pass over `width` tokens per row; give `counts` if it is already known how many of them each row
-        keeps."""
+        keeps. With `rows` these alone are read, from nothing, and the others keep their states."""
         self.known = None if counts is None else Kept.of(counts, self.device)
+        assert rows is None or counts is not None, "what begins a row is not rolled back"
         self._width = width
         self._names.update(self._watching)
+        aside = [] if rows is None else [state.set_aside() for state in self.states.values()]
         try:
             yield
         finally:
             self._names.update(self._rules)
+        for state, whole in zip(self.states.values(), aside, strict=False):
+            state.put_back(whole, rows)
 
     @property
     def is_final(self) -> bool:
@@ -132,6 +136,18 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.has_previous_state[0] = False
         self.again: Callable[[Kept], Tensor] | None = None
         self.inputs: Tensor | None = None
+
+    def set_aside(self) -> tuple[Tensor, Tensor]:
+        """The states of all rows; what is read next begins with none."""
+        whole = self.conv_states[0], self.recurrent_states[0]
+        self.clear()
+        return whole
+
+    def put_back(self, whole: tuple[Tensor, Tensor], rows: slice | None) -> None:
+        """The states of all rows, with what was read since in place of these rows'."""
+        for states, all_rows in zip((self.conv_states, self.recurrent_states), whole, strict=True):
+            all_rows[rows] = states[0]
+            states[0] = all_rows
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -93,15 +93,15 @@ class Sampler:
     numbers unused for the next round, so using them by place does not make draws depend on each other.
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], num_places: int, device: torch.device) -> None:
+    def __init__(self, sampling: Sampling, num_rows: int, num_places: int, device: torch.device) -> None:
         self.sampling, self.device = sampling, device
+        self.num_rows, self.num_places = num_rows, num_places
         self.vocab_size = 0
-        self._emitted = torch.zeros(len(seeds), 1, dtype=torch.long, device=device)
+        self._emitted = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         self._seen: Tensor | None = None
         self._numbers = torch.empty(0)
         if not sampling.greedy:
-            rows = [[uniform(seed, purpose, num_places) for seed in seeds] for purpose in PURPOSES]
-            self._numbers = torch.stack([torch.stack(row) for row in rows]).to(device)
+            self._numbers = torch.empty(len(PURPOSES), num_rows, num_places, device=device)
 
     @property
     def greedy(self) -> bool:
@@ -111,14 +111,34 @@ class Sampler:
     def penalises(self) -> bool:
         return self.sampling.repetition_penalty != 1
 
-    def begin(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """Nothing has been emitted yet."""
+    def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], vocab_size: int, first: int = 0) -> None:
+        """Answers to these prompts begin, in as many rows, from row `first` on: nothing of them has been emitted."""
         self.vocab_size = vocab_size
+        rows = slice(first, first + len(prompts))
+        if not self.greedy:
+            drawn = [[uniform(seed, purpose, self.num_places) for seed in seeds] for purpose in PURPOSES]
+            self._numbers[:, rows] = torch.stack([torch.stack(row) for row in drawn]).to(self.device)
         if self.penalises:
+            if self._seen is None:
+                self._seen = torch.zeros(self.num_rows, vocab_size, dtype=torch.bool, device=self.device)
             width = max(map(len, prompts))
-            rows = [[*prompt, *[prompt[0]] * (width - len(prompt))] for prompt in prompts]
-            seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=self.device)
-            self._seen = seen.scatter_(1, torch.tensor(rows, device=self.device), True)
+            padded = [[*prompt, *[prompt[0]] * (width - len(prompt))] for prompt in prompts]
+            self._seen[rows] = False
+            self._seen[rows].scatter_(1, torch.tensor(padded, device=self.device), True)
+
+    def first_tokens(self, logits: Tensor, first: int = 0) -> Tensor:
+        """What stands first in the answers that begin in rows `first` ...: tokens [b], for logits [b, 1, V]."""
+        rows = slice(first, first + len(logits))
+        if self._seen is not None:
+            logits = penalised(logits, self._seen[rows, None], self.sampling.repetition_penalty)
+        if self.greedy:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = inverse_cdf(self.probabilities(logits), self._numbers[PURPOSES.index("draw"), rows, :1])
+            self._emitted[rows] = 1
+        if self._seen is not None:
+            self._seen[rows].scatter_(1, tokens, True)
+        return tokens[:, 0]
 
     def commit(self, tokens: Tensor, num_accepted: Tensor) -> None:
         """Of tokens [B, N + 1] the first num_accepted [B] + 1 have been said; what stands there last, for certain."""

@@ -20,6 +20,13 @@ class Row:
 
     prompt: Sequence[int]
     limit: int
+    request: int = 0
+    """Which of the prompts that are decoded."""
+    seed: int = 0
+    num_read: int = 0
+    """Of the prompt's tokens."""
+    began: object = None
+    """When its prompt began to be read, as a mark of the clock."""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     text: list[int] = field(init=False)
@@ -27,6 +34,15 @@ class Row:
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Has it a first token, and is not at its end?"""
+        return bool(self.tokens) and self.finish is None
+
+    @property
+    def is_reading(self) -> bool:
+        return self.num_read < len(self.prompt)
 
     def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
         """Append up to the first stop token or the limit; returns what was appended."""
@@ -45,11 +61,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round gave each row; `None` (and counts of 0) for rows that had already ended.
+    """What one round gave each row; `None` (and counts of 0) for rows that had already ended, or read their prompts.
 
     The marks belong to the clock: begin, drafted (proposal made), verified (results on the host), observing (the
-    host's bookkeeping done), end. The first round of all is prefill: it drafts nothing, `drafted` marks the first
-    token, and what follows is the draft's own prefill.
+    host's bookkeeping done), end. The first round of every prompt is its prefill: it drafts nothing, begins when the
+    prompt had a row to itself, `drafted` marks the first token, and what follows is the draft's own prefill.
     """
 
     emitted: list[list[int] | None]
@@ -60,6 +76,10 @@ class Round:
     drafted_parents: list[list[int]] | None
     """Of a tree, beside each drafted token the place of the one it follows, -1 for the anchor; None for a chain."""
     marks: tuple[object, object, object, object, object]
+    requests: tuple[int, ...]
+    """Which prompt each row is at."""
+    ended: tuple[bool, ...]
+    """Has the row's answer ended?"""
 
 
 class DecodingError(Exception):

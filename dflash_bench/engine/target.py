@@ -48,7 +48,13 @@ class Network(Protocol):
     def clear(self) -> None: ...
 
     def read(
-        self, tokens: Tensor, positions: Tensor, masks: Masks | None, keep: int | Tensor, counts: Sequence[int] | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Masks | None,
+        keep: int | Tensor,
+        counts: Sequence[int] | None,
+        rows: slice | None,
     ) -> tuple[Tensor, list[Tensor]]: ...
 
     def commit(self, counts: Sequence[int]) -> None: ...
@@ -80,6 +86,11 @@ class Target:
     @property
     def reads_trees(self) -> bool:
         """Can it verify trees? Not with a recurrent state, which has a single past without branches."""
+        return not recurrent_layers(self.config)
+
+    @property
+    def reads_in_parts(self) -> bool:
+        """May other rows be read while a prompt is? A recurrent state would go on with them."""
         return not recurrent_layers(self.config)
 
     @property
@@ -133,8 +144,14 @@ class Target:
         return self._cache
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Output:
-        """Read whole prompts, padded on the right; the padding lies beyond each row's length, so it is overwritten."""
+    def prefill(self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, first: int = 0) -> Output:
+        """Read prompts, padded on the right; the padding lies beyond each row's length, so it is overwritten.
+
+        With `starts` they are parts of prompts, of which so many tokens have been read. They go to as many rows, from
+        row `first` on.
+        """
+        if len(prompts) == self.cache.num_rows and not any(starts or ()):
+            self.network.clear()
         width = max(len(prompt) for prompt in prompts)
         rows = [[*prompt, *([prompt[-1]] * (width - len(prompt)))] for prompt in prompts]
         last = [len(prompt) - 1 for prompt in prompts]
@@ -143,9 +160,10 @@ class Target:
         # The index stays on the host, because the head may be on any device.
         output = self.forward(
             torch.tensor(rows, device=self.device),
-            [0] * len(rows),
+            starts or [0] * len(rows),
             keep_logits=torch.tensor(places),
             counts=[len(prompt) for prompt in prompts],
+            first=first,
         )
         ends = torch.tensor([places.index(i) for i in last], device=self.device)
         return Output(output.logits[torch.arange(len(rows), device=self.device), ends][:, None], output.hidden)
@@ -159,8 +177,11 @@ class Target:
         keep_logits: int | Tensor = 0,
         counts: Sequence[int] | None = None,
         whole_block: bool = False,
+        first: int = 0,
     ) -> Output:
         """Read tokens [B, N] from each row's start on; with `parents` they are an anchor and a tree below it.
+
+        Fewer rows than the cache has are those from row `first` on, and the others stand still.
 
         Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; without
         it, all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it,
@@ -168,7 +189,7 @@ class Target:
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         cache, width = self.cache, tokens.shape[1]
-        cache.place(starts, width)
+        cache.place(starts, width, first)
         positions = cache.positions
         if parents is not None:
             depths = ancestors(parents).sum(dim=-1) - 1
@@ -176,7 +197,8 @@ class Target:
         # Tokens beyond the context are cut off later and no other token sees them, but their position is looked up.
         positions = positions.clamp(max=self.context_length - 1)
         masks = None if self._sees_all(width) else self._masks(starts, width, parents, whole_block)
-        logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts)
+        some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
+        logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts, some)
         return Output(logits.to(self.device), together(tapped, self.device))
 
     @torch.inference_mode()
@@ -205,7 +227,7 @@ class Target:
         cache, ready = self.cache, self._ready[window]
         if parents is None and not cache.is_ragged and width <= ready.shape[2]:
             left = cache.capacity - starts[0]
-            return ready[:, :, :width, left : cache.capacity + width].expand(cache.num_rows, -1, -1, -1)
+            return ready[:, :, :width, left : cache.capacity + width].expand(len(starts), -1, -1, -1)
         return causal_mask(cache, self.model.dtype, parents, window)
 
 

@@ -451,8 +451,8 @@ class Breaking(TableTarget):
         super().__init__(VOCAB, context_length=48)
         self.row, self.token, self.value = row, token, value
 
-    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None) -> Any:
-        output = super().forward(tokens, starts, parents)
+    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None, first: int = 0) -> Any:
+        output = super().forward(tokens, starts, parents, first)
         output.logits[self.row, tokens[self.row] == self.token] = self.value
         return output
 

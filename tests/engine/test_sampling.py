@@ -132,8 +132,8 @@ def test_inverse_cdf_never_gives_an_impossible_token_at_the_ends_of_the_interval
 
 
 def sampler(sampling: Sampling, seeds: tuple[int, ...] = (5,), num_places: int = 20) -> Sampler:
-    made = Sampler(sampling, seeds, num_places, CPU)
-    made.begin([[1, 2, 3]] * len(seeds), VOCAB)
+    made = Sampler(sampling, len(seeds), num_places, CPU)
+    made.begin([[1, 2, 3]] * len(seeds), seeds, VOCAB)
     return made
 
 
@@ -197,8 +197,8 @@ def by_text(logits: torch.Tensor, text: list[int], penalty: float) -> torch.Tens
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_a_place_in_a_block_is_penalised_for_its_own_text(penalty: float) -> None:
     prompts = [[1, 2, 3], [4, 5, 4, 6, 7]]
-    drawing = Sampler(Sampling(repetition_penalty=penalty), [0, 0], 20, CPU)
-    drawing.begin(prompts, VOCAB)
+    drawing = Sampler(Sampling(repetition_penalty=penalty), 2, 20, CPU)
+    drawing.begin(prompts, [0, 0], VOCAB)
     first = torch.tensor([[10], [11]])
     drawing.commit(first, torch.tensor([0, 0]))
     # Row 0 keeps two drafted tokens and a third, row 1 none and another; the rest was never said.

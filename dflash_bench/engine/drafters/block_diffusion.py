@@ -53,8 +53,10 @@ class BlockDiffusionDrafter:
 
     def observe(self, committed: Committed) -> None:
         self.sampler: Sampler | None = committed.sampler
-        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
-        self.block[:, 0] = committed.anchor
+        for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
+            self.starts[row] = start + count
+        if committed.anchor is not None:
+            self.block[committed.slots, 0] = committed.anchor
 
     def propose(self) -> Draft:
         self.block[:, 1:] = self.mask_token_id

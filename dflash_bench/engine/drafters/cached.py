@@ -37,4 +37,5 @@ class CachedDrafter:
         raise NotImplementedError
 
     def advance(self, committed: Committed) -> None:
-        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
+        for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
+            self.starts[row] = start + count

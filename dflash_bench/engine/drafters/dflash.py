@@ -73,11 +73,12 @@ class DFlashDrafter(CachedDrafter):
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
         self.picker.sampler = committed.sampler
-        self.cache.place(committed.starts, committed.hidden.shape[1])
+        self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
         tables = rotations(self.rotary, self.cache)
         for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
             self.cache.write(layer, keys, values)
-        self.block[:, 0] = committed.anchor
+        if committed.anchor is not None:
+            self.block[committed.slots, 0] = committed.anchor
         self.advance(committed)
 
     def propose(self) -> Draft:
@@ -138,7 +139,10 @@ class PacedDrafter(DFlashDrafter):
 
     def observe(self, committed: Committed) -> None:
         super().observe(committed)
-        self.pace.kept(committed.counts)
+        if committed.is_prompt:
+            self.pace.joined(committed.rows)
+        else:
+            self.pace.kept(committed.counts)
 
 
 class AutoDFlashDrafter(PacedDrafter):

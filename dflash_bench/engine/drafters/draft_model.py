@@ -44,14 +44,20 @@ class ModelDrafter:
         self.model.begin(num_rows, capacity + self.num_drafts)
         self.starts = [0] * num_rows
         self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.model.device)
+        self.last = torch.zeros(num_rows, 2, dtype=torch.long, device=self.model.device)
 
     def observe(self, committed: Committed) -> None:
+        if committed.anchor is None:
+            return
         self.picker.sampler = committed.sampler
-        if not any(self.starts):
-            prompts = [text[:count] for text, count in zip(committed.texts, committed.counts, strict=True)]
-            self.model.prefill([[min(token, self.num_ids - 1) for token in prompt] for prompt in prompts])
-        self.starts = [start + count for start, count in zip(committed.starts, committed.counts, strict=True)]
-        self.last = self._last(committed)
+        if committed.is_prompt:
+            prompts = [text[:-1] for text in committed.texts]
+            self.model.prefill(
+                [[min(token, self.num_ids - 1) for token in prompt] for prompt in prompts], first=committed.first
+            )
+        for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
+            self.starts[row] = start + count
+        self.last[committed.slots] = self._last(committed)
 
     def _last(self, committed: Committed) -> Tensor:
         """Each row's anchor and the token before it [B, 2].
@@ -59,12 +65,13 @@ class ModelDrafter:
         Where everything was accepted, the draft has not read the token before the anchor yet; elsewhere it reads it
         again, which changes nothing.
         """
-        flat = [token for text in committed.texts for token in text[-2:]]
+        flat = [token for text in committed.texts for token in (text[max(len(text) - 2, 0)], text[-1])]
         return to_device(flat, self.model.device).view(-1, 2)
 
     def propose(self) -> Draft:
         probs: list[Tensor] = []
-        block, starts = self.last, [start - 1 for start in self.starts]
+        # A row that has not begun writes where its prompt will.
+        block, starts = self.last, [max(start, 1) - 1 for start in self.starts]
         for i in range(self.num_drafts):
             logits = self.model.forward(block.clamp(max=self.num_ids - 1), starts).logits
             tokens, drawn_from = self.picker.pick(logits[:, -1:, : self.num_ids], first=i)

@@ -39,12 +39,16 @@ class Eagle3Drafter(CachedDrafter):
 
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
-        read = self._step(committed.tokens, self.draft.fuse(committed.hidden), committed.starts)
+        read = self._step(committed.tokens, self.draft.fuse(committed.hidden), committed.starts, committed.first)
         last = [max(count, 1) - 1 for count in committed.counts]
         if min(last) == max(last):  # one row above all: a view, and nothing goes to the device
-            self.hidden = read[:, last[0] : last[0] + 1]
+            hidden = read[:, last[0] : last[0] + 1]
         else:
-            self.hidden = read[self.rows, to_device(last, self.device)][:, None]
+            hidden = read[self.rows[: len(last)], to_device(last, self.device)][:, None]
+        if len(last) == len(self.rows):
+            self.hidden = hidden
+        else:
+            self.hidden[committed.slots] = hidden
         self.advance(committed)
 
     def propose(self) -> Draft:
@@ -57,9 +61,9 @@ class Eagle3Drafter(CachedDrafter):
             self.tokens[:, i : i + 1] = self.draft.target_ids(best)
         return Draft(self.tokens)
 
-    def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int]) -> Tensor:
+    def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
         """Token x_{t+1} goes with the feature of t, at position t."""
-        self.cache.place(starts, tokens.shape[1])
+        self.cache.place(starts, tokens.shape[1], first)
         alone = tokens.shape[1] == 1 and not self.cache.is_ragged
         self.mask = None if alone else causal_mask(self.cache, hidden.dtype)
         tables = rotations(self.rotary, self.cache)

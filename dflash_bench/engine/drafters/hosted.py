@@ -24,26 +24,29 @@ class HostDrafter:
         self.num_drafts, self.device = num_drafts, device
 
     def begin(self, num_rows: int, capacity: int) -> None:
-        self.texts: Sequence[Text] = [()] * num_rows
-        self.is_alive = [True] * num_rows
-        self.is_fresh = True
+        self.texts: list[Text] = [()] * num_rows
+        self.requests: list[int] = [*range(num_rows)]
+        self.is_alive = [False] * num_rows
 
     def observe(self, committed: Committed) -> None:
-        self.texts = committed.texts
-        self.is_alive = [count > 0 for count in committed.counts]
-        if self.is_fresh:
-            self.is_fresh = False
-            # Behind each prompt stands one token so far, the anchor.
-            self.start([text[:-1] for text in self.texts])
-        for row, text in enumerate(self.texts):
+        if committed.anchor is None:
+            return
+        for row, text, count in zip(committed.rows, committed.texts, committed.counts, strict=True):
+            self.texts[row], self.is_alive[row] = text, count > 0
+        if committed.is_prompt:
+            for row, request in zip(committed.rows, committed.requests, strict=True):
+                self.requests[row] = request
+                # Behind the prompt stands one token so far, the anchor.
+                self.start(row, self.texts[row][:-1])
+        for row in committed.rows:
             if self.is_alive[row]:
-                self.read(row, text)
+                self.read(row, self.texts[row])
 
     def propose(self) -> Draft | None:
         return chains([self.continuation(row) if alive else () for row, alive in enumerate(self.is_alive)], self.device)
 
-    def start(self, prompts: Sequence[Text]) -> None:
-        """A generation begins. What is done here counts as the draft's own prefill."""
+    def start(self, row: int, prompt: Text) -> None:
+        """A generation begins in this row. What is done here counts as the draft's own prefill."""
 
     def read(self, row: int, text: Text) -> None:
         """The row's text has grown: prompt, answer and anchor."""

@@ -14,7 +14,6 @@ the window moves by one place a round, however many tokens were accepted, and be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -85,18 +84,19 @@ class LookaheadDrafter(HostDrafter):
 
     def __init__(self, width: int, size: int, num_guesses: int, device: torch.device) -> None:
         self.width, self.size, self.num_guesses = width, size, num_guesses
+        self.windows: dict[int, Window] = {}
+        self.anchors: dict[int, int] = {}
         super().__init__(max_nodes(width, size, num_guesses), device)
 
-    def start(self, prompts: Sequence[Text]) -> None:
-        self.windows = [Window(prompt, self.width, self.size, Pool(self.num_guesses)) for prompt in prompts]
-        self.anchors = [text[-1] for text in self.texts]
+    def start(self, row: int, prompt: Text) -> None:
+        self.windows[row] = Window(prompt, self.width, self.size, Pool(self.num_guesses))
 
     def observe(self, committed: Committed) -> None:
         super().observe(committed)
         for row, choices in enumerate(committed.choices):
             if self.is_alive[row]:
                 self.windows[row].advance(self.anchors[row], choices)
-        self.anchors = [text[-1] for text in self.texts]
+        self.anchors = {row: text[-1] for row, text in enumerate(self.texts) if text}
 
     def propose(self) -> Draft | None:
         draft = trees([self._tree(row) if alive else Trie() for row, alive in enumerate(self.is_alive)], self.device)

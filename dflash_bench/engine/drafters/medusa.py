@@ -8,7 +8,7 @@ paper's typical acceptance changes the target's distribution and is left out: th
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dflash_bench.engine.architecture import final_norm
 from dflash_bench.engine.cache import to_device
@@ -51,12 +51,17 @@ class MedusaDrafter:
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)
+        self.hidden: Tensor | None = None
 
     def observe(self, committed: Committed) -> None:
         """The hidden state of the token before the anchor, which gave the anchor."""
         assert committed.hidden is not None
         last = [max(count, 1) - 1 for count in committed.counts]
-        self.hidden = self.norm(committed.hidden[self.rows, to_device(last, self.device)])
+        hidden = self.norm(committed.hidden[self.rows[: len(last)], to_device(last, self.device)])
+        if self.hidden is None or len(last) == len(self.rows):
+            self.hidden = hidden
+        else:
+            self.hidden[committed.slots] = hidden
 
     def propose(self) -> Draft:
         logits = self.heads(self.hidden, self.num_heads).float()

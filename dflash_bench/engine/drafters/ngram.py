@@ -7,8 +7,6 @@ where an answer repeats its prompt or itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from dflash_bench.engine.drafters.hosted import HostDrafter, Text
@@ -47,9 +45,10 @@ class NGramDrafter(HostDrafter):
     def __init__(self, num_drafts: int, longest: int, shortest: int, device: torch.device) -> None:
         super().__init__(num_drafts, device)
         self.longest, self.shortest = longest, shortest
+        self.indices: dict[int, NGramIndex] = {}
 
-    def start(self, prompts: Sequence[Text]) -> None:
-        self.indices = [NGramIndex(self.longest, self.shortest) for _ in prompts]
+    def start(self, row: int, prompt: Text) -> None:
+        self.indices[row] = NGramIndex(self.longest, self.shortest)
 
     def read(self, row: int, text: Text) -> None:
         self.indices[row].read(text)

@@ -35,7 +35,7 @@ class OracleDrafter(HostDrafter):
 
     def continuation(self, row: int) -> Text:
         end = len(self.texts[row])
-        return self.known[row][end : end + self.num_drafts]
+        return self.known[self.requests[row]][end : end + self.num_drafts]
 
 
 def build(models: Models, target: Target, method: Method) -> OracleDrafter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from random import Random
 
 from dflash_bench.engine.drafters.hosted import HostDrafter, Text, generator
 from dflash_bench.engine.target import Target
@@ -14,9 +14,10 @@ class RandomDrafter(HostDrafter):
     def __init__(self, num_drafts: int, seed: int, target: Target) -> None:
         super().__init__(num_drafts, target.device)
         self.seed, self.vocab_size = seed, target.vocab_size
+        self.generators: dict[int, Random] = {}
 
-    def start(self, prompts: Sequence[Text]) -> None:
-        self.generators = [generator(self.seed, prompt) for prompt in prompts]
+    def start(self, row: int, prompt: Text) -> None:
+        self.generators[row] = generator(self.seed, prompt)
 
     def continuation(self, row: int) -> Text:
         return self.generators[row].choices(range(self.vocab_size), k=self.num_drafts)

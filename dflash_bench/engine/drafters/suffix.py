@@ -13,7 +13,7 @@ with no earlier answers, and so does the rest of a run that is resumed. Reading 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -36,8 +36,9 @@ class Earlier:
         self._take_out(tuple(prompt))
         self.answers[tuple(prompt)] = answer
 
-    def prepare(self, prompts: Sequence[Text]) -> None:
+    def prepare(self, prompts: Iterable[Text]) -> None:
         """The tree holds every answer that these prompts may draw on together, and no other."""
+        prompts = list(prompts)
         hidden = {known for known in self.answers for prompt in prompts if _alike(known, tuple(prompt))}
         for known in hidden:
             self._take_out(known)
@@ -62,7 +63,14 @@ class _Row:
     def __init__(self, depth: int, earlier: SuffixTree | None) -> None:
         self.tree = SuffixTree(depth)
         self.earlier = earlier
-        self.matches: list[Place] = [earlier.root] if earlier else []
+        self.match_again()
+
+    def match_again(self) -> None:
+        """The tree of earlier answers is another."""
+        self.matches: list[Place] = [self.earlier.root] if self.earlier else []
+        if self.earlier:
+            for token in self.tree.tokens:
+                self.matches = self.earlier.follow(self.matches, token)
 
     def read(self, text: Text) -> None:
         for token in text[len(self.tree.tokens) :]:
@@ -87,17 +95,29 @@ class SuffixDrafter(HostDrafter):
         super().__init__(num_drafts, device)
         self.threshold, self.depth, self.factor = threshold, depth, factor
         self.earlier = Earlier(depth) if earlier else None
-        self._decoded: list[tuple[Text, Text]] = []
+        self._decoded: dict[int, tuple[Text, Text]] = {}
+        self.rows: dict[int, _Row] = {}
 
-    def start(self, prompts: Sequence[Text]) -> None:
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        for row in list(self._decoded):
+            self._keep(row)
+        self.rows.clear()
+
+    def start(self, row: int, prompt: Text) -> None:
         if self.earlier:
-            # The lists of the last generation, which the loop has gone on writing to, hold whole answers by now.
-            for prompt, text in self._decoded:
-                self.earlier.keep(prompt, text[len(prompt) :])
-            self._decoded = list(zip(prompts, self.texts, strict=True))
-            self.earlier.prepare(prompts)
-        tree = self.earlier.tree if self.earlier else None
-        self.rows = [_Row(self.depth, tree) for _ in prompts]
+            self._keep(row)
+            self._decoded[row] = (prompt, self.texts[row])
+            self.earlier.prepare(known for known, _ in self._decoded.values())
+            for other in self.rows.values():
+                other.match_again()
+        self.rows[row] = _Row(self.depth, self.earlier.tree if self.earlier else None)
+
+    def _keep(self, row: int) -> None:
+        """The list of the row's last answer, which the loop went on writing to, holds all of it by now."""
+        if self.earlier and row in self._decoded:
+            prompt, text = self._decoded.pop(row)
+            self.earlier.keep(prompt, text[len(prompt) :])
 
     def read(self, row: int, text: Text) -> None:
         self.rows[row].read(text)

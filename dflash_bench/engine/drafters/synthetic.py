@@ -7,6 +7,7 @@ which the first was, and so on. Like the oracle it knows the plain answer, and m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 from dflash_bench.engine.drafters.hosted import Text, generator
 from dflash_bench.engine.drafters.oracle import OracleDrafter
@@ -20,9 +21,10 @@ class SyntheticDrafter(OracleDrafter):
     def __init__(self, rates: Sequence[float], seed: int, target: Target) -> None:
         super().__init__(len(rates), target)
         self.rates, self.seed, self.vocab_size = rates, seed, target.vocab_size
+        self.generators: dict[int, Random] = {}
 
-    def start(self, prompts: Sequence[Text]) -> None:
-        self.generators = [generator(self.seed, prompt) for prompt in prompts]
+    def start(self, row: int, prompt: Text) -> None:
+        self.generators[row] = generator(self.seed, prompt)
 
     def continuation(self, row: int) -> Text:
         numbers = self.generators[row]
