@@ -29,9 +29,10 @@ def is_greedy(temperature: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a token is chosen, and in which mode of the chat template: with suite and method, what makes a cell.
+    """How answers are decoded: with suite and method, what makes a cell.
 
-    The defaults leave the model's distribution as it is. `thinking` None is a chat template without such a switch.
+    The defaults leave the model's distribution as it is, and decode one answer at a time. `thinking` None is a chat
+    template without such a switch.
     """
 
     temperature: float = 0.0
@@ -41,6 +42,8 @@ class Settings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     thinking: bool | None = None
+    concurrency: int = 1
+    """Answers decoded at the same time: when one has ended, the next one begins."""
 
     @property
     def greedy(self) -> bool:
@@ -120,6 +123,15 @@ class Generation:
     """Up to and with the end of thinking; None where the chat template knows no thinking."""
     peak_memory_bytes: int | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A generation among others, with its start and end in seconds since the first of them began."""
+
+    generation: Generation
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)

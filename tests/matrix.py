@@ -24,6 +24,8 @@ from dflash_bench.models.presets import preset
 from dflash_bench.records import Message, Record
 from dflash_bench.results import store
 from dflash_bench.run import runner
+from dflash_bench.run.conversation import WarmUp
+from dflash_bench.run.items import Item
 from dflash_bench.tasks import suites
 
 SUITES = ("gsm8k", "humaneval")
@@ -40,9 +42,9 @@ def models(dtype: str) -> loading.Models:
     return LOAD(preset("nano"), ["dflash", "eagle3"], "cpu", getattr(torch, dtype))
 
 
-def without_answer(_plan: Any, _backend: Any, item: runner.Item) -> runner.WarmUp:
+def without_answer(_plan: Any, _backend: Any, item: Item) -> WarmUp:
     """A warm-up that costs nothing, and gives no plain answer to compare with."""
-    return runner.WarmUp(item.suite, item.settings, None)  # type: ignore[arg-type]
+    return WarmUp(item.suite, item.settings, None)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from dflash_bench.records import GREEDY, Settings
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import OF_SAMPLING
 
+LOAD = "concurrency"
+"""A setting of which no value is the best: what becomes of speed with it is told by `load.py`."""
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
 Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
 """For each group, keyed by what its members have in common: its name, and each value's method and settings."""
@@ -83,7 +85,7 @@ def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
     options = {option.name: option.unit for method in known.values() for option in method.kind.options}
     of_options = {name: _by_option(name, answered, known, identity) for name in options}
     candidates = [Sweep(name, options[name], _curves(groups, answered)) for name, groups in of_options.items()]
-    candidates += [Sweep(name, "", _curves(_by_setting(name, answered), answered)) for name in SETTINGS]
+    candidates += [Sweep(name, "", _curves(_by_setting(name, answered), answered)) for name in SETTINGS if name != LOAD]
     return [sweep for sweep in candidates if sweep.curves]
 
 

@@ -42,6 +42,7 @@ def run(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    concurrency: options.Concurrency = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     draft_steps: options.DraftSteps = None,
@@ -70,6 +71,7 @@ def run(
     from dflash_bench import report
     from dflash_bench.analysis import metrics
     from dflash_bench.analysis.findings import findings
+    from dflash_bench.analysis.load import loads
     from dflash_bench.analysis.sweeps import sweeps
     from dflash_bench.models import presets
     from dflash_bench.results import frame
@@ -88,6 +90,7 @@ def run(
         top_p=sweeping.numbers(top_p, "--top-p") if top_p else (),
         min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
         repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
+        concurrency=sweeping.numbers(concurrency, "--concurrency", whole=True) if concurrency else (),
         block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
         repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
         engine=engine, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
@@ -109,11 +112,11 @@ def run(
     results = frame.read(folder)
     rows, identity = results.rows, results.info["identity"]
     cells = metrics.summarise(rows, identity)
-    notes, swept = findings(rows, cells, identity), sweeps(cells, identity)
+    notes, swept, loaded = findings(rows, cells, identity), sweeps(cells, identity), loads(rows, cells, identity)
     if as_json:
-        say(json.dumps(report.as_json(folder, cells, notes, swept), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
     else:
-        say(report.text(cells, notes, swept, results.info))
+        say(report.text(cells, notes, swept, results.info, loaded))
         say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)

@@ -126,6 +126,14 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     str | None, _answers(metavar="R[,R...]", help="Above 1, tokens that have already occurred become less likely.")
 ]
+Concurrency = Annotated[
+    str | None,
+    _answers(
+        metavar="N[,N...]",
+        help="Answers decoded at the same time: when one has ended, the next one begins. Several, such as 1,4,16, are "
+        "measured one after the other. Default: 1.",
+    ),
+]
 Seed = Annotated[int | None, _answers(metavar="S", min=0, help="Random seed for sampling at temperatures above 0.")]
 BlockSize = Annotated[
     str | None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,17 +15,18 @@ import torch
 from dflash_bench.engine.clock import clock_for
 from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Drafter, Foresees
+from dflash_bench.engine.generations import Decoded
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.networks import name_of, target_of
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import DecodingError, Limits, Round
+from dflash_bench.engine.sequences import DecodingError, Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
 from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import GREEDY, Divergence, FinishReason, Generation, Message, Settings
+from dflash_bench.records import GREEDY, Divergence, Generation, Message, Served, Settings
 
 
 def open_backend(
@@ -66,7 +67,6 @@ def _about(
     }
     return {
         "engine": "local",
-        "concurrency": 1,
         "methods": {
             method.label: {
                 "name": method.name, "draft": method.draft, "options": dict(method.options),
@@ -103,24 +103,6 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
-
-
-@dataclass(slots=True)
-class _Decoded:
-    """The rounds of one prompt, each with the row that it was in, the same one in all."""
-
-    prompt: Sequence[int]
-    rounds: list[tuple[int, Round]] = field(default_factory=list)
-    has_ended: bool = False
-
-    def add(self, row: int, step: Round) -> None:
-        if step.emitted[row] is not None:
-            self.rounds.append((row, step))
-            self.has_ended = step.ended[row]
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(token for row, step in self.rounds for token in step.emitted[row] or ())
 
 
 class LocalBackend:
@@ -164,13 +146,29 @@ class LocalBackend:
     ) -> Generation:
         """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
         prompt = self.encode(messages, settings)
-        seed = zlib.crc32(repr((self.seed, repeat, prompt)).encode())
+        seed = self._seed(prompt, repeat)
         generation = self.generate_ids(method, [prompt], Sampling.of(settings, seed))[0]
-        if settings.thinking is None:
-            return generation
-        return replace(
-            generation, num_thinking_tokens=chat.thinking_tokens(self.tokenizer, prompt, generation.token_ids)
-        )
+        return self._with_thinking(generation, prompt, settings)
+
+    def serve(
+        self,
+        method: str,
+        requests: Sequence[tuple[Sequence[Message], int]],
+        settings: Settings,
+        ended: Callable[[], object] = lambda: None,
+    ) -> list[Served]:
+        """Chats, each with its repeat, `settings.concurrency` at a time; `ended` is told of each.
+
+        Each draws the random numbers that it would draw alone.
+        """
+        prompts = [self.encode(messages, settings) for messages, _ in requests]
+        seeds = [self._seed(prompt, repeat) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
+        begin = self.clock.mark()
+        decoded, error = self._decode(method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended)
+        return [
+            Served(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
+            for generation, one in zip(self._generations(decoded, error), decoded, strict=True)
+        ]
 
     def generate_ids(
         self,
@@ -185,55 +183,57 @@ class LocalBackend:
         They are decoded together, or `num_rows` at a time, each beginning when another has ended. `seeds` are the
         prompts' own, in place of the one of `sampling`.
         """
-        drafter, sampling = self.drafters[method], sampling or Sampling(seed=self.seed)
-        decoded = [_Decoded(prompt) for prompt in prompts]
+        return self._generations(
+            *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None)
+        )
+
+    def _decode(
+        self,
+        method: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None,
+        num_rows: int | None,
+        ended: Callable[[], object],
+    ) -> tuple[list[Decoded], str]:
+        """What was decoded of each prompt, and what kept those that have not ended from ending."""
+        drafter = self.drafters[method]
+        decoded = [Decoded(prompt) for prompt in prompts]
         try:
             if isinstance(drafter, Foresees):
                 drafter.foresee(prompts, self.limits, sampling, seeds)
             self._reset_memory()
             for step in decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows):
-                for place, request in enumerate(step.requests):
-                    decoded[request].add(place, step)
+                for row, request in enumerate(step.requests):
+                    decoded[request].add(row, step)
+                    if step.emitted[row] is not None and step.ended[row]:
+                        ended()
         except DecodingError as problem:
-            return self._generations(decoded, str(problem))
+            return decoded, str(problem)
         except torch.cuda.OutOfMemoryError:
-            return self._generations(decoded, "out of GPU memory")
-        return self._generations(decoded, "nothing was decoded")
+            return decoded, "out of GPU memory"
+        return decoded, "nothing was decoded"
 
-    def _generations(self, decoded: Sequence[_Decoded], error: str) -> list[Generation]:
-        """What has not ended says the error; what has is whole."""
-        return [self._generation(one, None if one.has_ended else error) for one in decoded]
+    def _generations(self, decoded: Sequence[Decoded], error: str) -> list[Generation]:
+        """What has ended is whole; the rest says the error."""
+        generations = []
+        for one in decoded:
+            text = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+            generations.append(
+                one.generation(self.clock, text, self.limits.stop_ids, self._peak_memory())
+                if one.has_ended
+                else one.failed(text, error)
+            )
+        return generations
 
-    def _generation(self, decoded: _Decoded, error: str | None) -> Generation:
-        token_ids, prompt = decoded.tokens, decoded.prompt
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        seconds = self.clock.seconds
-        if error:
-            return Generation(token_ids, text, "error", len(prompt), 0.0, 0.0, error=error)
-        (row, prefill), *rest = decoded.rounds
-        steps = [step for _, step in rest]
-        begin, first, _, _, draft_ready = prefill.marks
-        last = steps[-1].marks[4] if steps else first
-        stopped = token_ids[-1] in self.limits.stop_ids
-        finish: FinishReason = "stop" if stopped else "length"
-        return Generation(
-            token_ids=token_ids,
-            text=text,
-            finish_reason=finish,
-            num_prompt_tokens=len(prompt),
-            prefill_s=seconds(begin, first),
-            decode_s=seconds(first, last),
-            draft_prefill_s=seconds(first, draft_ready) if steps else 0.0,
-            drafted=tuple(step.drafted[row] for step in steps),
-            drafted_ids=tuple(token for step in steps for token in step.drafted_ids[row]),
-            drafted_parents=_parents(row, steps),
-            accepted=tuple(step.accepted[row] for step in steps),
-            emitted=tuple(len(step.emitted[row] or ()) for step in steps),
-            draft_s=tuple(seconds(s.marks[0], s.marks[1]) + seconds(s.marks[3], s.marks[4]) for s in steps),
-            verify_s=tuple(seconds(s.marks[1], s.marks[2]) for s in steps),
-            round_s=tuple(seconds(s.marks[0], s.marks[4]) for s in steps),
-            peak_memory_bytes=self._peak_memory(),
-        )
+    def _seed(self, prompt: Sequence[int], repeat: int) -> int:
+        return zlib.crc32(repr((self.seed, repeat, list(prompt))).encode())
+
+    def _with_thinking(self, generation: Generation, prompt: Sequence[int], settings: Settings) -> Generation:
+        if settings.thinking is None:
+            return generation
+        count = chat.thinking_tokens(self.tokenizer, list(prompt), generation.token_ids)
+        return replace(generation, num_thinking_tokens=count)
 
     def divergence(
         self,
@@ -258,14 +258,3 @@ class LocalBackend:
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
         return None
-
-
-def _parents(row: int, rounds: Sequence[Round]) -> tuple[int, ...] | None:
-    """None where every round drafted a chain."""
-    if all(step.drafted_parents is None for step in rounds):
-        return None
-    return tuple(
-        parent
-        for step in rounds
-        for parent in (range(-1, step.drafted[row] - 1) if step.drafted_parents is None else step.drafted_parents[row])
-    )

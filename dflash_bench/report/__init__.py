@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 
 from dflash_bench.analysis import metrics
+from dflash_bench.report import load
 from dflash_bench.report.card import card
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.compared import IN_STRETCHES
@@ -36,12 +37,12 @@ def table_by(document: Document, by: str) -> str:
 
 
 def _table(document: Document) -> str:
-    tables = text(document.cells, document.findings, document.sweeps, document.results.info)
+    tables = text(document.cells, document.findings, document.sweeps, document.results.info, document.loads)
     return "\n".join([*document.notes, tables])
 
 
 def _markdown(document: Document) -> str:
-    swept = sweep_paragraphs(document.sweeps, document.results.info)
+    swept = [*load.paragraphs(document.loads), *sweep_paragraphs(document.sweeps, document.results.info)]
     return markdown(document.results.info, document.cells, document.findings, document.notes, swept)
 
 

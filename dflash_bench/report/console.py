@@ -11,9 +11,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import sweeps
+from dflash_bench.report import load, sweeps
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
@@ -28,8 +29,10 @@ def text(
     findings: Sequence[Finding],
     swept: Sequence[Sweep] = (),
     info: Mapping[str, Any] | None = None,
+    loads: Sequence[Load] = (),
 ) -> str:
-    """What came out, where a round spends its time, what to be careful of, and which value of an option was the best.
+    """What came out, where a round spends its time, what to be careful of, what several answers at a time do to speed,
+    and which value of an option was the best.
 
     `info` is the run's `run.json`, which a sweep's answer needs.
     """
@@ -37,6 +40,7 @@ def text(
         [*_table(cells, RESULTS, findings), *legend(cells, findings)],
         _table(cells, ROUNDS, findings, "per round"),
         _finding_lines(findings),
+        *([_load_lines(loads)] if loads else []),
         *([_swept_lines(swept, info)] if swept and info else []),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
@@ -72,6 +76,12 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         yield _wrapped(finding.text, "  ", "  ")
         yield _wrapped(finding.remedy, "    -> ", "    ")
+
+
+def _load_lines(loads: Sequence[Load]) -> Iterator[str]:
+    yield from load.lines(loads)
+    yield ""
+    yield from (_wrapped(line, "", "  ") for line in (load.LEGEND, *load.sentences(loads)))
 
 
 def _swept_lines(swept: Sequence[Sweep], info: Mapping[str, Any]) -> Iterator[str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.findings import Finding
+from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import FIGURES, FORMULAS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import sweeps
+from dflash_bench.report import load, sweeps
 from dflash_bench.report.document import Document
 from dflash_bench.text import visible
 
@@ -43,15 +44,20 @@ TALLIES = ("exact", "audit", "passed")
 
 
 def as_json(
-    folder: Path, cells: Sequence[Cell], findings: Sequence[Finding], swept: Sequence[Sweep] = ()
+    folder: Path,
+    cells: Sequence[Cell],
+    findings: Sequence[Finding],
+    swept: Sequence[Sweep] = (),
+    loads: Sequence[Load] = (),
 ) -> dict[str, Any]:
-    """What `run --json` prints; `sweeps` only where there are any."""
+    """What `run --json` prints; `sweeps` and `loads` only where there are any."""
     return {
         "run": str(folder),
         "cells": [_json_cell(cell) for cell in cells],
         "findings": [
             asdict(finding) | {"places": [place._asdict() for place in finding.places]} for finding in findings
         ],
+        **({"loads": _json_value(load.as_json(loads))} if loads else {}),
         **({"sweeps": _json_value(sweeps.as_json(swept))} if swept else {}),
     }
 
@@ -59,7 +65,7 @@ def as_json(
 def document_json(document: Document) -> dict[str, Any]:
     """The same and what it was measured on; and every figure of a cell under its formula id, with its interval."""
     info = document.results.info
-    summary = as_json(document.folder, document.cells, document.findings, document.sweeps)
+    summary = as_json(document.folder, document.cells, document.findings, document.sweeps, document.loads)
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
     about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}

@@ -11,6 +11,7 @@ from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings import Finding, badges, findings
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.findings.speed import contains_one
+from dflash_bench.analysis.load import Load, loads
 from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import Sweep, sweeps
@@ -47,6 +48,7 @@ class Document:
     findings: Sequence[Finding]
     allow: tuple[str, ...] = ()
     sweeps: Sequence[Sweep] = ()
+    loads: Sequence[Load] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -91,7 +93,9 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
         raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
     identity = results.info["identity"]
     notes = findings(results.rows, cells, identity)
-    return Document(folder, results, cells, notes, tuple(allow), sweeps(cells, identity))
+    return Document(
+        folder, results, cells, notes, tuple(allow), sweeps(cells, identity), loads(results.rows, cells, identity)
+    )
 
 
 def _first_error(results: frame.Results) -> str:

@@ -22,7 +22,7 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
-from dflash_bench.report import answers, plots, sweeps
+from dflash_bench.report import answers, load, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number
@@ -144,16 +144,26 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
 
 
 def _swept(document: Document) -> str:
-    """A table for each option of which the run has several values, and which of them was the best."""
-    tables = []
-    for sweep in document.sweeps:
-        heads, rows = sweeps.table(sweep)
-        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-        body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
-        table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        tables.append(f'<h3>Sweep over {escape(sweeps.heading(sweep))}</h3><div class="wide">{table}</div>')
-    sentences = [sweeps.LEGEND, *sweeps.best_values(document.sweeps, document.results.info)] if tables else []
-    return "".join([*tables, *(f"<p>{escape(text)}</p>" for text in sentences)])
+    """Tables by concurrency, and by each option of which the run has several values, with what they say in words."""
+    parts = []
+    if document.loads:
+        parts.append(_plain_table(load.TITLE.capitalize(), *load.table(document.loads)))
+        parts += _plain_text([load.LEGEND, *load.sentences(document.loads)])
+    if document.sweeps:
+        parts += [_plain_table(f"Sweep over {sweeps.heading(one)}", *sweeps.table(one)) for one in document.sweeps]
+        parts += _plain_text([sweeps.LEGEND, *sweeps.best_values(document.sweeps, document.results.info)])
+    return "".join(parts)
+
+
+def _plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
+    table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<h3>{escape(title)}</h3><div class="wide">{table}</div>'
+
+
+def _plain_text(sentences: Sequence[str]) -> list[str]:
+    return [f"<p>{escape(text)}</p>" for text in sentences]
 
 
 def _swept_row(row: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ def markdown(
     info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = (),
     swept: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """`info` as in `run.json`, with its `command` and `environment`; `swept` are paragraphs on sweeps."""
+    """`info` as in `run.json`, with its `command` and `environment`; `swept` are paragraphs on sweeps and load."""
     suites = labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in cells))
     marks = legend(cells, findings)
     parts = [

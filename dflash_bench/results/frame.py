@@ -29,7 +29,7 @@ KEPT = (
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens",
+    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
 )  # fmt: skip
 """Columns taken over as they are stored."""
 NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit")

@@ -18,7 +18,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import Record, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.store import Key, Run
-from dflash_bench.run.runner import Item, Plan
+from dflash_bench.run.items import Item, Plan
 from dflash_bench.tasks.suites import Loaded
 
 FIRST = 3

@@ -43,6 +43,7 @@ class Request:
     top_p: tuple[float, ...] = ()
     min_p: tuple[float, ...] = ()
     repetition_penalty: tuple[float, ...] = ()
+    concurrency: tuple[int, ...] = ()
     block_size: str | None = None
     """One, or several with commas between them; and so `draft_steps`."""
     draft_steps: str | None = None
@@ -116,6 +117,7 @@ def _refuse_unknown_values(request: Request) -> None:
         raise UserError("--audit has no effect above temperature 0: no single token is then the right one")
     if request.budget is not None:
         budget.seconds(request.budget)
+    _refuse_concurrency(request)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
     if request.threads is not None and request.threads > (os.cpu_count() or 1):
@@ -135,6 +137,15 @@ def _refuse_unknown_values(request: Request) -> None:
         )
     if request.attention not in (None, *ATTENTION):
         raise unknown("attention", request.attention, list(ATTENTION))
+
+
+def _refuse_concurrency(request: Request) -> None:
+    if any(value < 1 for value in request.concurrency):
+        raise UserError(f"--concurrency is a number of answers from 1 up, not {_listed(request.concurrency)}")
+    if request.budget is not None and max(request.concurrency, default=1) > 1:
+        raise UserError(
+            "--for measures prompt by prompt, and --concurrency all prompts of a suite together; use --limit instead"
+        )
 
 
 def _refuse_unknown_sampling(request: Request) -> None:

@@ -59,9 +59,20 @@ def resolve(request: Request, chosen: Sequence[Method], model: Preset) -> Resolv
     scoring.require({one.suite.scorer for one in loaded})
     for one in loaded:
         scoring.check_references(one.suite.scorer, one.prompts)
+    _refuse_too_few(loaded, max(request.concurrency, default=1))
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     return Resolved(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+
+
+def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
+    """Fewer prompts than places would be measured at a lower concurrency than the one that is printed."""
+    for one in loaded:
+        if len(one.prompts) < concurrency:
+            raise UserError(
+                f"--concurrency {concurrency} is more than the {len(one.prompts)} prompts of {one.suite.name}; "
+                "lower it, or raise --limit (four times as many prompts keep all places busy most of the time)"
+            )
 
 
 def methods_of(request: Request) -> list[Method]:
@@ -132,12 +143,13 @@ def settings_of(request: Request, modes: Sequence[bool | None]) -> list[Settings
     """One for each combination of what is given; what only changes sampling is left out at temperature 0."""
     usual, several = Settings(), []
     values = [
-        getattr(request, name) or (getattr(usual, name),) for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+        getattr(request, name) or (getattr(usual, name),)
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty", "concurrency")
     ]
-    for mode, temperature, top_k, top_p, min_p, penalty in product(modes, request.temperatures, *values):
+    for mode, temperature, top_k, top_p, min_p, penalty, beside in product(modes, request.temperatures, *values):
         if is_greedy(temperature):
             top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
-        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode))
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside))
     return list(dict.fromkeys(several))
 
 

@@ -16,12 +16,12 @@ from dflash_bench.records import SCHEMA_VERSION, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
-from dflash_bench.run import budget, runner
+from dflash_bench.run import budget, items, runner
+from dflash_bench.run.items import Backend, Plan
 from dflash_bench.run.opening import open_local
 from dflash_bench.run.progress import Progress
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
-from dflash_bench.run.runner import Backend, Plan
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.suites import Loaded, chats
 
@@ -42,7 +42,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     if resume and request.budget is not None:
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
-        run.keep_prompts(runner.asked_of(plan))
+        run.keep_prompts(items.asked_of(plan))
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
@@ -87,7 +87,7 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend) -> dict[str, Any]:
         "environment": environment.describe(),
         "command": shlex.join(["dflash-bench", *sys.argv[1:]]),
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "plan": runner.to_store(plan),
+        "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
     }
 

@@ -19,7 +19,7 @@ from dflash_bench.results import store
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget
 from dflash_bench.run.budget import Spent
-from dflash_bench.run.runner import Plan
+from dflash_bench.run.items import Plan
 from dflash_bench.tasks import suites
 
 

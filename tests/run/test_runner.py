@@ -13,7 +13,7 @@ from fake import FakeBackend, other_tokens
 from dflash_bench.records import Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import store
 from dflash_bench.run import runner
-from dflash_bench.run.runner import Plan
+from dflash_bench.run.items import Plan, Watcher
 from dflash_bench.tasks import scoring
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.suites import Loaded, Suite
@@ -50,7 +50,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.info = folder, {"identity": {}}
 
-    def __call__(self, plan: Plan, backend: FakeBackend, watcher: runner.Watcher | None = None) -> list[Record]:
+    def __call__(self, plan: Plan, backend: FakeBackend, watcher: Watcher | None = None) -> list[Record]:
         """Begins, or continues; what is then on disk."""
         with (store.resume if self.folder.exists() else store.create)(self.folder, self.info) as run:
             runner.execute(plan, backend, run, watcher or Watch())

@@ -26,7 +26,7 @@ from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
 from dflash_bench.results.identity import settings_of, settings_to_json, short_names
 from dflash_bench.results.run_json import read_info
-from dflash_bench.run.runner import Plan
+from dflash_bench.run.items import Plan
 
 Main = Callable[..., tuple[int, str, str]]
 GREEDY, SAMPLED = Settings(0.0, thinking=False), Settings(1.0, top_p=0.9, thinking=False)
@@ -163,11 +163,11 @@ def test_rows_of_many_runs_are_one_table_in_which_no_query_mixes_two_of_them(tmp
 
 
 def test_prompts_stand_once_beside_the_parts(tmp_path: Path) -> None:
-    from dflash_bench.run import runner
+    from dflash_bench.run import items
 
     opening = (Message("system", "be brief"),)
     plan = Plan((loaded(*prompts(2, 2, opening=opening, reference="42", category="maths")),), ("ar",))
-    rows = runner.asked_of(plan)
+    rows = items.asked_of(plan)
     with store.create(tmp_path / "run", {"identity": {}}) as run:
         run.keep_prompts(rows)
         run.keep_prompts(rows[:1])  # what is there stays

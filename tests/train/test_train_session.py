@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dflash_bench.cli import main
 from dflash_bench.engine import acceptance
 from dflash_bench.engine.local import open_backend
-from dflash_bench.engine.target import Target
+from dflash_bench.engine.networks import target_of
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models import chat, loading
@@ -251,7 +251,7 @@ def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_pa
     items = stored([tmp_path / "stored" / "work" / "answers"])
     again = stored([tmp_path / "fly" / "work" / "tokens"])
     assert [item.ids.tolist() for item in items] == [item.ids.tolist() for item in again]
-    computed = Computed(Target(models.target), drafts.taps(4))([item.ids.tolist() for item in again])
+    computed = Computed(target_of(models.target), drafts.taps(4))([item.ids.tolist() for item in again])
     for item, states in zip(items, computed, strict=True):
         near = torch.nn.functional.cosine_similarity(item.states.float(), states.float(), dim=-1)
         assert states.shape == item.states.shape and near.min() > 0.999

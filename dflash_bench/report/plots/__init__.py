@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.report.plots import acceptance, speed, sweep
+from dflash_bench.report.plots import acceptance, load, speed, sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
 from dflash_bench.report.plots.training import History, training
@@ -22,7 +22,7 @@ KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "sweep": sweep.sweep,
+    "load": load.load, "sweep": sweep.sweep,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -30,6 +30,7 @@ CAPTIONS = {
     "positions": "Beyond the point where the solid line nears zero, drafting costs time and gains nothing.",
     "output": "A falling line means that the draft gets worse as the answer gets longer.",
     "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
+    "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
@@ -41,8 +42,9 @@ def check_kind(kind: str) -> None:
 
 
 def names_for(material: Material) -> list[str]:
-    """Those that such a run has: in most runs no option has several values."""
-    return [name for name in PLOTS if name != "sweep" or material.sweeps]
+    """Those that such a run has: in most runs no option has several values, and answers are decoded one by one."""
+    absent = {name for name, there in (("sweep", material.sweeps), ("load", material.loads)) if not there}
+    return [name for name in PLOTS if name not in absent]
 
 
 def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
+from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.analysis.stats import Interval
@@ -49,6 +50,10 @@ class Material:
     def groups(self) -> list[Group]:
         """What has a panel of its own: each suite under each settings."""
         return list(dict.fromkeys((cell.suite, str(cell.settings)) for cell in self.cells))
+
+    @property
+    def loads(self) -> Sequence[Load]:
+        return self.document.loads
 
     @property
     def sweeps(self) -> Sequence[Sweep]:

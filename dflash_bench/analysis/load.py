@@ -1,0 +1,158 @@
+"""What becomes of speed when several answers are decoded at a time, and from which concurrency on a draft costs time.
+
+Each level is a closed loop: a place that becomes free is taken by the next prompt at once. So the time to an answer's
+first token is counted from the moment when it had a place, and the throughput includes the end, where places are empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.records import Settings
+from dflash_bench.results.identity import settings_of
+
+LEAST = {50: 1, 90: 64, 99: 662}
+"""Answers from which on a percentile is told: below, it would be the slowest few (MLPerf's rule)."""
+SPEEDUP = "speedup.decode"
+
+Percentiles = Mapping[int, float | None]
+"""By percent, in seconds; None of too few answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A method at one concurrency, over the answers that did not fail."""
+
+    concurrency: int
+    num_answers: int
+    tokens_per_s: float
+    """Of all answers together: `tps.total`."""
+    over_plain: float | None
+    """The same divided by plain decoding's at this concurrency."""
+    slowest: float
+    median: float
+    fastest: float
+    """Of single answers, tokens per second after the first."""
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    speedup: Interval | None
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The concurrency at which the speed-up falls to 1, between levels on a straight line of logarithms.
+
+    None where it does not, up to the highest level; `low` and `high` are those of the interval's ends.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A method on a suite by concurrency, all other settings equal."""
+
+    suite: str
+    """With its source, for people."""
+    method: str
+    setting: str
+    """What tells the other settings from those of the run's other loads; mostly empty."""
+    levels: tuple[Level, ...]
+    crossing: Crossing | None = None
+    """None for plain decoding, and where a level has no interval."""
+
+
+def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Load]:
+    """Of a run in which several answers were decoded at a time; else none. Plain decoding comes first."""
+    all_settings = settings_of(identity)
+    if all(settings.concurrency == 1 for settings in all_settings):
+        return []
+    others = list(dict.fromkeys(replace(settings, concurrency=1) for settings in all_settings))
+    known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
+    by_place = dict(tuple(rows[rows["error"].isna()].groupby(["suite", "method", "settings"], observed=True)))
+    result = []
+    for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
+        for other in others:
+            levels = tuple(
+                _level(by_place, known, (suite, method, settings))
+                for settings in sorted(all_settings, key=lambda one: one.concurrency)
+                if replace(settings, concurrency=1) == other and (suite, method, settings) in known
+            )
+            if levels:
+                label = next(cell.label for cell in known.values() if cell.suite == suite)
+                setting = str(other) if len(others) > 1 else ""
+                result.append(Load(label, method, setting, levels, _crossing(levels)))
+    return result
+
+
+Key = tuple[str, str, Settings]
+
+
+def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key) -> Level:
+    suite, method, settings = key
+    answers = by_place[suite, method, str(settings)]
+    throughput = _throughput(answers)
+    plain = by_place.get((suite, BASELINE, str(settings)))
+    decoded = answers[answers["decode_tokens"] > 0]
+    tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()
+    speeds = 1 / tpot if len(tpot) else np.array([math.nan])
+    return Level(
+        concurrency=settings.concurrency,
+        num_answers=len(answers),
+        tokens_per_s=throughput,
+        over_plain=None if method == BASELINE or plain is None else throughput / _throughput(plain),
+        slowest=float(speeds.min()),
+        median=float(np.median(speeds)),
+        fastest=float(speeds.max()),
+        ttft_s=_percentiles(answers["prefill_s"].to_numpy()),
+        tpot_s=_percentiles(tpot),
+        speedup=known[key].figures.get(SPEEDUP) if method != BASELINE else None,
+    )
+
+
+def _throughput(answers: Any) -> float:
+    """Tokens per second of the time in which at least one of the answers was being decoded."""
+    spans = sorted(zip(answers["start_s"], answers["end_s"], strict=True))
+    busy, until = 0.0, -math.inf
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return float(answers["num_tokens"].sum() / busy) if busy > 0 else math.nan
+
+
+def _percentiles(seconds: Any) -> dict[int, float | None]:
+    return {
+        percent: float(np.percentile(seconds, percent)) if len(seconds) >= least else None
+        for percent, least in LEAST.items()
+    }
+
+
+def _crossing(levels: Sequence[Level]) -> Crossing | None:
+    intervals = [level.speedup for level in levels]
+    if len(levels) < 2 or any(one is None or one.low is None or one.high is None for one in intervals):
+        return None
+    curves = zip(*((one.low, one.value, one.high) for one in intervals if one is not None), strict=True)
+    at = [level.concurrency for level in levels]
+    low, value, high = (falls_to_one(at, [float(y or 0) for y in curve]) for curve in curves)
+    return Crossing(value, low, high)
+
+
+def falls_to_one(at: Sequence[int], speedups: Sequence[float]) -> float | None:
+    """Where the line through the speed-ups first is at 1 or below; None where it nowhere is."""
+    if speedups[0] <= 1:
+        return float(at[0])
+    for (left, above), (right, below) in pairwise(zip(at, speedups, strict=True)):
+        if below <= 1:
+            share = math.log(above) / (math.log(above) - math.log(below)) if below > 0 else 0.0
+            return math.exp(math.log(left) + share * (math.log(right) - math.log(left)))
+    return None

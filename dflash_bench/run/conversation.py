@@ -1,0 +1,192 @@
+"""A prompt being answered, turn by turn: by each method, alone or beside others; judged, scored and saved.
+
+A generation is saved once the plain answer that it is judged by is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from dflash_bench.methods import is_lossy
+from dflash_bench.records import Divergence, Generation, Message, Record, Settings
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.results.store import Run
+from dflash_bench.run.items import Backend, Item, Plan, Watcher
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.scoring.answers import Score
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    suite: str
+    settings: Settings
+    plain: Generation
+
+
+@dataclass(slots=True)
+class Conversation:
+    """An item being run. A later turn sees the plain answers to the earlier ones, of the same settings and repeat."""
+
+    item: Item
+    plan: Plan
+    backend: Backend
+    run: Run
+    watcher: Watcher
+    warm: WarmUp
+    setting: str
+    """What tells its settings from the others of the run."""
+    scores: dict[str, Score] = field(default_factory=dict)
+    audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
+    """By turn and tokens."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.item.prompt.turns)
+
+    def answer(self, turn: int) -> None:
+        """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
+        messages = self.messages(turn)
+        waiting: list[Record] = []
+        for method in self.item.methods:
+            if self.item.key(method, turn) in self.run.stored:
+                continue
+            doing = " ".join(filter(None, [method, self.setting]))
+            self.watcher.begins(self.item.suite, doing)
+            start_s = self.run.seconds()
+            generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat)
+            record = self.item.record(method, turn, generation, (start_s, self.run.seconds()))
+            self.watcher.measured(record, doing)
+            waiting.append(record)
+            plain = record.generation if method == BASELINE else self._plain(turn)
+            if plain is not None:
+                self.watcher.begins(self.item.suite, "judging")
+                self.run.append([self.judged(answer, plain, messages) for answer in waiting])
+                waiting = []
+
+    def _plain(self, turn: int, repeat: int | None = None) -> Generation | None:
+        item = self.item if repeat is None else replace(self.item, repeat=repeat)
+        stored = self.run.stored.get(item.key(BASELINE, turn))
+        return stored.generation if stored else None
+
+    def messages(self, turn: int) -> tuple[Message, ...]:
+        messages = list(self.item.prompt.opening)
+        for number, text in enumerate(self.item.prompt.turns[: turn + 1]):
+            messages.append(Message("user", text))
+            plain = self._plain(number)
+            if number < turn and plain is not None:
+                messages.append(Message("assistant", plain.text))
+        return tuple(messages)
+
+    def judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
+        """Judged against other answers, and scored."""
+        return self._scored(self._judged(record, plain, messages))
+
+    def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
+        """A method against the plain answer, that against another plain one, and each against the published model."""
+        if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
+            return record
+        expected = self._control(record.turn, messages) if record.method == BASELINE else plain
+        if expected is not None and not expected.error:
+            record = self._compared(record, expected, messages)
+        return self._audited(record, messages)
+
+    def _compared(self, record: Record, expected: Generation, messages: Sequence[Message]) -> Record:
+        tokens = record.generation.token_ids
+        if tokens == expected.token_ids:
+            return replace(record, exactness="exact")
+        divergence = self.backend.divergence(messages, expected.token_ids, tokens, self.item.settings)
+        return replace(record, exactness=divergence.verdict, divergence=divergence)
+
+    def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
+        if self.plan.audit == "none" or (self.plan.audit == "divergent" and record.divergence is None):
+            return record
+        tokens, turn = record.generation.token_ids, record.turn
+        # Equal answers are read once; on resuming, the stored plain answer's audit serves too.
+        plain = self.run.stored.get(self.item.key(BASELINE, turn))
+        if plain is not None and plain.audit is not None:
+            self.audits.setdefault((turn, plain.generation.token_ids), plain.departure)
+        if (turn, tokens) not in self.audits:
+            self.audits[turn, tokens] = self.backend.audit(messages, tokens, self.item.settings)
+        departure = self.audits[turn, tokens]
+        return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
+
+    def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
+        """Another plain answer: the first repeat's, the one decoded alone if this was decoded beside others, the
+        warm-up's, or one made for this and then thrown away."""
+        if self.item.settings.concurrency > 1 and turn == 0:
+            alone = self.run.stored.get(self._alone.key(BASELINE, turn))
+            if alone is not None:
+                return alone.generation
+        if self.item.repeat == 0:
+            if not self.item.is_control or turn > 0:
+                return None
+            if self.item.is_first and self.warm.settings == self.item.settings:
+                return self.warm.plain
+            return self.backend.generate(BASELINE, messages, self.item.settings, 0)
+        pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]
+        said_the_same = all(now and first and now.text == first.text for now, first in pairs)
+        return self._plain(turn, repeat=0) if said_the_same else None
+
+    @property
+    def _alone(self) -> Item:
+        return replace(self.item, settings=replace(self.item.settings, concurrency=1))
+
+    def _scored(self, record: Record) -> Record:
+        """The last turn's answer is the one that is scored; equal texts are scored once."""
+        text = record.generation.text
+        if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
+            return record
+        if text not in self.scores:
+            scorer = self.item.loaded.suite.scorer
+            self.scores[text] = scoring.score(scorer, self.item.prompt, text, self.plan.cage)
+        return replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)
+
+
+def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
+    """One turn of all of a suite's prompts by each method, several at a time.
+
+    All are saved together, once judged: killed before that, the run measures all of them again, for the rest alone
+    would be measured at a lower concurrency.
+    """
+    first = conversations[0]
+    item, run, watcher = first.item, first.run, first.watcher
+    if all(one.item.key(method, turn) in run.stored for one in conversations for method in item.methods):
+        return
+    chats = [conversation.messages(turn) for conversation in conversations]
+    requests = [(messages, item.repeat) for messages in chats]
+    records: list[tuple[int, Record]] = []
+    for method in item.methods:
+        doing = " ".join(filter(None, [method, first.setting]))
+        watcher.begins(item.suite, doing)
+        start_s = run.seconds()
+        counted = _Counted(watcher, item.suite, doing, len(requests))
+        answers = first.backend.serve(method, requests, item.settings, counted)
+        for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
+            times = start_s + served.start_s, start_s + served.end_s
+            record = conversation.item.record(method, turn, served.generation, times)
+            watcher.measured(record, doing)
+            records.append((number, record))
+    plain = {number: record.generation for number, record in records if record.method == BASELINE}
+    # Plain answers first, as others are judged by what is known of these.
+    records.sort(key=lambda one: one[1].method != BASELINE)
+    judged: list[Record] = []
+    for number, record in records:
+        watcher.begins(item.suite, f"judging {len(judged) + 1} of {len(records)}")
+        judged.append(conversations[number].judged(record, plain[number], chats[number]))
+    run.append(judged)
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Tells a watcher how many answers have ended."""
+
+    watcher: Watcher
+    suite: str
+    doing: str
+    of: int
+    num: int = 0
+
+    def __call__(self) -> None:
+        self.num += 1
+        self.watcher.begins(self.suite, f"{self.doing}: {self.num} of {self.of}")

@@ -1,0 +1,171 @@
+"""What is run: a plan of prompts, methods and settings, and each prompt of it; and whom it is run with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, Protocol
+
+from dflash_bench.records import GREEDY, Audit, Divergence, Generation, Message, Prompt, Record, Served, Settings
+from dflash_bench.results import plan as plans
+from dflash_bench.results.plan import Asked
+from dflash_bench.results.store import Key, Run
+from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.suites import Loaded, prompt_hash
+
+
+class Backend(Protocol):
+    """Whatever can answer a chat by a method, and has a judge of the answers."""
+
+    @property
+    def has_thinking(self) -> bool:
+        """Does its chat template know a mode of thinking?"""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """What decides its answers: engine, models, revisions, methods, type and device."""
+        ...
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        """Raises UserError for a chat, named by where it is from, that its template cannot render."""
+        ...
+
+    def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation:
+        """One answer, decoded alone."""
+        ...
+
+    def serve(
+        self,
+        method: str,
+        requests: Sequence[tuple[Sequence[Message], int]],
+        settings: Settings,
+        ended: Callable[[], object],
+    ) -> Sequence[Served]:
+        """Answers to chats, each with its repeat, `settings.concurrency` at a time; `ended` is told of each."""
+        ...
+
+    def divergence(
+        self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
+    ) -> Divergence:
+        """Where two answers part, and whether rounding explains it."""
+        ...
+
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
+        """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
+        ...
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes on.
+
+    `doing` is a method, with its settings where the run has several, or other work.
+    """
+
+    def begins(self, suite: str, doing: str) -> None:
+        """Some work is about to begin."""
+        ...
+
+    def measured(self, record: Record, doing: str) -> None:
+        """An answer is there; it is not judged yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. `methods` starts with the baseline. Answers under greedy settings must agree."""
+
+    suites: tuple[Loaded, ...]
+    methods: tuple[str, ...]
+    repeats: int = 1
+    settings: tuple[Settings, ...] = (GREEDY,)
+    audit: Audit = "all"
+    cage: Cage | None = None
+    """Where model-written code is run; without one it is not, and stays unscored."""
+
+    @property
+    def num_generations(self) -> int:
+        """Warm-up left out."""
+        turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
+        return turns * len(self.methods) * self.repeats * len(self.settings)
+
+    def items(self) -> Iterator[Item]:
+        order = 0
+        for loaded in self.suites:
+            last = len(loaded.prompts) - 1
+            for number in range(len(loaded.prompts)):
+                for item in self.of_prompt(loaded, number, number in (0, last // 2, last), order):
+                    yield item
+                    order += len(item.prompt.turns) * len(item.methods)
+
+    def of_prompt(self, loaded: Loaded, number: int, is_control: bool, order: int) -> Iterator[Item]:
+        """One prompt of a suite through all methods under all settings; its first answer has the place `order`."""
+        prompt = loaded.prompts[number]
+        for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
+            # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
+            methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
+            yield Item(loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order)
+            order += len(prompt.turns) * len(methods)
+
+
+def to_store(plan: Plan) -> dict[str, Any]:
+    """What the run is to hold, as its `run.json` says it."""
+    prompts = {
+        loaded.suite.name: [
+            Asked(prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)) for prompt in loaded.prompts
+        ]
+        for loaded in plan.suites
+    }
+    return plans.to_json(plans.Plan(plan.methods, plan.repeats, prompts))
+
+
+def asked_of(plan: Plan) -> list[dict[str, Any]]:
+    """The prompts of a run, as `asked.py` keeps them."""
+    return [
+        {
+            "suite": loaded.suite.name, "prompt_id": prompt.prompt_id, "prompt_hash": prompt_hash(prompt),
+            "category": prompt.category, "opening": list(map(asdict, prompt.opening)), "turns": list(prompt.turns),
+            "reference": prompt.reference,
+        }
+        for loaded in plan.suites
+        for prompt in loaded.prompts
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One prompt once through all methods, in this order, under the same settings.
+
+    `order` is the place of its first answer in the run.
+    """
+
+    loaded: Loaded
+    prompt: Prompt
+    is_first: bool
+    """Of its suite."""
+    is_control: bool
+    """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
+    repeat: int
+    settings: Settings
+    methods: tuple[str, ...]
+    order: int
+
+    @property
+    def suite(self) -> str:
+        return self.loaded.suite.name
+
+    def is_stored(self, run: Run) -> bool:
+        """Are all of its answers?"""
+        turns = range(len(self.prompt.turns))
+        return all(self.key(method, turn) in run.stored for method in self.methods for turn in turns)
+
+    def key(self, method: str, turn: int) -> Key:
+        return self.suite, self.prompt.prompt_id, self.repeat, self.settings, method, turn
+
+    def record(self, method: str, turn: int, generation: Generation, times: tuple[float, float]) -> Record:
+        return Record(
+            suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
+            prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
+            repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),
+            generation=generation, settings=self.settings, start_s=times[0], end_s=times[1],
+        )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Several answers at a time: throughput, percentiles, and where speculation stops paying."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dflash_bench.analysis.load import Crossing, falls_to_one, loads
+from dflash_bench.analysis.metrics import Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.records import Settings
+from dflash_bench.report import load as words
+from dflash_bench.results.identity import settings_to_json
+
+SETTINGS = [Settings(concurrency=number) for number in (1, 4, 16)]
+SPEEDUPS = {1: Interval(3.0, 2.8, 3.2), 4: Interval(1.5, 1.2, 1.8), 16: Interval(0.75, 0.6, 0.9)}
+
+
+def answer(method: str, concurrency: int, start: float, end: float, **changes: Any) -> dict[str, Any]:
+    usual = {
+        "suite": "gsm8k", "method": method, "settings": str(Settings(concurrency=concurrency)), "error": None,
+        "start_s": start, "end_s": end, "prefill_s": 0.5, "decode_s": end - start - 0.5, "num_tokens": 11,
+        "decode_tokens": 10,
+    }  # fmt: skip
+    return usual | changes
+
+
+def cell(method: str, concurrency: int) -> Cell:
+    figures = {"speedup.decode": SPEEDUPS[concurrency]} if method != "ar" else {}
+    return Cell(
+        suite="gsm8k", source="embedded", method=method, settings=Settings(concurrency=concurrency), num_prompts=2,
+        num_tokens=22, num_errors=0, num_near_ties=0, exact=None, passed=None, figures=figures,
+    )  # fmt: skip
+
+
+def measured(rows: list[dict[str, Any]], settings: list[Settings] = SETTINGS) -> list[Any]:
+    cells = [cell(method, one.concurrency) for method in ("ar", "dflash") for one in settings]
+    return loads(pd.DataFrame(rows), cells, {"settings": settings_to_json(settings)})
+
+
+ROWS = [answer(method, one.concurrency, 0.0, 2.0) for method in ("ar", "dflash") for one in SETTINGS]
+
+
+def test_throughput_is_over_the_time_in_which_any_answer_was_decoded() -> None:
+    # Two overlap, one is inside another, and nothing happens for ten seconds.
+    spans = [(0.0, 2.0), (1.0, 4.0), (1.5, 2.0), (14.0, 15.0)]
+    plain, drafted = measured([*(answer("dflash", 4, *span) for span in spans), *ROWS[:4], ROWS[5]])
+    assert [level.concurrency for level in drafted.levels] == [1, 4, 16]
+    assert drafted.levels[1].tokens_per_s == pytest.approx(4 * 11 / 5.0)
+    assert drafted.levels[1].over_plain == pytest.approx(4 * 11 / 5.0 / (11 / 2.0))
+    assert plain.method == "ar" and plain.levels[0].over_plain is None and plain.crossing is None
+
+
+def test_single_answers_are_told_by_the_slowest_the_median_and_the_fastest() -> None:
+    slow = [answer("dflash", 4, 0.0, end) for end in (1.5, 2.5, 5.5)]
+    failed = answer("dflash", 4, 0.0, 100.0, error="broken", decode_tokens=0)
+    _, drafted = measured([*ROWS[:4], *slow, failed, ROWS[5]])
+    level = drafted.levels[1]
+    assert (level.slowest, level.median, level.fastest) == (2.0, 5.0, 10.0) and level.num_answers == 3
+    assert level.ttft_s == {50: 0.5, 90: None, 99: None}
+
+
+@pytest.mark.parametrize(("num_answers", "told"), [(63, {50}), (64, {50, 90}), (661, {50, 90}), (662, {50, 90, 99})])
+def test_a_percentile_needs_enough_answers(num_answers: int, told: set[int]) -> None:
+    many = [answer("dflash", 4, 0.0, 2.0 + number) for number in range(num_answers)]
+    _, drafted = measured([*ROWS[:4], *many, ROWS[5]])
+    assert {percent for percent, value in drafted.levels[1].tpot_s.items() if value is not None} == told
+
+
+def test_a_run_of_one_answer_at_a_time_has_no_loads() -> None:
+    assert measured(ROWS[:1], SETTINGS[:1]) == []
+
+
+def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
+    assert falls_to_one([1, 4], [2.0, 0.5]) == pytest.approx(2.0)
+    assert falls_to_one([1, 4, 16], [3.0, 2.0, 1.0]) == pytest.approx(16.0)
+    assert falls_to_one([1, 4, 16], [3.0, 2.0, 1.01]) is None
+    assert falls_to_one([2, 4], [0.9, 3.0]) == 2.0
+    _, drafted = measured(ROWS)
+    assert drafted.crossing.value == pytest.approx(4 * 4 ** (math.log(1.5) / math.log(2)))
+    assert 4 < drafted.crossing.low < drafted.crossing.value < drafted.crossing.high < 16
+
+
+@pytest.mark.parametrize(
+    ("crossing", "said"),
+    [
+        (Crossing(8.0, 6.0, 12.0), "stops paying at a concurrency of about 8.0 [6.0, 12.0]."),
+        (Crossing(8.0, 6.0, None), "stops paying at a concurrency of about 8.0 [6.0, more than 16]."),
+        (
+            Crossing(None, 6.0, None),
+            "pays up to a concurrency between 6.0 and more than 16; at 16 it is 0.75 [0.60, 0.90].",
+        ),
+        (Crossing(None, None, None), "pays at every concurrency measured, up to 16 (0.75 [0.60, 0.90])."),
+        (Crossing(1.0, 1.0, 1.0), "does not pay at any concurrency from 1 up."),
+        (None, "has too few answers, or levels, to say up to which concurrency it pays."),
+    ],
+)  # fmt: skip
+def test_where_it_stops_paying_in_words(crossing: Crossing | None, said: str) -> None:
+    from dataclasses import replace
+
+    _, drafted = measured(ROWS)
+    assert words.sentences([replace(drafted, crossing=crossing)]) == [f"dflash on gsm8k (embedded) {said}"]
+
+
+def test_table_and_json_hold_every_level() -> None:
+    measurements = measured(ROWS)
+    heads, rows = words.table(measurements)
+    assert [len(row) for row in rows] == [len(heads)] * 8
+    assert rows[5][:5] == ["  1", "1", "5.5", "1.00", "6.7/6.7/6.7"]
+    level = words.as_json(measurements)[1]["levels"][2]
+    assert level["concurrency"] == 16 and level["speedup_decode"] == SPEEDUPS[16]
+    assert "p90 is told from 64 answers on" in "\n".join(words.paragraphs(measurements))
