@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from classes import EXPERTS, SHAPE
 from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 from dflash_bench.engine import networks
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.lean import Lean, why_not
-from dflash_bench.engine.networks import target_of
+from dflash_bench.engine.networks import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.errors import UserError
 
@@ -49,7 +50,25 @@ def biased(kind: str, **changes: Any) -> Any:
     return model
 
 
+def of_class(name: str, config_name: str, **changes: Any) -> Any:
+    """Norms and biases are not left as they are made: fresh ones hide what is forgotten."""
+    torch.manual_seed(0)
+    shape = {**SHAPE, "num_hidden_layers": 6, **changes}
+    model = getattr(transformers, name)(getattr(transformers, config_name)(**shape)).eval()
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.mul_(10) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+GEMMA3 = {"sliding_window": 6, "layer_types": ALTERNATING, "query_pre_attn_scalar": 12}
 KINDS: dict[str, Any] = {
+    "gemma": lambda: of_class("GemmaForCausalLM", "GemmaConfig"),
+    "gemma 3, windows, two tables of angles": lambda: of_class("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA3),
+    "qwen3, experts": lambda: of_class("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS),
+    "qwen3, experts in every other layer": lambda: of_class(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS, decoder_sparse_step=2
+    ),
     "llama": lambda: tiny("llama"),
     "llama, one head of keys": lambda: tiny("llama", num_key_value_heads=1),
     "llama, as many keys as queries": lambda: tiny("llama", num_key_value_heads=4),
@@ -129,7 +148,11 @@ def unique(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (lambda: tiny("gpt2"), "gpt2 is not among llama"),
+        (lambda: tiny("gpt2"), "gpt2 is not among gemma"),
+        (
+            lambda: of_class("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA3, final_logit_softcapping=30.0),
+            "it caps its logits softly",
+        ),
         (lambda: tiny("llama", hidden_act="gelu"), "its activation is gelu"),
         (lambda: tiny.__wrapped__("llama", rope_parameters=YARN | {"rope_type": "dynamic"}), "dynamic"),
     ],
@@ -137,7 +160,14 @@ def unique(model: Any) -> list[torch.Tensor]:
 def test_what_is_not_covered_is_refused_with_the_reason(model: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"--engine lean does not cover this target: .*{said}"):
         target_of(model(), "lean")
-    assert isinstance(target_of(model(), None), Target)
+    assert name_of(target_of(model())) == "transformers"
+
+
+def test_ours_is_used_by_itself_where_it_covers_the_target_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny("qwen3"))
+    assert name_of(target_of(model)) == "lean" and name_of(target_of(model, "transformers")) == "transformers"
+    monkeypatch.setattr(networks, "_difference", lambda *_: 1.0)
+    assert name_of(target_of(model)) == "transformers"
 
 
 def test_other_linear_layers_are_not_joined() -> None:

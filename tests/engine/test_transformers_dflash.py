@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from assistant import assistant
 from toy import Watching, run
 from transformers.generation import candidate_generator
 
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.skipif(
     reason=f"transformers {transformers.__version__} has no DFlash drafter of its own",
 )
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
-RENAMED = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 
 
 @dataclass
@@ -69,34 +69,6 @@ def theirs(target: Any, draft: DFlashDraft, prompt: Sequence[int], monkeypatch: 
     out.tokens = whole[len(prompt) :]
     out.kept = [after - before - 1 for before, after in pairwise([*lengths, len(whole)])]
     return out
-
-
-def assistant(draft: DFlashDraft) -> Any:
-    """The same weights in the class of transformers."""
-    ours = draft.config
-    config = transformers.MuseGlimmerAssistantConfig(
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads,
-        head_dim=ours.head_dim,
-        rms_norm_eps=ours.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
-        max_position_embeddings=ours.max_positions,
-        layer_types=["full_attention"] * ours.num_layers,
-        block_size=ours.block_size,
-        mask_token_id=ours.mask_token_id,
-        target_layer_ids=list(ours.target_layer_ids),
-    )
-    model = transformers.MuseGlimmerAssistantModel(config)
-    tensors = {renamed(name): tensor for name, tensor in draft.state_dict().items()}
-    model.load_state_dict(tensors, strict=True)
-    return model.eval()
-
-
-def renamed(name: str) -> str:
-    return next((new + name.removeprefix(old) for old, new in RENAMED.items() if name.startswith(old)), name)
 
 
 class Recording(Watching):
