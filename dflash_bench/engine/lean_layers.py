@@ -25,16 +25,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Norm:
     """Divides x [..., D] by its root mean square, and multiplies it by `weight` [D] or [heads, D].
 
-    `in_float32` rounds once, after the weight, as Gemma does.
+    Where the weight is of a wider type than x, it rounds once, after the weight, as Gemma does.
     """
 
-    def __init__(self, weight: Tensor, eps: float, in_float32: bool = False) -> None:
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
+        """`dtype` is that of x."""
         size = weight.shape[-1]
-        self.weight, self.eps, self.in_float32 = weight.detach(), eps, in_float32 and weight.dtype != torch.float32
+        self.weight, self.eps, self.is_wide = weight.detach(), eps, weight.dtype != dtype
         # On a CPU torch's own is made of six operations. Of float32, three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
-        self.is_short = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if self.in_float32:
-            self.weight = self.weight.float()
+        self.is_short = weight.device.type == "cpu" and dtype == torch.float32
         if self.is_short:
             self.weight = self.weight * size**0.5
             self.least = torch.tensor((size * eps) ** 0.5)
@@ -42,7 +41,7 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_short:
             return x.div(torch.hypot(vector_norm(x, dim=-1, keepdim=True), self.least)).mul_(self.weight)
-        if self.in_float32:
+        if self.is_wide:
             return (rms_norm(x.float(), self.weight.shape[-1:], None, self.eps) * self.weight).type_as(x)
         if self.weight.ndim == 1:
             return rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -140,13 +139,13 @@ def layer_of(layer: Any, kind: str, num_heads: int, num_kv: int, activation: str
 
 
 def norm_of(module: Any) -> Norm:
-    return Norm(_scale(module), _eps(module), _is_gemma(module))
+    return Norm(_scale(module), _eps(module), module.weight.dtype)
 
 
 def _head_norm(attention: Any, num_heads: int, num_kv: int) -> Norm:
     q_norm, k_norm = attention.q_norm, attention.k_norm
     weight = torch.cat([_scale(q_norm).expand(num_heads, -1), _scale(k_norm).expand(num_kv, -1)])
-    return Norm(weight, _eps(q_norm), _is_gemma(q_norm))
+    return Norm(weight, _eps(q_norm), q_norm.weight.dtype)
 
 
 def _is_gemma(module: Any) -> bool:
@@ -154,9 +153,9 @@ def _is_gemma(module: Any) -> bool:
 
 
 def _scale(module: Any) -> Tensor:
-    """What is multiplied with: Gemma stores how much it differs from 1."""
+    """What is multiplied with: Gemma stores how much it differs from 1, and adds that in float32."""
     weight: Tensor = module.weight.detach()
-    return 1 + weight if _is_gemma(module) else weight
+    return 1 + weight.float() if _is_gemma(module) else weight
 
 
 def _eps(module: Any) -> float:

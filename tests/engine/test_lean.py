@@ -124,6 +124,19 @@ def test_decoding_gives_what_transformers_generates(kind: str) -> None:
         assert run(target, drafter, PROMPTS, 20).tokens == expected
 
 
+@pytest.mark.parametrize("kind", ["gemma 3, windows, two tables of angles", "qwen3, normed heads", "llama"])
+def test_in_bfloat16_it_is_as_near_to_float32_as_the_publishers_code(kind: str) -> None:
+    exact = passes(Target(copy.deepcopy(KINDS[kind]())), 1)
+    half = copy.deepcopy(KINDS[kind]()).to(torch.bfloat16)
+    theirs, ours = passes(Target(copy.deepcopy(half)), 1), passes(Target(half, network=Lean(half)), 1)
+    errors = [
+        sum(float((said.hidden.float() - truth.hidden).norm() / truth.hidden.norm())
+            for said, truth in zip(outputs, exact, strict=True) if said.hidden is not None and truth.hidden is not None)
+        for outputs in (theirs, ours)
+    ]  # fmt: skip
+    assert 0 < errors[1] < 1.3 * errors[0]
+
+
 def test_weights_are_held_once_and_stay_the_models() -> None:
     model = copy.deepcopy(tiny("qwen3"))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
