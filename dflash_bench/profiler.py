@@ -6,7 +6,7 @@ With random weights nothing is downloaded, and memory is predicted before any is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +206,14 @@ def _check_context(asked: Asked, config: Any) -> None:
 
 
 def _check_memory(asked: Asked, size: Size, drafts: dict[str, Any], free: int | None, device: str) -> None:
+    from dflash_bench.models.random_weights import stored_bytes
+
     weights = [weight for draft in drafts.values() for weight in draft.parameters()]
-    # Twice, because a drafter joins weights, and has both until the last is joined.
-    draft_bytes = 2 * sum(weight.numel() * weight.element_size() for weight in weights)
+    draft_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    if asked.random_weights:
+        size = replace(size, stored_bytes=stored_bytes(size))
+    else:
+        draft_bytes *= 2  # a drafter joins weights, and has both until the last is joined
     order = (size, draft_bytes, max(asked.batches), max(asked.contexts), max(WIDEST, *asked.widths))
     needed = judging.needed_bytes(*order)
     if free is None or needed <= free:

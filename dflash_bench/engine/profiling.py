@@ -31,7 +31,7 @@ KEPT = 4
 """Tokens of the round before that a draft takes in, or as many as it can keep."""
 PROMPT = 8
 ROUNDS, ROUNDS_S = 12, 0.5
-"""The most rounds that are timed, and after how many seconds no more are begun."""
+"""The most rounds that are watched, and after how many seconds no more are begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +152,12 @@ def _outside_calls_s(target: Target, drafter: Any, rows: int) -> float:
     limits = Limits((ROUNDS + 2) * (drafter.num_drafts + 1))
     rounds: list[float] = []
     outside: list[float] = []
-    decoding = decode(watched, drafting, prompts, limits, Sampling(), clock)
-    for number, step in enumerate(decoding):
-        if number > 1:  # after prefill and a round to warm up
+    for number, step in enumerate(decode(watched, drafting, prompts, limits, Sampling(), clock)):
+        if number:  # not prefill
             rounds.append(clock.seconds(step.marks[0], step.marks[4]))
             outside.append(max(0.0, rounds[-1] - sum(clock.seconds(*call) for call in calls)))
         calls.clear()
-        if len(rounds) >= ROUNDS or sum(rounds) > ROUNDS_S:
+        if len(rounds) == ROUNDS or sum(rounds) > ROUNDS_S:
             break
-    return median(outside) if outside else 0.0
+    # The first one is to warm up, where there is time for others.
+    return median(outside[1:] or outside or [0.0])

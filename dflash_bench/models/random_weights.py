@@ -16,12 +16,14 @@ from torch import nn
 
 from dflash_bench import reading
 from dflash_bench.errors import UserError
+from dflash_bench.forwards import Size
 from dflash_bench.models import presets, targets
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.dflash import default_target_layers as dflash_layers
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.eagle3 import default_target_layers as eagle3_layers
 from dflash_bench.models.formats.checks import skeleton
+from dflash_bench.models.packed import PackedDFlash
 from dflash_bench.models.presets import Preset
 
 TABLE = Path(__file__).parent / "shapes.toml"
@@ -80,8 +82,17 @@ def filled_target(empty: Any, device: str) -> Any:
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             model._init_weights(module)  # angles, which are no weights, and were left on `meta`
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding.shape == head.shape:
+        # Only rows of the table are ever read, so that it need not take memory of its own.
+        embedding.data = head.data
     fill(model)
     return model
+
+
+def stored_bytes(size: Size) -> int:
+    """What `filled_target` takes in memory: the embedding lies where the head is."""
+    return size.weight_bytes + size.num_experts * size.expert_bytes
 
 
 @torch.no_grad()
@@ -142,5 +153,8 @@ def filled_draft(empty: DFlashDraft | Eagle3Draft, device: str, dtype: torch.dty
     if (size := draft.config.draft_vocab_size) is not None:
         draft.d2t.zero_()
         draft.t2d.copy_(torch.arange(len(draft.t2d), device=device) < size)
+    if isinstance(draft, DFlashDraft):
+        # As a drafter joins them; before they are filled, because memory is taken only when it is written.
+        PackedDFlash(draft)
     fill(draft)
     return draft.eval()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import sweeps
+from dflash_bench.report import curve, sweeps
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
@@ -29,13 +29,14 @@ def text(
     swept: Sequence[Sweep] = (),
     info: Mapping[str, Any] | None = None,
 ) -> str:
-    """What came out, where a round spends its time, what to be careful of, and which value of an option was the best.
+    """What came out, where a round spends its time, what a forward costs, what to be careful of, and the best values.
 
-    `info` is the run's `run.json`, which a sweep's answer needs.
+    `info` is the run's `run.json`, which the width curve is in, and which a sweep's answer needs.
     """
     blocks = [
         [*_table(cells, RESULTS, findings), *legend(cells, findings)],
         _table(cells, ROUNDS, findings, "per round"),
+        *([[_wrapped(line, "", "  ") for line in curve.sentences(info)]] if info else []),
         _finding_lines(findings),
         *([_swept_lines(swept, info)] if swept and info else []),
     ]

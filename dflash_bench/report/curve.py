@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from dflash_bench.analysis import width_curve
 from dflash_bench.analysis.width_curve import Curve
 from dflash_bench.report.tables import ABSENT
 
-FORMULA = "C(n) = c0 + c1 n: milliseconds of a forward that reads n tokens, the line of least squares"
 CROOKED = 0.25
 """From this misfit on the line is not to be trusted in between."""
 
@@ -52,3 +52,9 @@ def meaning(curve: Curve) -> str:
         f"A forward of one token takes {times}, and {wide}: wide forwards are bound by arithmetic, so every drafted "
         "token costs, kept or not."
     )
+
+
+def as_json(info: Mapping[str, Any]) -> dict[str, Any] | None:
+    """In seconds; None where the run did not measure it."""
+    curve = width_curve.stored(info)
+    return None if curve is None else asdict(curve) | {"line": curve.line._asdict()}

@@ -168,7 +168,7 @@ def as_json(profile: Profiled) -> dict[str, Any]:
 
 
 def _place(place: Place) -> dict[str, Any]:
-    curve = asdict(place.curve) | {"line": place.curve.line._asdict()}
+    through = asdict(place.curve) | {"line": place.curve.line._asdict()}
     rounds = [asdict(one) | {"cost": one.cost, "break_even_al": one.break_even_al} for one in place.rounds]
     verdicts = [
         {
@@ -178,7 +178,7 @@ def _place(place: Place) -> dict[str, Any]:
         for one in place.verdicts
     ]  # fmt: skip
     return {
-        "rows": place.rows, "context": place.context, "curve": curve,
+        "rows": place.rows, "context": place.context, "curve": through,
         "passes": [asdict(one.forward) | _without(asdict(one), "forward") for one in place.readings],
         "rounds": rounds, "verdicts": verdicts,
     }  # fmt: skip
