@@ -73,6 +73,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
     import torch
 
     from dflash_bench.engine import profiling
+    from dflash_bench.engine.architecture import context_length
     from dflash_bench.engine.counting import size_of
     from dflash_bench.engine.networks import target_of
 
@@ -80,7 +81,13 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
     kind = None if dtype == "auto" else getattr(torch, dtype)
     subject = _subject(asked, preset, drafting, kind)
     cut = size_of(subject.target)
-    _check_context(asked, subject.config)
+    num_drafts = {
+        method.label: profiling.num_drafts(method, subject.drafts[method.draft])
+        for method in drafting
+        if method.draft is not None
+    }
+    acceptance = _acceptance(asked, preset, num_drafts)
+    _check_context(asked, context_length(subject.config), max(*asked.widths, *(n + 1 for n in num_drafts.values())))
     _check_memory(asked, cut, subject.drafts, profiling.free_bytes(torch.device(device)), device)
     tell("making random weights" if asked.random_weights else "loading the models")
     models = _models(asked, preset, drafting, subject, device, kind)
@@ -94,7 +101,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
         "engine": request.engine or "transformers",
     }  # fmt: skip
-    return judged(about, measured, subject.full, _acceptance(asked, preset, measured))
+    return judged(about, measured, subject.full, acceptance)
 
 
 def check_out(folder: Path | None) -> None:
@@ -109,12 +116,6 @@ def check_out(folder: Path | None) -> None:
 
 def judged(about: dict[str, Any], measured: Measured, full: Size, acceptance: dict[str, tuple[float, str]]) -> Profiled:
     """What was measured with what it means, and what it comes to at full depth where layers were cut."""
-    for one in measured.drafts:
-        if one.method in acceptance and acceptance[one.method][0] > 1 + max(
-            other.num_drafts for other in measured.drafts if other.method == one.method
-        ):
-            al = acceptance[one.method][0]
-            raise UserError(f"--acceptance {al:g} is more than a round of {one.method} has tokens")
     notes = []
     if about["random_weights"]:
         notes.append("with random weights no answer means anything, and none is shown: times depend on shapes alone")
@@ -194,14 +195,11 @@ def _subject(asked: Asked, preset: Preset, drafting: Sequence[Method], dtype: An
     return _Subject(config, target, drafts, whole.num_hidden_layers, size_of(full))
 
 
-def _check_context(asked: Asked, config: Any) -> None:
-    from dflash_bench.engine.architecture import context_length
-
-    longest = context_length(config) - max(WIDEST if max(asked.widths) <= WIDEST else max(asked.widths), 1)
-    if max(asked.contexts) > context_length(config) - max(asked.widths):
+def _check_context(asked: Asked, context_length: int, widest: int) -> None:
+    if max(asked.contexts) > context_length - widest:
         raise UserError(
-            f"--context {max(asked.contexts)} leaves no room for {max(asked.widths)} tokens: the target's context is "
-            f"{context_length(config)}; the longest here is {max(1, longest)}"
+            f"--context {max(asked.contexts)} leaves no room for {widest} tokens: the target's context is "
+            f"{context_length}; the longest here is {context_length - widest}"
         )
 
 
@@ -244,17 +242,16 @@ def _models(
     return loading.Models(target, None, drafts, {})
 
 
-def _acceptance(asked: Asked, preset: Preset, measured: Measured) -> dict[str, tuple[float, str]]:
+def _acceptance(asked: Asked, preset: Preset, num_drafts: dict[str, int]) -> dict[str, tuple[float, str]]:
     """By method: as given, else as published for this target and as many tokens a round."""
-    own = {one.method: one.num_drafts for one in measured.drafts}
     if asked.acceptance is not None:
-        return dict.fromkeys(own, (asked.acceptance, "as given"))
+        for method, number in num_drafts.items():
+            if asked.acceptance > number + 1:
+                raise UserError(f"--acceptance {asked.acceptance:g} is more than a round of {method} has: {number + 1}")
+        return dict.fromkeys(num_drafts, (asked.acceptance, "as given"))
     if Path(preset.target).is_dir():
         return {}
     known = {
-        method: judging.published_acceptance(
-            preset.target, method, max(one.num_drafts for one in measured.drafts if one.method == method)
-        )
-        for method in own
+        method: judging.published_acceptance(preset.target, method, number) for method, number in num_drafts.items()
     }
     return {method: figure for method, figure in known.items() if figure is not None}

@@ -54,6 +54,13 @@ def check(methods: Sequence[Method]) -> None:
             raise UserError(f"--method {method.label}: a profile draws no tokens; leave rule= out")
 
 
+def num_drafts(method: Method, draft: Any) -> int:
+    """Tokens that a round of it drafts; the draft may be on the `meta` device."""
+    if method.name == "dflash":
+        return int(draft.config.num_drafts(dflash.block_size(draft, method)))
+    return method.number("n")
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Memory that is free on the device; None where that cannot be known."""
     if device.type == "cuda":

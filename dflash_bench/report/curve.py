@@ -21,10 +21,15 @@ def line_of(info: Mapping[str, Any]) -> str:
 
 
 def formula(curve: Curve) -> str:
-    c0, c1 = (1000 * seconds for seconds in curve.line)
+    c0, c1 = (_milliseconds(seconds) for seconds in curve.line)
     rows = "one row" if curve.rows == 1 else f"{curve.rows} rows"
     off = f", off by up to {curve.misfit:.0%}" if curve.misfit > CROOKED else ""
-    return f"C(n) = {c0:.3g} + {c1:.3g} n ms ({rows}, context {curve.context}, n to {curve.widest}{off})"
+    return f"C(n) = {c0} + {c1} n ms ({rows}, context {curve.context}, n to {curve.widest}{off})"
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
 def sentences(info: Mapping[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ def latex(
     heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
     caption = [*notes, f"{environment.one_line(info['environment'])}.", INTERVALS]
     caption += [f"{line}." for line in legend(cells, findings)]
-    caption += [f"A forward of n tokens: {curve.line_of(info)}."]
+    caption += [f"A forward of n tokens: {curve.line_of(info)}."] if info.get("forwards") else []
     caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]
     lines = [
         f"% {visible(' '.join(info['command'].splitlines()))}",
