@@ -45,6 +45,27 @@ def memory_bytes() -> tuple[int | None, list[int]]:
     return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
 
 
+def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Memory that a program could still get: the machine's, or its container's if that has less; None if unknown."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        match = None
+    of_machine = int(match[1]) * 1024 if match else _memory_bytes()
+    limits = [of_machine, _left_in_group(group)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _left_in_group(group: Path) -> int | None:
+    """What a control group (version 2) may still take; what it holds of files it can give back."""
+    try:
+        most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        files = re.search(r"^file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(most) - int(used) + (int(files[1]) if files else 0) if most.isdecimal() else None
+
+
 def one_line(env: dict[str, Any]) -> str:
     """A line such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
     cores = env["num_usable_cores"] or env["num_cores"]

@@ -195,7 +195,7 @@ def card(
     run: options.Run,
     allow: options.AllowParts = None,
 ) -> None:
-    """Print a run's result in ten lines, to share."""
+    """Print a run's result in eleven lines, to share."""
     from dflash_bench import report
 
     say(report.card(report.read_document(run, allow or ())), end="")

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dflash_bench.forwards import fit
+
 WIDTHS = (1, 2, 3, 5, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63, 79, 95, 127, 191, 255)
 """How many drafted tokens a round may verify: few enough that each is measured often, dense where it matters."""
 MEMORY = 128
@@ -79,10 +81,12 @@ class Costs:
     def _fit(self) -> Floats:
         width, seconds = np.array(self.rounds).T
         # What took twice as long as others of its width was held up by something else.
-        usual = seconds < 2 * _line(width, seconds, width)
-        line = _line(width[usual], seconds[usual], self.widths)
+        line = fit(width, seconds)
+        usual = seconds < 2 * (line.c0 + line.c1 * width)
+        line = fit(width[usual], seconds[usual])
         # However steep it is, nothing costs less than half of the cheapest round.
-        return line.clip(min=seconds.min() / 2)
+        costs: Floats = (line.c0 + line.c1 * self.widths).clip(min=seconds.min() / 2)
+        return costs
 
     def first_look(self) -> int | None:
         """The index of a width to measure before any is chosen."""
@@ -96,14 +100,6 @@ class Costs:
         if (self.num_rounds + 1) % LOOK_EVERY:
             return index
         return index // 2 if index > 2 else min(index + 2, len(self.widths) - 1)
-
-
-def _line(width: Floats, seconds: Floats, at: Floats) -> Floats:
-    """The straight line of least squares that does not fall, at these widths."""
-    spread = width - width.mean()
-    slope = max(0.0, float(spread @ seconds / max(1.0, spread @ spread)))
-    line: Floats = seconds.mean() + slope * (at - width.mean())
-    return line
 
 
 class Pace:

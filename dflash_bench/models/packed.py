@@ -1,8 +1,8 @@
 """The DFlash network laid out for decoding: one matrix product in place of two or three.
 
 At batch size one, a draft of a few layers spends its time on the overhead of many small operations, not on arithmetic.
-The network's parameters become views of the packed tensors, so nothing is stored twice. But if two drafters share a
-draft (dflash:7 beside dflash:15), each packs its own copy, and the parameters are views of the last one.
+The network's parameters become views of the packed tensors, so nothing is stored twice. A second drafter of the same
+draft (dflash:7 beside dflash:15) finds them packed; only small matrices, which are laid out by columns, it packs again.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class PackedDFlash:
 
 def _stack(modules: list[list[Any]]) -> Tensor:
     """Weights of each layer's modules, stacked to [layers, sum of rows, columns]; they become views of the result."""
+    if (known := _stacked(modules)) is not None:
+        return known
     packed = by_columns(torch.stack([torch.cat([module.weight.data for module in layer]) for layer in modules]))
     for index, layer in enumerate(modules):
         at = 0
@@ -86,3 +88,17 @@ def _stack(modules: list[list[Any]]) -> Tensor:
             module.weight.data = packed[index, at : at + num_rows]
             at += num_rows
     return packed
+
+
+def _stacked(modules: list[list[Any]]) -> Tensor | None:
+    """The stack that these weights are views of already; None where they are not."""
+    weights = [module.weight.data for layer in modules for module in layer]
+    first = weights[0]
+    ends = [weight.storage_offset() + weight.numel() for weight in weights]
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    follow = [weight.storage_offset() for weight in weights[1:]] == ends[:-1]
+    if not (one_storage and follow and all(weight.is_contiguous() for weight in weights)):
+        return None
+    num_rows, num_columns = sum(module.weight.shape[0] for module in modules[0]), first.shape[1]
+    stack: Tensor = first.as_strided((len(modules), num_rows, num_columns), (num_rows * num_columns, num_columns, 1))
+    return stack

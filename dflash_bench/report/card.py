@@ -1,9 +1,10 @@
-"""The result in ten lines, to paste into an issue or a chat, and one more where the speed-up is weak."""
+"""The result in eleven lines, to paste into an issue or a chat, and one more where the speed-up is weak."""
 
 from __future__ import annotations
 
 from dflash_bench.analysis.findings import badges
 from dflash_bench.analysis.metrics import FORMULAS
+from dflash_bench.report import curve
 from dflash_bench.report.document import Document, over_all
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import facts, speedups, tally, with_badges
@@ -31,6 +32,7 @@ def card(document: Document) -> str:
         "settings": about["settings"],
         "acceptance": f"{lengths or ABSENT} (al.pooled = {FORMULAS['al.pooled']})",
         "speed-up": f"{faster or ABSENT} ({meaning})",
+        "forward": curve.line_of(info),
         **({"weak": "; ".join(weak)} if weak else {}),
         "answers": answers,
         "versions": f"{about['versions']}{commit}",

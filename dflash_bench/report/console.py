@@ -14,7 +14,7 @@ from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import load, sweeps
+from dflash_bench.report import curve, load, sweeps
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
@@ -31,14 +31,15 @@ def text(
     info: Mapping[str, Any] | None = None,
     loads: Sequence[Load] = (),
 ) -> str:
-    """What came out, where a round spends its time, what to be careful of, what several answers at a time do to speed,
-    and which value of an option was the best.
+    """What came out, what rounds and forwards cost, what to be careful of, what several answers at a time do to speed,
+    and the best values.
 
-    `info` is the run's `run.json`, which a sweep's answer needs.
+    `info` is the run's `run.json`, which the width curve is in, and which a sweep's answer needs.
     """
     blocks = [
         [*_table(cells, RESULTS, findings), *legend(cells, findings)],
         _table(cells, ROUNDS, findings, "per round"),
+        *([[_wrapped(line, "", "  ") for line in curve.sentences(info)]] if info else []),
         _finding_lines(findings),
         *([_load_lines(loads)] if loads else []),
         *([_swept_lines(swept, info)] if swept and info else []),

@@ -14,7 +14,7 @@ from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import FIGURES, FORMULAS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import load, sweeps
+from dflash_bench.report import curve, load, sweeps
 from dflash_bench.report.document import Document
 from dflash_bench.text import visible
 
@@ -69,7 +69,7 @@ def document_json(document: Document) -> dict[str, Any]:
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
     about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
-    return {**summary, "notes": document.notes, "formulas": FORMULAS, **about}
+    return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": curve.as_json(info), **about}
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:

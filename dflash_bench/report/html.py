@@ -22,7 +22,7 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
-from dflash_bench.report import answers, load, plots, sweeps
+from dflash_bench.report import answers, curve, load, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number
@@ -85,6 +85,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "rounds": _table(document, ROUNDS),
         "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
+        "curve": "".join(f"<p>{escape(text)}</p>" for text in curve.sentences(info)),
         "swept": _swept(document),
         "findings": _findings(document),
         "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.report import tables
+from dflash_bench.report import curve, tables
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas, legend, marked
 from dflash_bench.text import visible
 
@@ -37,6 +37,7 @@ def markdown(
         *(["; ".join(marks) + "."] if marks else []),
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
+        tables.in_markdown("\n".join(curve.sentences(info))),
         *swept,
         "## Findings",
         "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)
@@ -62,6 +63,7 @@ def latex(
     heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
     caption = [*notes, f"{environment.one_line(info['environment'])}.", INTERVALS]
     caption += [f"{line}." for line in legend(cells, findings)]
+    caption += [f"A forward of n tokens: {curve.line_of(info)}."] if info.get("forwards") else []
     caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]
     lines = [
         f"% {visible(' '.join(info['command'].splitlines()))}",

@@ -56,6 +56,19 @@ IDENTITY: dict[str, Any] = {
     "code?": (str, None),
     "plan?": str,
 }
+FORWARDS: dict[str, Any] = {
+    "rows": int,
+    "context": int,
+    "seconds": {ANY: float},
+    "bandwidth": float,
+    "products": float,
+    "size": {
+        "weight_bytes": int,
+        "matrix_elements": int,
+        "attention": [{"num_layers": int, "window": (int, None), "query_size": int, "cache_bytes": int}],
+    },
+}
+"""What forwards of several widths took when the run began."""
 STORED: dict[str, Any] = {
     "schema_version": int,
     "run_id?": str,
@@ -70,7 +83,12 @@ STORED: dict[str, Any] = {
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
 }
 """The shape of `run.json` needed to continue the run."""
-RUN: dict[str, Any] = STORED | {"identity": IDENTITY, "environment": ENVIRONMENT, "command": str}
+RUN: dict[str, Any] = STORED | {
+    "identity": IDENTITY,
+    "environment": ENVIRONMENT,
+    "command": str,
+    "forwards?": (FORWARDS, None),
+}
 """The shape of `run.json` needed to report on the run."""
 
 

@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models.presets import Preset
+from dflash_bench.run.items import Backend
 from dflash_bench.run.resolving import Resolved, drafts_of
 
 if TYPE_CHECKING:
@@ -42,20 +43,13 @@ def open_local(resolved: Resolved) -> LocalBackend:
 
 
 def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int) -> LocalBackend:
-    # Read when torch is imported: waiting threads that spin take the cores from those that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    device, dtype, threads = prepared(wanted)
     import torch
 
     from dflash_bench.engine.local import open_backend
     from dflash_bench.models.language import Placement
     from dflash_bench.models.loading import load
 
-    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
-    # Small models are faster on one thread, and two busy threads spin against each other.
-    threads = (wanted.threads or 1) if device == "cpu" else None
-    if threads is not None:
-        torch.set_num_threads(threads)
-    _silence_transformers()
     placement = Placement(
         spread=wanted.device_map is not None,
         attention=wanted.attention,
@@ -64,6 +58,29 @@ def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tok
     models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
     machine = {"device": device, "device_map": wanted.device_map, "threads": threads}
     return open_backend(models, model, methods, max_new_tokens, seed, machine, wanted.engine)
+
+
+def forwards_of(backend: Backend) -> dict[str, Any] | None:
+    """What forwards of this backend cost, measured now; None where its target is not in this process."""
+    from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.engine.passes import curve_of
+
+    return curve_of(backend.target) if isinstance(backend, LocalBackend) else None
+
+
+def prepared(wanted: Wanted) -> tuple[str, str, int | None]:
+    """Sets torch up, and says on which device, in which type and on how many threads (None: a GPU) to compute."""
+    # Read when torch is imported: waiting threads that spin take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
+    # Small models are faster on one thread, and two busy threads spin against each other.
+    threads = (wanted.threads or 1) if device == "cpu" else None
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _silence_transformers()
+    return device, dtype, threads
 
 
 def _silence_transformers() -> None:

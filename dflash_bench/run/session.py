@@ -18,7 +18,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, runner
 from dflash_bench.run.items import Backend, Plan
-from dflash_bench.run.opening import open_local
+from dflash_bench.run.opening import forwards_of, open_local
 from dflash_bench.run.progress import Progress
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
@@ -89,6 +89,8 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
+        # Measured anew by each process that works on the run, and so no part of what they must have in common.
+        "forwards": forwards_of(backend),
     }
 
 

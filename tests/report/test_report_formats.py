@@ -76,9 +76,9 @@ def test_latex_leaves_no_letter_that_it_would_read() -> None:
     assert latex_escaped("<g>") == r"\textless{}g\textgreater{}"
 
 
-def test_the_card_is_as_stored_with_one_line_more_than_ten_for_what_is_weak(run: Path, main: Main) -> None:
+def test_the_card_is_as_stored_with_one_line_more_than_eleven_for_what_is_weak(run: Path, main: Main) -> None:
     code, shown, _ = main("card", "run")
-    assert (code, len(shown.splitlines())) == (0, 11)
+    assert (code, len(shown.splitlines())) == (0, 12)
     assert_golden("card.txt", shown)
 
 
@@ -191,6 +191,6 @@ def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, mai
     assert ">n</i>" in table and "<p>n = fewer than 20 prompts" in table
 
 
-def test_a_strong_run_has_a_card_of_ten_lines(tmp_path: Path, main: Main) -> None:
+def test_a_strong_run_has_a_card_of_eleven_lines(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(24))
-    assert len(main("card", "run")[1].splitlines()) == 10
+    assert len(main("card", "run")[1].splitlines()) == 11

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.analysis.profiling import Place
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.report.plots import acceptance, load, speed, sweep
 from dflash_bench.report.plots.material import Material
+from dflash_bench.report.plots.profile import profile
 from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
 from dflash_bench.report.plots.training import History, training
 from dflash_bench.report.plots.trend import trend
 
 __all__ = [
     "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write_plot",
-    "write_training", "write_trend",
+    "write_profile", "write_training", "write_trend",
 ]  # fmt: skip
 
 KINDS = ("png", "svg")
@@ -60,6 +62,11 @@ def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Seque
 def write_training(histories: Mapping[str, History], path: Path) -> Path:
     """Of drafts by their names. Raises NothingToPlotError where none of their measurements counted tokens."""
     return _write(training, histories, path)
+
+
+def write_profile(places: Sequence[Place], title: str, path: Path) -> Path:
+    """What forwards cost by their width; `title` says of which target, and whether it is estimated."""
+    return _write(lambda places: profile(places, title), places, path)
 
 
 def svg(material: Material, name: str) -> str:

@@ -1,0 +1,81 @@
+"""`profile`: where would the time go?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash_bench.cli import options
+from dflash_bench.cli.command import GroupedHelp
+from dflash_bench.cli.options import under
+from dflash_bench.cli.output import note, say
+
+app = typer.Typer()
+_models, _shapes, _results = under("Models"), under("What is measured"), under("Results")
+
+
+@app.command(cls=GroupedHelp)
+def profile(
+    method: options.Methods = None,
+    model: options.Model = None,
+    target: options.Target = None,
+    draft: options.Drafts = None,
+    random_weights: Annotated[
+        bool,
+        _models("--random-weights", help="Random weights of the model's published shape: nothing is downloaded."),
+    ] = False,
+    layers: Annotated[
+        int | None,
+        _models(metavar="N", min=1, help="With --random-weights: only N of the target's layers; all are estimated."),
+    ] = None,
+    batch: Annotated[str, _shapes(metavar="B[,B...]", help="Sequences side by side.")] = "1",
+    context: Annotated[str, _shapes(metavar="C[,C...]", help="Tokens that were read before.")] = "512",
+    width: Annotated[
+        str, _shapes(metavar="N[,N...]", help="Tokens that a pass verifies; those of whole rounds are added.")
+    ] = "1,2,4,8,16",
+    acceptance: Annotated[
+        float | None,
+        _shapes(metavar="AL", help="Tokens a round that speed-ups are predicted for. Default: as published, if it is."),
+    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    attention: options.Attention = None,
+    engine: options.Engine = None,
+    threads: options.Threads = None,
+    out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure what a forward costs, and what binds a speed-up.
+
+    Times a plain step, verifying n tokens and drafting, sets them beside the least that this device would need, and
+    says from what acceptance on drafting pays. Prompts play no part.
+    """
+    from dflash_bench import profiler
+    from dflash_bench.bars import status
+    from dflash_bench.report import plots
+    from dflash_bench.report import profile as shown
+    from dflash_bench.run import sweeping
+    from dflash_bench.run.request import Request
+
+    request = Request(
+        suites=("gsm8k",), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
+        device=device, dtype=dtype, attention=attention, engine=engine, threads=threads,
+    )  # fmt: skip
+    asked = profiler.Asked(
+        request, random_weights, layers, sweeping.numbers(batch, "--batch", whole=True),
+        sweeping.numbers(context, "--context", whole=True), sweeping.numbers(width, "--width", whole=True), acceptance,
+    )  # fmt: skip
+    profiler.check_out(out)
+    with status() as tell:
+        profiled = profiler.perform(asked, tell)
+    text = json.dumps(shown.as_json(profiled), indent=1, allow_nan=False)
+    if out is not None:
+        title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
+        plots.write_profile(profiled.judged, title, out / "profile.svg")
+        (out / "profile.json").write_text(text + "\n", encoding="utf-8")
+    say(text if as_json else shown.text(profiled), end="\n" if as_json else "")
+    if out is not None:
+        note(f"saved in {out}")

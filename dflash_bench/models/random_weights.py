@@ -1,0 +1,160 @@
+"""Models of a published shape with random weights, made where they are measured: nothing is downloaded.
+
+What a pass costs depends on the shape and hardly on the values. What such a model says means nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_bench import reading
+from dflash_bench.errors import UserError
+from dflash_bench.forwards import Size
+from dflash_bench.models import presets, targets
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.dflash import default_target_layers as dflash_layers
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.eagle3 import default_target_layers as eagle3_layers
+from dflash_bench.models.formats.checks import skeleton
+from dflash_bench.models.packed import PackedDFlash
+from dflash_bench.models.presets import Preset
+
+TABLE = Path(__file__).parent / "shapes.toml"
+NUM_TAPS, NUM_LAYERS, BLOCK_SIZE = 5, 5, 16
+"""Of a DFlash draft, as z-lab publishes most of them."""
+DRAFT_VOCABULARY = 32_000
+"""Rows of the head of an EAGLE-3 draft, as most publishers have it."""
+TILE = 1_000_003
+"""Random numbers that are drawn; a prime, so that no two rows of a matrix start at the same one of them."""
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    return reading.toml_of(TABLE)
+
+
+def config_of(target: str, num_layers: int | None = None) -> Any:
+    """A target's config, from the table or a folder; with `num_layers` it keeps only the first ones.
+
+    Raises UserError for a target whose shape is not known here, and for more layers than it has.
+    """
+    from transformers import AutoConfig
+
+    name = target.partition("@")[0]
+    if name in table():
+        config = AutoConfig.for_model(table()[name]["model_type"], **table()[name]["config"])
+    elif os.path.isdir(os.path.expanduser(target)):
+        config = targets.config_of(Path(os.path.expanduser(target)))
+    else:
+        known = [key for key, preset in presets.table().items() if preset.target in table()]
+        raise UserError(
+            f"the shape of {target} is not known here; --random-weights knows {', '.join(known)}, and any folder with "
+            "a config.json"
+        )
+    if num_layers is not None:
+        if num_layers > config.num_hidden_layers:
+            raise UserError(f"--layers {num_layers}: {target} has {config.num_hidden_layers}")
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+    return config
+
+
+def empty_target(config: Any, dtype: torch.dtype, attention: str | None = None) -> Any:
+    """On the `meta` device: all shapes, and no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+
+
+def filled_target(empty: Any, device: str) -> Any:
+    """The same with random weights, on the device."""
+    model = empty.to_empty(device=device)
+    model.tie_weights()
+    for module in model.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            model._init_weights(module)  # angles, which are no weights, and were left on `meta`
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding.shape == head.shape:
+        # Only rows of the table are ever read, so that it need not take memory of its own.
+        embedding.data = head.data
+    fill(model)
+    return model
+
+
+def stored_bytes(size: Size) -> int:
+    """What `filled_target` takes in memory: the embedding lies where the head is."""
+    return size.weight_bytes + size.num_experts * size.expert_bytes
+
+
+@torch.no_grad()
+def fill(model: nn.Module, std: float = 0.02, seed: int = 0) -> None:
+    """Matrices get the same normal numbers over and over, which takes a tenth of the time; norms 1, biases 0."""
+    tile: torch.Tensor | None = None
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2:
+            weight.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            continue
+        if tile is None or (tile.dtype, tile.device) != (weight.dtype, weight.device):
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            tile = torch.empty(TILE, dtype=weight.dtype, device=weight.device).normal_(0, std, generator=generator)
+        flat = weight.view(-1)
+        for start in range(0, len(flat), TILE):
+            flat[start : start + TILE] = tile[: len(flat) - start]
+
+
+def empty_draft(kind: str, target: str, config: Any, num_layers: int, preset: Preset) -> DFlashDraft | Eagle3Draft:
+    """A draft in its usual shape, on `meta`, for a target of which `config` is; `num_layers` are the target's own.
+
+    Of a target that was cut, it taps as many layers as of the whole, some of them twice.
+    """
+    heads = config.num_attention_heads
+    shape: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 3 * config.hidden_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab_size": config.vocab_size,
+        "num_target_layers": config.num_hidden_layers,
+        "max_positions": config.max_position_embeddings,
+    }
+    if kind == "dflash":
+        block = (preset.num_drafts or {}).get("dflash", BLOCK_SIZE - 1) + 1
+        shape |= {"num_layers": NUM_LAYERS, "block_size": block, "mask_token_id": config.vocab_size - 1}
+        shape |= _published_draft(target)
+        taps = dflash_layers(num_layers, NUM_TAPS)
+        return skeleton(DFlashConfig(**shape, target_layer_ids=_kept(taps, config)))
+    shape["draft_vocab_size"] = min(DRAFT_VOCABULARY, config.vocab_size)
+    taps = eagle3_layers(num_layers)
+    return skeleton(Eagle3Config(**shape, target_layer_ids=_kept(taps, config)))
+
+
+def _published_draft(target: str) -> Mapping[str, Any]:
+    entry = table().get(target.partition("@")[0], {})
+    return dict(entry.get("draft", {}))
+
+
+def _kept(taps: tuple[int, ...], config: Any) -> tuple[int, ...]:
+    """The taps, or the last layer that is there."""
+    return tuple(min(max(tap, 0), config.num_hidden_layers - 1) for tap in taps)
+
+
+def filled_draft(empty: DFlashDraft | Eagle3Draft, device: str, dtype: torch.dtype) -> Any:
+    draft = empty.to(dtype).to_empty(device=device)
+    if (size := draft.config.draft_vocab_size) is not None:
+        draft.d2t.zero_()
+        draft.t2d.copy_(torch.arange(len(draft.t2d), device=device) < size)
+    if isinstance(draft, DFlashDraft):
+        # As a drafter joins them; before they are filled, because memory is taken only when it is written.
+        PackedDFlash(draft)
+    fill(draft)
+    return draft.eval()

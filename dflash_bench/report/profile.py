@@ -1,0 +1,188 @@
+"""A profile as tables and sentences, and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dflash_bench.analysis.profiling import Place, Round, Verdict
+from dflash_bench.forwards import Measured
+from dflash_bench.report.curve import formula, meaning
+from dflash_bench.report.tables import ABSENT, aligned, number
+
+WIDTH = 100
+FACTORS = {
+    "draft": "a draft for nothing",
+    "verify": "verifying at the price of a plain step",
+    "host": "a loop that takes no time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A profile to be shown. `estimated` are the same places for the whole target, of which some layers were cut."""
+
+    about: Mapping[str, Any]
+    measured: Measured
+    places: Sequence[Place]
+    estimated: Sequence[Place] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def judged(self) -> Sequence[Place]:
+        """Of the whole target, where that could be estimated."""
+        return self.estimated or self.places
+
+
+def estimate_note(profile: Profiled) -> str:
+    about = profile.about
+    if about["layers"] == about["all_layers"]:
+        return ""
+    return f" ({'estimated from' if profile.estimated else 'only'} {about['layers']} of {about['all_layers']} layers)"
+
+
+def text(profile: Profiled) -> str:
+    return "\n\n".join(_blocks(profile)) + "\n"
+
+
+def _blocks(profile: Profiled) -> Iterator[str]:
+    about, rates = profile.about, profile.measured.rates
+    cut = about["layers"] != about["all_layers"]
+    depth = f"{about['layers']} of {about['all_layers']} layers" if cut else f"{about['layers']} layers"
+    weights = "random weights" if about["random_weights"] else "its own weights"
+    yield _wrapped(
+        f"{about['model']}: {depth}, {weights}, {about['dtype']} on {about['device']}. The device copies "
+        f"{rates.bandwidth / 1e9:,.1f} GB/s (read and written) and multiplies {rates.products / 1e9:,.0f} GFLOP/s."
+    )
+    for place in profile.places:
+        yield f"{_title(place)}: passes of the target, measured\n{_passes(place)}\n{_curve(place)}"
+    if not profile.estimated:
+        yield _wrapped(meaning(profile.places[0].curve))
+    if not cut:
+        yield from _rounds(profile.places, "")
+    elif profile.estimated:
+        yield _wrapped(
+            f"An estimate, not a measurement: all {about['all_layers']} layers, if each takes as long as the "
+            f"{about['layers']} measured here; the output head is counted once."
+        )
+        for place in profile.estimated:
+            yield f"{_title(place)}: passes of the target, estimated\n{_passes(place)}\n{_curve(place)}"
+        yield _wrapped(meaning(profile.estimated[0].curve))
+        yield from _rounds(profile.estimated, ", estimated")
+    if profile.notes:
+        yield "\n".join(_wrapped(f"note: {note}") for note in profile.notes)
+
+
+def _title(place: Place) -> str:
+    return f"batch {place.rows}, context {place.context}"
+
+
+def _passes(place: Place) -> str:
+    heads = ("tokens", "ms", "roofline ms", "times", "bound by", "MB read", "GFLOP", "in plain steps")
+    plain = place.readings[0].forward.seconds
+    rows = [
+        (
+            str(one.forward.width), number(1000 * one.forward.seconds), number(1000 * one.roofline_s),
+            number(one.forward.seconds / one.roofline_s, 1), one.bound, number(one.num_bytes / 1e6, 1),
+            number(one.flops / 1e9), number(one.forward.seconds / plain),
+        )
+        for one in place.readings
+    ]  # fmt: skip
+    return aligned(heads, rows, left=0)
+
+
+def _curve(place: Place) -> str:
+    return _wrapped(f"{formula(place.curve)}; {place.curve.regime}")
+
+
+def _rounds(places: Sequence[Place], how: str) -> Iterator[str]:
+    for place in places:
+        if place.rounds:
+            lines = [_verdict_line(verdict) for verdict in place.verdicts]
+            yield "\n".join([f"{_title(place)}: rounds{how}", _round_table(place), *lines])
+
+
+def _round_table(place: Place) -> str:
+    heads = (
+        "method", "width", "draft ms", "roofline ms", "verify ms", "roofline ms", "host ms", "cost in plain steps",
+        "break_even_al",
+    )  # fmt: skip
+    return aligned(heads, [_round_row(one) for one in place.rounds])
+
+
+def _round_row(one: Round) -> tuple[str, ...]:
+    def milliseconds(seconds: float | None) -> str:
+        return ABSENT if seconds is None else number(1000 * seconds)
+
+    between = "" if one.draft_roofline_s is not None else "~"
+    times = (one.draft_roofline_s, one.verify_s, one.verify_roofline_s, one.host_s)
+    return (
+        one.method, str(one.width), between + milliseconds(one.draft_s), *map(milliseconds, times), number(one.cost),
+        number(one.break_even_al),
+    )  # fmt: skip
+
+
+def _verdict_line(verdict: Verdict) -> str:
+    return _wrapped(sentence(verdict))
+
+
+def sentence(verdict: Verdict) -> str:
+    """What binds a method's whole round, and what it would bring if it did not."""
+    whole, al = verdict.round, verdict.al
+    price = f"a round of {whole.width} tokens costs {whole.cost:.2f} plain steps"
+    if al is None or verdict.speedup is None:
+        return (
+            f"{whole.method}: {price}, so it needs more than {whole.cost:.2f} tokens a round to gain. Of that price, "
+            f"{_named(verdict)} binds; --acceptance says how much is gained."
+        )
+    gain = f"{al:g} tokens a round ({verdict.al_source}) make it {verdict.speedup:.2f} times as fast as plain decoding"
+    if verdict.binding == "acceptance":
+        then = f"with all {whole.width} kept it would be {whole.speedup(whole.width):.1f} times as fast"
+    elif verdict.binding == "launch overhead":
+        then = "draft and target wait for work to be launched, far from what the device can do"
+    else:
+        then = f"with {FACTORS[verdict.binding]} it would be {whole.without(verdict.binding, al):.2f} times as fast"
+    return f"{whole.method}: {_named(verdict)} binds: {price}, and {gain}; {then}."
+
+
+def _named(verdict: Verdict) -> str:
+    names = {"draft": "the draft", "verify": "verifying", "host": "the host"}
+    return names.get(verdict.binding, verdict.binding)
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def as_json(profile: Profiled) -> dict[str, Any]:
+    """What `--json` prints and profile.json holds: measurements first, then what they come to."""
+    return {
+        **profile.about,
+        "measured": asdict(profile.measured),
+        "places": [_place(place) for place in profile.places],
+        **({"estimated": [_place(place) for place in profile.estimated]} if profile.estimated else {}),
+        "notes": list(profile.notes),
+    }
+
+
+def _place(place: Place) -> dict[str, Any]:
+    through = asdict(place.curve) | {"line": place.curve.line._asdict()}
+    rounds = [asdict(one) | {"cost": one.cost, "break_even_al": one.break_even_al} for one in place.rounds]
+    verdicts = [
+        {
+            "method": one.round.method, "width": one.round.width, "binding": one.binding, "al": one.al,
+            "al_source": one.al_source or None, "speedup": one.speedup, "sentence": sentence(one),
+        }
+        for one in place.verdicts
+    ]  # fmt: skip
+    return {
+        "rows": place.rows, "context": place.context, "curve": through,
+        "passes": [asdict(one.forward) | _without(asdict(one), "forward") for one in place.readings],
+        "rounds": rounds, "verdicts": verdicts,
+    }  # fmt: skip
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}

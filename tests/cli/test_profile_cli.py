@@ -1,0 +1,135 @@
+"""`profile` on tiny models of random weights, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from fake import main
+
+from dflash_bench import environment
+
+SMALL = ("--context", "16", "--width", "1,2,4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model"))
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(monkeypatch, "profile", *words, "--json") == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(monkeypatch, "profile", *words) == 2
+    return capsys.readouterr().err
+
+
+def test_its_own_weights_at_every_batch_and_context(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", model, "--method", "dflash", "--method", "eagle3:3", "--batch", "1,2", "--context", "16,32")
+    printed = shown(monkeypatch, capsys, *words, "--width", "2,6", "--acceptance", "2", "--out", tmp_path / "out")
+    assert (printed["layers"], printed["all_layers"], printed["random_weights"]) == (tiny.LAYERS, tiny.LAYERS, False)
+    places = printed["places"]
+    assert [(place["rows"], place["context"]) for place in places] == [(1, 16), (1, 32), (2, 16), (2, 32)]
+    # Besides those asked for, a plain step and the whole round of both: 4 tokens.
+    assert [[one["width"] for one in place["passes"]] for place in places] == [[1, 2, 4, 6]] * 4
+    rounds = [(one["method"], one["width"]) for one in places[0]["rounds"]]
+    assert rounds == [("dflash", 2), ("dflash", 4), ("eagle3:3", 2), ("eagle3:3", 4)]
+    assert "estimated" not in printed
+    for place in places:
+        for verdict, whole in zip(place["verdicts"], (place["rounds"][1], place["rounds"][3]), strict=True):
+            assert verdict["speedup"] == pytest.approx(2 / whole["cost"])
+            taken = whole["draft_s"] + whole["verify_s"]
+            assert whole["break_even_al"] == pytest.approx(taken / whole["plain_s"])
+    assert json.loads((tmp_path / "out" / "profile.json").read_text()) == printed
+    assert (tmp_path / "out" / "profile.svg").read_text().startswith("<?xml")
+
+
+def test_random_weights_of_some_layers_are_estimated_for_all(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--target", model / "target", "--random-weights", "--layers", "2", "--method", "eagle3:3", *SMALL)
+    printed = shown(monkeypatch, capsys, *words)
+    assert (printed["layers"], printed["all_layers"]) == (2, tiny.LAYERS)
+    (measured,), (estimated,) = printed["places"], printed["estimated"]
+    for one, all_of_it in zip(measured["passes"], estimated["passes"], strict=True):
+        assert all_of_it["seconds"] == pytest.approx(one["head_s"] + 2 * (one["seconds"] - one["head_s"]))
+    assert estimated["verdicts"][0]["al"] is None
+    assert main(monkeypatch, "profile", *words) == 0
+    assert "An estimate, not a measurement" in capsys.readouterr().out
+
+
+def test_bytes_and_operations_of_a_tiny_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place,) = shown(monkeypatch, capsys, "--model", model, *SMALL)["places"]
+    plain = place["passes"][0]
+    layer = 3 * 32 * 64 + 2 * 32 * 32 + 2 * 16 * 32
+    matrices, norms = 1024 * 32 + 4 * layer, 4 * (2 * 32 + 2 * 16) + 32
+    assert plain["num_bytes"] == 4 * (matrices + norms + 32 + 17 * 4 * 2 * 16)
+    assert plain["flops"] == 2 * matrices + 4 * 4 * 32 * 17
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--layers", "2"), "--layers has no effect without --random-weights"),
+        (("--random-weights", "--draft", "dflash=x"), "--draft has no effect with --random-weights"),
+        (("--random-weights", "--dtype", "auto"), "random weights have none; name a type"),
+        (("--random-weights", "--layers", "99"), "--layers 99: "),
+        (("--random-weights", "--target", "org/unheard-of"), "the shape of org/unheard-of is not known here"),
+        (("--acceptance", "0.5"), "al.pooled is at least 1"),
+        (("--acceptance", "40"), "--acceptance 40 is more than a round of dflash has: 4"),
+        (("--batch", "0"), "--batch takes numbers from 1 up, not 0"),
+        (("--context", "a"), "--context takes a whole number"),
+        (("--context", "9999999"), "leaves no room for 4 tokens: the target's context is"),
+        (("--method", "ngram"), "unknown method to profile 'ngram'; known: dflash, eagle3"),
+        (("--method", "dflash:block=auto"), "leave block=auto out"),
+        (("--method", "dflash:rule=rejection"), "leave rule= out"),
+        (("--engine", "slow"), "unknown engine"),
+    ],
+)
+def test_what_it_refuses(
+    words: tuple[str, ...], message: str, model: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("dflash_bench.engine.profiling.measure", lambda *_: pytest.fail("measured all the same"))
+    own = () if "--target" in words else ("--model", model)
+    rest = SMALL if "--context" not in words else SMALL[2:]
+    assert message in refused(monkeypatch, capsys, *own, *words, *rest)
+
+
+def test_memory_that_is_not_there_is_told_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "free_bytes", lambda: int(10e9))
+    monkeypatch.setattr(
+        "dflash_bench.models.random_weights.filled_target", lambda *_: pytest.fail("made it all the same")
+    )
+    error = refused(monkeypatch, capsys, "--model", "qwen3-8b", "--random-weights")
+    assert "qwen3-8b with 36 layers, batch 1 and context 512 needs" in error and "and 10.0 GB are free" in error
+    assert "; --layers 2 fits" in error
+    error = refused(
+        monkeypatch, capsys, "--model", "qwen3-8b", "--random-weights", "--layers", "2", "--batch", "64", "--context",
+        "40000",
+    )  # fmt: skip
+    assert " fits" in error and "--batch " in error
+
+
+def test_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    assert environment.free_bytes(tmp_path / "meminfo", tmp_path) == 5000 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 500000\n")
+    assert environment.free_bytes(tmp_path / "meminfo", tmp_path) == 1_500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert environment.free_bytes(tmp_path / "meminfo", tmp_path) == 5000 * 1024

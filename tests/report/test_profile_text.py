@@ -1,0 +1,145 @@
+"""What a profile and a run's width curve say, for made-up cases."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import answers, stored
+
+from dflash_bench import report
+from dflash_bench.analysis.profiling import Round, Verdict, at_full_depth, places
+from dflash_bench.analysis.width_curve import curve
+from dflash_bench.forwards import Attention, Drafting, Forward, Hosting, Line, Measured, Pass, Rates, Size
+from dflash_bench.report import curve as words
+from dflash_bench.report import plots
+from dflash_bench.report.profile import Profiled, as_json, estimate_note, sentence, text
+
+SIZE = Size(weight_bytes=1000, matrix_elements=250, num_layers=2, attention=(Attention(2, None, 8, 16),))
+RATES = Rates(1000.0, 1e9)
+WIDTHS = (1, 2, 4, 8, 16)
+
+
+def of_run(line: Line) -> dict[str, Any]:
+    seconds = {str(width): line.at(width) for width in WIDTHS}
+    return {
+        "rows": 1, "context": 128, "seconds": seconds, "bandwidth": 1e3, "products": 1e9,
+        "size": asdict(replace(SIZE, attention=())),
+    }  # fmt: skip
+
+
+def test_a_curve_in_words() -> None:
+    info = {"forwards": of_run(Line(4.9, 0.1))}
+    line, meaning = words.sentences(info)
+    assert line == "width curve: C(n) = 4,900 + 100 n ms (one row, context 128, n to 16); fixed cost"
+    assert meaning.startswith(
+        "A forward of one token takes 5.0 times what reading the weights takes: most of it is fixed cost, and one of "
+        "16 tokens costs 1.30 times one of 1."
+    )
+    assert "A larger model, whose forwards are not mostly fixed cost, says more." in meaning
+    assert "reading weights binds it" in words.sentences({"forwards": of_run(Line(1.2, 0.01))})[1]
+    assert "bound by arithmetic" in words.sentences({"forwards": of_run(Line(1.0, 1.0))})[1]
+
+
+def test_an_older_run_has_no_curve() -> None:
+    assert words.sentences({}) == ["width curve: n/a (not measured in this run)"]
+    assert words.as_json({}) is None
+
+
+def test_a_line_that_is_none_says_how_far_off_it_is() -> None:
+    crooked = curve([Forward(1, 1, 0, 1.0), Forward(1, 2, 0, 2.0), Forward(1, 3, 0, 1.0)], SIZE, RATES)
+    assert "off by up to 33%" in words.formula(crooked)
+
+
+def test_every_format_of_a_run_shows_its_curve_once(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "run", answers(6))
+    path = folder / "run.json"
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps(info | {"forwards": of_run(Line(0.0049, 0.0001))}))
+    document = report.read_document(folder)
+    formula = "C(n) = 4.9 + 0.1 n ms"
+    for name in ("table", "markdown", "latex"):
+        assert report.FORMATS[name](document).count(formula) == 1, name
+    assert json.loads(report.FORMATS["json"](document))["width_curve"]["line"]["c0"] == pytest.approx(0.0049)
+    assert f"forward     {formula}" in report.card(document)
+    report.write_page(document, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text().count(formula) == 1
+
+
+def test_an_edited_curve_is_refused(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "run", answers(2))
+    path = folder / "run.json"
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps(info | {"forwards": of_run(Line(1, 1)) | {"seconds": {"1": "fast"}}}))
+    with pytest.raises(Exception, match=r"forwards\.seconds\.1 is 'fast', not a number"):
+        report.read_document(folder)
+
+
+ROUND = Round("dflash", 16, 1.0, 0.5, 1.4, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        (
+            Verdict(ROUND, "acceptance", 4.0, "as given", 2.0),
+            "dflash: acceptance binds: a round of 16 tokens costs 2.00 plain steps, and 4 tokens a round (as given) "
+            "make it 2.00 times as fast as plain decoding; with all 16 kept it would be 8.0 times as fast.",
+        ),
+        (
+            Verdict(ROUND, "draft", 12.0, "as given", 6.0),
+            "dflash: the draft binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens a round (as given) "
+            "make it 6.00 times as fast as plain decoding; with a draft for nothing it would be 8.00 times as fast.",
+        ),
+        (
+            Verdict(ROUND, "launch overhead", 12.0, "as given", 6.0),
+            "dflash: launch overhead binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens a round "
+            "(as given) make it 6.00 times as fast as plain decoding; draft and target wait for work to be launched, "
+            "far from what the device can do.",
+        ),
+        (
+            Verdict(ROUND, "verify", None, "", None),
+            "dflash: a round of 16 tokens costs 2.00 plain steps, so it needs more than 2.00 tokens a round to gain. "
+            "Of that price, verifying binds; --acceptance says how much is gained.",
+        ),
+    ],
+)
+def test_the_sentence_says_what_binds_and_what_it_costs(verdict: Verdict, expected: str) -> None:
+    assert sentence(verdict) == expected
+
+
+def profiled(layers: int = 2) -> Profiled:
+    forwards = tuple(Forward(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in WIDTHS)
+    draft = Drafting("dflash", 15, 1, 9, 0.5, (Pass(SIZE, 16),))
+    measured = Measured(RATES, SIZE, forwards, (draft,), (Hosting("ar", 1, 0.01), Hosting("dflash", 1, 0.02)))
+    about = {
+        "model": "m", "target": "org/m", "methods": ["dflash"], "layers": 2, "all_layers": layers,
+        "random_weights": True, "device": "cpu", "dtype": "float32", "threads": 1, "engine": "transformers",
+    }  # fmt: skip
+    full = replace(SIZE, num_layers=layers, attention=(Attention(layers, None, 8, 16),))
+    acceptance = {"dflash": (4.0, "as given")}
+    estimated = places(at_full_depth(measured, full), acceptance) if layers > 2 else []
+    return Profiled(about, measured, places(measured, acceptance), estimated, ["a note"])
+
+
+def test_a_whole_target_is_not_estimated(tmp_path: Path) -> None:
+    shown = text(profiled())
+    assert "estimate" not in shown and "2 layers, random weights, float32 on cpu" in shown
+    assert "batch 1, context 9: rounds\n" in shown and "note: a note" in shown
+    assert estimate_note(profiled()) == ""
+
+
+def test_what_is_estimated_says_so_wherever_it_stands(tmp_path: Path) -> None:
+    cut = profiled(10)
+    shown = text(cut)
+    assert "2 of 10 layers" in shown and "An estimate, not a measurement: all 10 layers" in shown
+    assert "rounds, estimated" in shown and "context 9: rounds\n" not in shown
+    assert estimate_note(cut) == " (estimated from 2 of 10 layers)"
+    stored_json = json.loads(json.dumps(as_json(cut), allow_nan=False))
+    assert stored_json["places"][0]["passes"][0]["seconds"] == pytest.approx(1.1)
+    assert stored_json["estimated"][0]["passes"][0]["seconds"] == pytest.approx(0.4 + 0.7 * 5)
+    drawn = plots.write_profile(cut.judged, "Cost", tmp_path / "profile.svg").read_text()
+    assert "roofline" in drawn and "batch 1, context 9" in drawn
