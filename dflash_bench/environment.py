@@ -45,6 +45,25 @@ def memory_bytes() -> tuple[int | None, list[int]]:
     return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
 
 
+def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a process may still take: what the system has available, and not more than its container is allowed.
+
+    Where the system does not say, all of the machine's memory; None if that is not known either.
+    """
+    try:
+        match = re.search(r"^MemAvailable:\s*([0-9]+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        match = None
+    available = int(match[1]) * 1024 if match else _memory_bytes()
+    try:
+        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.search(r"^inactive_file ([0-9]+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no such group, or no limit
+        return available
+    allowed = most - used + (int(cached[1]) if cached else 0)
+    return allowed if available is None else min(available, allowed)
+
+
 def one_line(env: dict[str, Any]) -> str:
     """A line such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
     cores = env["num_usable_cores"] or env["num_cores"]

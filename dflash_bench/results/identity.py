@@ -30,10 +30,16 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
         if "temperature" not in identity:
             raise UserError(f"{where} has neither settings nor a temperature; restore the original file")
         return (Settings(float(identity["temperature"]), thinking=identity.get("thinking")),)
-    run_settings = tuple(Settings(**{name: entry[name] for name in NAMES}) for entry in identity["settings"])
+    run_settings = tuple(_settings(entry) for entry in identity["settings"])
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
     return run_settings
+
+
+def _settings(entry: Mapping[str, Any]) -> Settings:
+    """Before schema 4 no prompt was padded, and nothing said so."""
+    stored: dict[str, Any] = {"context": None, **entry}
+    return Settings(**{name: stored[name] for name in NAMES})
 
 
 def settings_to_json(run_settings: Sequence[Settings]) -> list[dict[str, Any]]:

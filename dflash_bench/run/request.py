@@ -43,6 +43,8 @@ class Request:
     top_p: tuple[float, ...] = ()
     min_p: tuple[float, ...] = ()
     repetition_penalty: tuple[float, ...] = ()
+    context: tuple[int | None, ...] = ()
+    """Tokens that prompts are padded to; None among them is as they are."""
     block_size: str | None = None
     """One, or several with commas between them; and so `draft_steps`."""
     draft_steps: str | None = None

@@ -18,6 +18,7 @@ from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE, Asked
 from dflash_bench.results.store import Key, Run
 from dflash_bench.tasks import scoring
+from dflash_bench.tasks.padding import Paddings
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.scoring.answers import Score
 from dflash_bench.tasks.suites import Loaded, prompt_hash
@@ -78,6 +79,8 @@ class Plan:
     audit: Audit = "all"
     cage: Cage | None = None
     """Where model-written code is run; without one it is not, and stays unscored."""
+    paddings: Paddings = field(default_factory=dict)
+    """What stands before prompts under settings with a context."""
 
     @property
     def num_generations(self) -> int:
@@ -100,7 +103,10 @@ class Plan:
         for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
             # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
             methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
-            yield Item(loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order)
+            padding = self.paddings.get((loaded.suite.name, prompt.prompt_id, settings.context), "")
+            yield Item(
+                loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order, padding
+            )
             order += len(prompt.turns) * len(methods)
 
 
@@ -122,6 +128,11 @@ def asked_of(plan: Plan) -> list[dict[str, Any]]:
             "suite": loaded.suite.name, "prompt_id": prompt.prompt_id, "prompt_hash": prompt_hash(prompt),
             "category": prompt.category, "opening": list(map(asdict, prompt.opening)), "turns": list(prompt.turns),
             "reference": prompt.reference,
+            "paddings": [
+                {"context": settings.context, "text": plan.paddings[place]}
+                for settings in plan.settings
+                if (place := (loaded.suite.name, prompt.prompt_id, settings.context)) in plan.paddings
+            ],
         }
         for loaded in plan.suites
         for prompt in loaded.prompts
@@ -145,6 +156,13 @@ class Item:
     settings: Settings
     methods: tuple[str, ...]
     order: int
+    padding: str = ""
+    """Stands before the first turn, for the context of the settings."""
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """What the user says."""
+        return (self.padding + self.prompt.turns[0], *self.prompt.turns[1:])
 
     @property
     def suite(self) -> str:
@@ -190,7 +208,7 @@ class WarmUp:
 
 def _warm_up(plan: Plan, backend: Backend, item: Item) -> WarmUp:
     """The same loop on the same prompt, thrown away but for the plain answer."""
-    messages = (*item.prompt.opening, Message("user", item.prompt.turns[0]))
+    messages = (*item.prompt.opening, Message("user", item.turns[0]))
     answers = [backend.generate(method, messages, item.settings, 0) for method in plan.methods]
     return WarmUp(item.suite, item.settings, answers[0])
 
@@ -238,7 +256,7 @@ class Conversation:
 
     def _messages(self, turn: int) -> tuple[Message, ...]:
         messages = list(self.item.prompt.opening)
-        for number, text in enumerate(self.item.prompt.turns[: turn + 1]):
+        for number, text in enumerate(self.item.turns[: turn + 1]):
             messages.append(Message("user", text))
             plain = self._plain(number)
             if number < turn and plain is not None:
