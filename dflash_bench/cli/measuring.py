@@ -116,6 +116,7 @@ def run(
         say(json.dumps(report.as_json(folder, cells, notes, swept), indent=1, allow_nan=False))
     else:
         say(report.text(cells, notes, swept, results.info))
+        say(f"memory, as predicted: {report.memory(results.info)}")
         say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)

@@ -22,10 +22,10 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
-from dflash_bench.report import answers, plots, sweeps
+from dflash_bench.report import answers, contexts, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.document import Document, Line, over_all
-from dflash_bench.report.tables import number
+from dflash_bench.report.tables import Rows, number
 from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.text import visible
 
@@ -85,7 +85,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "rounds": _table(document, ROUNDS),
         "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
-        "swept": _swept(document),
+        "swept": _contexts(document) + _swept(document),
         "findings": _findings(document),
         "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),
         "extent": escape(_extent(listed)),
@@ -143,15 +143,26 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
     return f'<div class="wide">{table}</div>'
 
 
+def _contexts(document: Document) -> str:
+    """What a longer context does, in a run of several."""
+    if not contexts.by_context(document.cells):
+        return ""
+    heads, rows = contexts.table(document.cells)
+    return f"<h3>{escape(contexts.TITLE)}</h3>{_plain_table(heads, rows)}<p>{escape(contexts.LEGEND)}</p>"
+
+
+def _plain_table(heads: Sequence[str], rows: Rows) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
+    return f'<div class="wide"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
 def _swept(document: Document) -> str:
     """A table for each option of which the run has several values, and which of them was the best."""
-    tables = []
-    for sweep in document.sweeps:
-        heads, rows = sweeps.table(sweep)
-        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-        body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
-        table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        tables.append(f'<h3>Sweep over {escape(sweeps.heading(sweep))}</h3><div class="wide">{table}</div>')
+    tables = [
+        f"<h3>Sweep over {escape(sweeps.heading(sweep))}</h3>{_plain_table(*sweeps.table(sweep))}"
+        for sweep in document.sweeps
+    ]
     sentences = [sweeps.LEGEND, *sweeps.best_values(document.sweeps, document.results.info)] if tables else []
     return "".join([*tables, *(f"<p>{escape(text)}</p>" for text in sentences)])
 

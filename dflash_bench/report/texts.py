@@ -9,7 +9,7 @@ from typing import Any
 from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.report import tables
+from dflash_bench.report import contexts, tables
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas, legend, marked
 from dflash_bench.text import visible
 
@@ -37,6 +37,7 @@ def markdown(
         *(["; ".join(marks) + "."] if marks else []),
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
+        *contexts.paragraphs(cells),
         *swept,
         "## Findings",
         "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)

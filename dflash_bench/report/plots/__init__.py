@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.report.plots import acceptance, speed, sweep
+from dflash_bench.report.contexts import by_context
+from dflash_bench.report.plots import acceptance, context, speed, sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
 from dflash_bench.report.plots.training import History, training
@@ -22,7 +23,7 @@ KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "sweep": sweep.sweep,
+    "sweep": sweep.sweep, "context": context.context,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -31,6 +32,7 @@ CAPTIONS = {
     "output": "A falling line means that the draft gets worse as the answer gets longer.",
     "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
+    "context": "Where al.pooled falls below break_even_al (dashed), a longer context costs more than the draft gains.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
 
@@ -41,8 +43,9 @@ def check_kind(kind: str) -> None:
 
 
 def names_for(material: Material) -> list[str]:
-    """Those that such a run has: in most runs no option has several values."""
-    return [name for name in PLOTS if name != "sweep" or material.sweeps]
+    """Those that such a run has: in most runs no option has several values, and prompts stand alone."""
+    lacking = {"sweep": not material.sweeps, "context": not by_context(material.cells)}
+    return [name for name in PLOTS if not lacking.get(name)]
 
 
 def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
