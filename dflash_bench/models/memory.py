@@ -6,7 +6,7 @@ What passes through the layers while they compute comes on top: it depends on en
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dflash_bench.methods import Method
 from dflash_bench.models import files, formats, networks, targets
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.eagle3 import Eagle3Config
+from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import medusa
 
 HEAD = "lm_head.weight"
@@ -31,8 +32,8 @@ class Footprint:
     weights_bytes: int
     place_bytes: int
     """Keys and values of one token in all layers."""
-    config: Any = None
-    """Of a draft for the target's features; None of other models."""
+    config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None = None
+    """Of a draft for the target's features; of a block-diffusion model how it reads blocks; None of other models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Demand:
         return round_of(method, self.drafts[method.draft].config if method.draft else None)
 
 
-def round_of(method: Method, config: DFlashConfig | Eagle3Config | None) -> tuple[int, int]:
+def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None) -> tuple[int, int]:
     """The most tokens that the method drafts in a round, and what a proposal takes in the draft's own cache."""
     given = {option.name: method.option(option.name) for option in method.kind.options}
     number = {name: value for name, value in given.items() if isinstance(value, int)}
@@ -92,16 +93,18 @@ def round_of(method: Method, config: DFlashConfig | Eagle3Config | None) -> tupl
     if isinstance(config, DFlashConfig):
         block = config.block_for(number["n"]) if "n" in number else number.get("block", config.block_size)
         return nodes or max(config.num_drafts(block), number.get("copy", 0)), block
+    if isinstance(config, Mapping):
+        return number.get("block", config["block_size"]) - 1, 0
     if isinstance(config, Eagle3Config) and nodes:
-        width = min(number["top_k"], nodes, config.draft_vocab_size)
+        width = min(number["top_k"], nodes, config.draft_vocab_size or config.vocab_size)
         levels = min(number["depth"], nodes) - 1
         return min(nodes, width + levels * width * width), levels * width
     if "guesses" in number:
         return (number["window"] + number["guesses"]) * (number["ngram"] - 1), 0
     if "rates" in given:
         return str(given["rates"]).count("/") + 1, 0
-    drafted = nodes or number.get("n") or number.get("block", 1) - 1
-    return drafted, drafted if "n" in number else 0
+    drafted = nodes or number.get("n", 0)
+    return drafted, 0 if method.draft is None or nodes else drafted
 
 
 def demand_of(
@@ -125,7 +128,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     if weights == "medusa":
         return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
     if weights in networks.LANGUAGE_MODELS:
-        return _of_language_model(folder, dtype)
+        return replace(_of_language_model(folder, dtype), config=read_config(folder).get("block_diffusion"))
     checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)[1]
     config = checkpoint.config
     layers = config.num_layers if isinstance(config, DFlashConfig) else 1

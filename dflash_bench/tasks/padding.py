@@ -68,8 +68,9 @@ def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
 
 
 def _end(words: Sequence[str], number: int) -> str:
-    """The last words, as they stand before a prompt."""
-    return "".join(words[len(words) - number :]).lstrip() + BETWEEN if number else ""
+    """The last words, as they stand before a prompt; what stood between two examples begins none."""
+    text = "".join(words[len(words) - number :]).lstrip().removeprefix(BETWEEN.strip()).lstrip() if number else ""
+    return text and text + BETWEEN
 
 
 def _most_words(words: Sequence[str], wanted: int, counted: Count, bare: int, size: int) -> tuple[int, int]:
