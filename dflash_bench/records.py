@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch"]
@@ -29,10 +29,10 @@ def is_greedy(temperature: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How answers are decoded: with suite and method, what makes a cell.
+    """How answers are decoded, behind how much text: with suite and method, what makes a cell.
 
-    The defaults leave the model's distribution as it is, and decode one answer at a time. `thinking` None is a chat
-    template without such a switch.
+    The defaults leave the model's distribution, and prompts, as they are, and decode one answer at a time. `thinking`
+    None is a chat template without such a switch.
     """
 
     temperature: float = 0.0
@@ -44,6 +44,8 @@ class Settings:
     thinking: bool | None = None
     concurrency: int = 1
     """Answers decoded at the same time: when one has ended, the next one begins."""
+    context: int | None = None
+    """Tokens that prompts were padded to; None: nothing was put before them."""
 
     @property
     def greedy(self) -> bool:
@@ -56,14 +58,23 @@ class Settings:
 
     def words(self, names: Sequence[str]) -> str:
         """What these fields are."""
-        return ", ".join(f"{name.replace('_', ' ')} {_word(getattr(self, name))}" for name in names)
+        return ", ".join(f"{name.replace('_', ' ')} {_word(name, getattr(self, name))}" for name in names)
 
 
 GREEDY = Settings()
 """Of a model without a switch for thinking."""
 
 
-def _word(value: float | bool | None) -> str:
+def context_name(tokens: int | None) -> str:
+    """As a user writes it: `4k` for 4096, `1000`, or `none`."""
+    if tokens is None:
+        return "none"
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
+
+
+def _word(name: str, value: float | bool | None) -> str:
+    if name == "context":
+        return context_name(None if value is None else int(value))
     if value is None:
         return "not a switch"
     return ("on" if value else "off") if isinstance(value, bool) else f"{value:g}"

@@ -27,7 +27,7 @@ GAINS = ("al.pooled", "forwards_per_token", "tps.decode", "tps.e2e", "speedup.de
 """The figures that two sides are compared by; each can change without the others."""
 UNLIKE = {
     "suite": "suites.{}.version",
-    "prompts": "prompt hashes",
+    "prompts": "prompt hashes, suites.{}.contexts, settings.context",
     "model": "model, revisions.target, settings.thinking",
     "draft": "revisions of drafts, methods.{}.num_drafts",
     "sampling": "settings.temperature, settings.top_k..., seed",
@@ -236,6 +236,11 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     suites = identity.get("suites", {})
     return {
         "suite": {f"version of {name}": suite["version"] for name, suite in suites.items()},
+        "prompts": {
+            f"what stands before {name} at context {context}": sha256[:12]
+            for name, suite in suites.items()
+            for context, sha256 in suite.get("contexts", {}).items()
+        },
         "model": _named(identity, "model") | {"revision of target": revisions.get("target")},
         "draft": drafts | lengths,
         "sampling": _named(identity, "seed"),
@@ -259,7 +264,8 @@ def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]
     (old,), (new,) = settings_to_json(then), settings_to_json(now)
     for name, value in old.items():
         if value != new[name]:
-            yield "model" if name == "thinking" else "sampling", f"{name} {value} and {new[name]}"
+            kind = {"thinking": "model", "context": "prompts"}.get(name, "sampling")
+            yield kind, f"{name} {value} and {new[name]}"
 
 
 def _named(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -89,6 +89,11 @@ FIGURES = {
     "break_even_al": Figure(
         ("model_s", "plain_tokens"), ("timed_rounds", "plain_s"), higher_is_better=False, is_timing=True
     ),
+    "draft_prefill_ms": Figure(
+        ("draft_prefill_s",), ("draft_prefills",), higher_is_better=False, is_timing=True, scale=1000
+    ),
+    "plain_ms": Figure(("plain_s",), ("plain_tokens",), higher_is_better=False, is_timing=True, scale=1000),
+    "prompt_tokens": Figure(("prompt_tokens",), ("answers",)),
 }  # fmt: skip
 """`is_timing` marks the figures that depend on the machine and on what else it is doing."""
 
@@ -214,7 +219,7 @@ def _cell(place: Place, counts: Any, prompts: Any) -> Cell:
 def _figures(sums: Any, method: str) -> dict[str, Interval]:
     if not len(sums):
         return {}
-    meaningless = {"break_even_al", "accept_rate"} if method == BASELINE else set()
+    meaningless = {"break_even_al", "accept_rate", "draft_prefill_ms"} if method == BASELINE else set()
     meaningless |= {"accept_rate"} if is_tree(method) else set()
     names = [name for name in FIGURES if name not in meaningless]
     intervals = stats.intervals(sums, [FIGURES[name].statistic for name in names])

@@ -22,12 +22,14 @@ from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.errors import UserError
 from dflash_bench.kinds import Value
 from dflash_bench.methods import Method
-from dflash_bench.records import GREEDY, Settings
+from dflash_bench.records import GREEDY, Settings, context_name
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import OF_SAMPLING
 
 LOAD = "concurrency"
 """A setting of which no value is the best: what becomes of speed with it is told by `load.py`."""
+NONE = context_name(None)
+"""The context of prompts as they are, before all others."""
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
 Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
 """For each group, keyed by what its members have in common: its name, and each value's method and settings."""
@@ -85,7 +87,11 @@ def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
     options = {option.name: option.unit for method in known.values() for option in method.kind.options}
     of_options = {name: _by_option(name, answered, known, identity) for name in options}
     candidates = [Sweep(name, options[name], _curves(groups, answered)) for name, groups in of_options.items()]
-    candidates += [Sweep(name, "", _curves(_by_setting(name, answered), answered)) for name in SETTINGS if name != LOAD]
+    candidates += [
+        Sweep(name, "tokens" * (name == "context"), _curves(_by_setting(name, answered), answered))
+        for name in SETTINGS
+        if name != LOAD
+    ]
     return [sweep for sweep in candidates if sweep.curves]
 
 
@@ -154,6 +160,7 @@ def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
     one_way_of_sampling = len({_sampling(sampled) for sampled in settings if not sampled.greedy}) < 2
     for cell in cells:
         one, value = cell.settings, getattr(cell.settings, name)
+        value = NONE if name == "context" and value is None else value
         if value is None or (one.greedy and name in OF_SAMPLING):
             continue
         rest: Settings = replace(one, **{name: getattr(GREEDY, name)})
@@ -183,7 +190,7 @@ def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[Curve, ...]:
     suites = dict.fromkeys(cell.suite for cell in cells)
     curves = []
     for series, places in groups.values():
-        values = sorted(places, key=lambda value: (isinstance(value, str), value))
+        values = sorted(places, key=lambda value: (value != NONE, isinstance(value, str), value))
         rows = [[cell for value in values if (cell := of_place.get((suite, *places[value])))] for suite in suites]
         # Suites without answers for some value are left out.
         whole = [row for row in rows if len(row) == len(values) > 1]

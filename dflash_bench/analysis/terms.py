@@ -13,7 +13,7 @@ TERMS = (
     "drafted", "emitted", "rounds_of_shown", "shown", "al_sum", "draft_s", "draft_rounds", "verify_s", "verify_rounds",
     "other_s", "model_s", "timed_rounds", "exact", "compared", "passed", "scored",
     "paired", "plain_s", "plain_tokens", "own_s", "own_tokens", "plain_e2e_s", "plain_e2e_tokens", "own_e2e_s",
-    "own_e2e_tokens", "log_ratio", "log_ratios",
+    "own_e2e_tokens", "log_ratio", "log_ratios", "prompt_tokens", "draft_prefill_s", "draft_prefills",
 )  # fmt: skip
 """Sums over the turns and repeats of a prompt.
 
@@ -36,7 +36,7 @@ ANSWER = ("suite", "slice", "settings", "prompt_id", "turn", "repeat")
 """What identifies the answers to one question by all methods."""
 MEASURED = (
     "num_tokens", "decode_tokens", "decode_s", "prefill_s", "num_rounds", "num_accepted", "num_drafted",
-    "num_emitted", "draft_s", "verify_s", "round_s",
+    "num_emitted", "draft_s", "verify_s", "round_s", "num_prompt_tokens", "draft_prefill_s",
 )  # fmt: skip
 """The columns of the frame that the terms of a method alone are made of."""
 
@@ -86,6 +86,9 @@ def _own_terms(good: Any) -> dict[str, Any]:
         "timed_rounds": np.where(timed & known["round_s"], rounds, 0),
         "exact": (good["exactness"] == "exact").to_numpy(),
         "compared": good["exactness"].notna().to_numpy(),
+        "prompt_tokens": column["num_prompt_tokens"],
+        "draft_prefill_s": column["draft_prefill_s"],
+        "draft_prefills": ~np.isnan(column["draft_prefill_s"]),
         "passed": passed,
         "scored": ~np.isnan(passed),
     }

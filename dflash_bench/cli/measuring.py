@@ -31,6 +31,7 @@ def run(
     within: options.For = None,
     thinking: options.Thinking = None,
     no_thinking: options.NoThinking = False,
+    context_length: options.ContextLength = None,
     method: options.Methods = None,
     model: options.Model = None,
     target: options.Target = None,
@@ -91,6 +92,7 @@ def run(
         min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
         repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
         concurrency=sweeping.numbers(concurrency, "--concurrency", whole=True) if concurrency else (),
+        context=sweeping.contexts(context_length, "--context") if context_length else (),
         block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
         repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
         engine=engine, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code,
@@ -117,6 +119,7 @@ def run(
         say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
     else:
         say(report.text(cells, notes, swept, results.info, loaded))
+        say(f"memory, as predicted: {report.memory(results.info)}")
         say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)

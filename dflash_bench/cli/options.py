@@ -66,6 +66,15 @@ Thinking = Annotated[
         help="The chat template's thinking mode: on, off, or both in one run. Default: the model's own, else off.",
     ),
 ]
+ContextLength = Annotated[
+    str | None,
+    _prompts(
+        "--context",
+        metavar="N[,N...]",
+        help="Pad every prompt to about N tokens, such as 4k, with other prompts of its source and their answers. "
+        "Several, such as none,1k,4k, are measured side by side.",
+    ),
+]
 NoThinking = Annotated[bool, Option("--no-thinking", hidden=True)]
 """The old spelling, refused with the new one."""
 

@@ -50,6 +50,18 @@ def rendered(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str
     return str(text)
 
 
+def encoded(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[int]:
+    """The tokens of a chat; without a template those of its messages, a line each. Raises UserError as `rendered`."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode("\n".join(message.content for message in messages)))
+    return list(tokenizer.encode(rendered(tokenizer, messages, thinking), add_special_tokens=False))
+
+
+def has_thinking(tokenizer: Any) -> bool:
+    """Has its template a switch for thinking?"""
+    return "enable_thinking" in (tokenizer.chat_template or "")
+
+
 def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> int:
     """How many tokens of an answer are thinking: up to and with the one that closes it; all where none does.
 

@@ -19,12 +19,13 @@ from dflash_bench.report.document import ALLOWED, Document, read_document
 from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.sweeps import sweep_paragraphs
 from dflash_bench.report.texts import latex, markdown
+from dflash_bench.report.words import memory
 from dflash_bench.results import frame
 from dflash_bench.results.slices import STRETCHES
 
 __all__ = [
     "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown",
-    "read_document", "suites_text", "table_by", "text", "write_page",
+    "memory", "read_document", "suites_text", "table_by", "text", "write_page",
 ]  # fmt: skip
 
 

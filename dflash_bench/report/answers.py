@@ -15,7 +15,10 @@ from dflash_bench.report import tokens
 from dflash_bench.report.document import Document
 from dflash_bench.results import asked, parts
 from dflash_bench.results.identity import NAMES, settings_of, short_names
+from dflash_bench.text import shortened
 
+MOST_PADDING = 1200
+"""Characters shown of what stands before a prompt."""
 COLUMNS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
     "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
@@ -45,36 +48,45 @@ def read_answers(document: Document, most: int, tokenizer: Path | None) -> Answe
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
     named = short_names(settings_of(document.results.info["identity"]))
     said = _said(document.folder)
-    prompts = list(dict.fromkeys(said[key] for row in stored if (key := _turn(row)) in said))
+    spoken = [said.get(_turn(row), said.get((*_turn(row)[:3], None))) for row in stored]
+    prompts = list(dict.fromkeys(text for text in spoken if text is not None))
     texts: dict[tuple[Any, ...], int] = {}
     cut: list[str | list[str]] = []
     rows = []
-    for row in stored:
+    for row, text_asked in zip(stored, spoken, strict=True):
         key = (*row["token_ids"], row["text"])
         if key not in texts:
             texts[key] = len(cut)
             cut.append((tokens.pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
         heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
-        asked_text = {"asked": prompts.index(said[_turn(row)])} if _turn(row) in said else {}
+        asked_text = {} if text_asked is None else {"asked": prompts.index(text_asked)}
         rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | asked_text)
     all_plain = any(isinstance(text, str) and text for text in cut)
     why = "" if not all_plain else tokens.OTHER if cutter else tokens.NOT_AT_HAND
     return Answers(rows, cut, prompts, len(document.results.rows), why)
 
 
-def _said(folder: Path) -> dict[tuple[str, str, int], str]:
-    """What the user said in each turn of each prompt, after the messages that open it."""
+def _said(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
+    """What the user said in each turn of each prompt, after the messages that open it.
+
+    In a first turn also with what stood before it, shortened, for each context.
+    """
     return {
-        (prompt["suite"], prompt["prompt_id"], turn): "\n\n".join(
-            [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), text]
+        (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
+            [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), padding + text]
         )
         for prompt in asked.read(folder)
         for turn, text in enumerate(prompt["turns"] or ())
+        for context, padding in [(None, ""), *(_paddings(prompt) if turn == 0 else ())]
     }
 
 
-def _turn(row: dict[str, Any]) -> tuple[str, str, int]:
-    return row["suite"], row["prompt_id"], row["turn"]
+def _paddings(prompt: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(one["context"], shortened(one["text"], MOST_PADDING)) for one in prompt["paddings"] or ()]
+
+
+def _turn(row: dict[str, Any]) -> tuple[str, str, int, int | None]:
+    return row["suite"], row["prompt_id"], row["turn"], row["context"]
 
 
 def _chosen(rows: Any, most: int) -> list[tuple[str, str]]:

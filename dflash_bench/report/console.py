@@ -14,7 +14,7 @@ from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import curve, load, sweeps
+from dflash_bench.report import contexts, curve, load, sweeps
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
 from dflash_bench.text import visible
 
@@ -42,6 +42,7 @@ def text(
         *([[_wrapped(line, "", "  ") for line in curve.sentences(info)]] if info else []),
         _finding_lines(findings),
         *([_load_lines(loads)] if loads else []),
+        *([_context_lines(cells)] if contexts.by_context(cells) else []),
         *([_swept_lines(swept, info)] if swept and info else []),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
@@ -54,12 +55,29 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[
         cell.place: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
         for cell in cells
     }
-    widths = [max(map(len, texts)) for texts in zip(*zip(*heads, strict=True), *rows.values(), strict=True)]
+    widths = _widths(heads, list(rows.values()))
     is_left = [True, *(column.justify == "left" for column in columns)]
     lines = [_line(texts, widths, is_left) for texts in zip(*heads, strict=True)]
     for suite, members in groupby(cells, key=lambda cell: cell.heading):
         lines += [suite, *(_line(rows[cell.place], widths, is_left) for cell in members)]
     return lines
+
+
+def _context_lines(cells: Sequence[Cell]) -> Iterator[str]:
+    """As `_table`: suite and method on a line of their own, as long as it may be, and its contexts below."""
+    heads = [_two_lines(head) for head in contexts.HEADS]
+    rows = {series.name: list(map(contexts.row, series.cells)) for series in contexts.by_context(cells)}
+    widths = _widths(heads, [row for members in rows.values() for row in members])
+    is_left = [True, *[False] * (len(heads) - 1)]
+    yield contexts.TITLE.lower()
+    yield from (_line(texts, widths, is_left) for texts in zip(*heads, strict=True))
+    for name, members in rows.items():
+        yield from (visible(name), *(_line(row, widths, is_left) for row in members))
+    yield _wrapped(contexts.LEGEND, "", "  ")
+
+
+def _widths(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, texts)) for texts in zip(*zip(*heads, strict=True), *rows, strict=True)]
 
 
 def _two_lines(head: str) -> tuple[str, str]:

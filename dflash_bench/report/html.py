@@ -22,10 +22,10 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
-from dflash_bench.report import answers, curve, load, plots, sweeps
+from dflash_bench.report import answers, contexts, curve, load, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.document import Document, Line, over_all
-from dflash_bench.report.tables import number
+from dflash_bench.report.tables import Rows, number
 from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.text import visible
 
@@ -86,7 +86,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
         "curve": "".join(f"<p>{escape(text)}</p>" for text in curve.sentences(info)),
-        "swept": _swept(document),
+        "swept": _contexts(document) + _swept(document),
         "findings": _findings(document),
         "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),
         "extent": escape(_extent(listed)),
@@ -144,23 +144,33 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
     return f'<div class="wide">{table}</div>'
 
 
+def _contexts(document: Document) -> str:
+    """What a longer context does, in a run of several."""
+    if not contexts.by_context(document.cells):
+        return ""
+    heads, rows = contexts.table(document.cells)
+    return f"<h3>{escape(contexts.TITLE)}</h3>{_plain_table(heads, rows)}<p>{escape(contexts.LEGEND)}</p>"
+
+
+def _plain_table(heads: Sequence[str], rows: Rows) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
+    return f'<div class="wide"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
 def _swept(document: Document) -> str:
     """Tables by concurrency, and by each option of which the run has several values, with what they say in words."""
     parts = []
     if document.loads:
-        parts.append(_plain_table(load.TITLE.capitalize(), *load.table(document.loads)))
+        parts.append(f"<h3>{escape(load.TITLE.capitalize())}</h3>{_plain_table(*load.table(document.loads))}")
         parts += _plain_text([load.LEGEND, *load.sentences(document.loads)])
     if document.sweeps:
-        parts += [_plain_table(f"Sweep over {sweeps.heading(one)}", *sweeps.table(one)) for one in document.sweeps]
+        parts += [
+            f"<h3>Sweep over {escape(sweeps.heading(one))}</h3>{_plain_table(*sweeps.table(one))}"
+            for one in document.sweeps
+        ]
         parts += _plain_text([sweeps.LEGEND, *sweeps.best_values(document.sweeps, document.results.info)])
     return "".join(parts)
-
-
-def _plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join(f"<tr>{_swept_row(row)}</tr>" for row in rows)
-    table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<h3>{escape(title)}</h3><div class="wide">{table}</div>'
 
 
 def _plain_text(sentences: Sequence[str]) -> list[str]:

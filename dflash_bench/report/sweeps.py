@@ -9,6 +9,7 @@ from dflash_bench import environment
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import LENGTH, SPEEDUP, Curve, Point, Sweep
 from dflash_bench.kinds import Value
+from dflash_bench.records import context_name
 from dflash_bench.report.tables import aligned, markdown, number, with_interval
 
 BEST, RIVAL = "*", "~"
@@ -54,7 +55,9 @@ def heading(sweep: Sweep) -> str:
     return f"{sweep.option} ({sweep.unit})" if sweep.unit else sweep.option
 
 
-def value_text(value: Value) -> str:
+def value_text(option: str, value: Value) -> str:
+    if option == "context" and isinstance(value, int):
+        return context_name(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -70,15 +73,15 @@ def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     for curve in sweep.curves:
         name = f"{where(curve)} · {curve.series}" if several else where(curve)
         rows.append([name, "", "", "", ""])
-        rows += [_row(curve, number, point) for number, point in enumerate(curve.points)]
+        rows += [_row(sweep.option, curve, number, point) for number, point in enumerate(curve.points)]
     return [sweep.option, "prompts", f"{LENGTH} [95 %]", f"{SPEEDUP} [95 %]", "best / this [95 %]"], rows
 
 
-def _row(curve: Curve, number: int, point: Point) -> list[str]:
+def _row(option: str, curve: Curve, number: int, point: Point) -> list[str]:
     mark = BEST if number == curve.best else RIVAL if number in curve.rivals else " "
     ratio = curve.over[number].ratio if number in curve.over else None
     return [
-        f"  {value_text(point.value)}", f"{point.num_prompts:,}", with_interval(point.length),
+        f"  {value_text(option, point.value)}", f"{point.num_prompts:,}", with_interval(point.length),
         f"{with_interval(point.speedup)} {mark}", with_interval(ratio) if ratio else "",
     ]  # fmt: skip
 
@@ -88,19 +91,18 @@ def _answer(sweep: Sweep, curve: Curve) -> str:
         return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} can be called the best."
     best = curve.points[curve.best]
     assert best.speedup is not None
+    texts = [value_text(sweep.option, point.value) for point in curve.points]
     parts = [
-        f"{curve.series}: {SPEEDUP} is highest at {sweep.option} {value_text(best.value)}, "
+        f"{curve.series}: {SPEEDUP} is highest at {sweep.option} {texts[curve.best]}, "
         f"{with_interval(best.speedup)} ({where(curve)})"
     ]
-    rivals = [value_text(curve.points[at].value) for at in curve.rivals]
+    rivals = [texts[at] for at in curve.rivals]
     if len(rivals) == 1:
-        parts.append(f"{value_text(best.value)} and {rivals[0]} cannot be told apart")
+        parts.append(f"{texts[curve.best]} and {rivals[0]} cannot be told apart")
     elif rivals:
         parts.append(f"it cannot be told apart from {_and(rivals)}")
     slower = [
-        f"{value_text(curve.points[at].value)} ({number(change.ratio.value)}x)"
-        for at, change in curve.over.items()
-        if at not in curve.rivals
+        f"{texts[at]} ({number(change.ratio.value)}x)" for at, change in curve.over.items() if at not in curve.rivals
     ]
     if slower:
         parts.append(f"it is faster than {_and(slower)}")

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.report import curve, tables
+from dflash_bench.report import contexts, curve, tables
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas, legend, marked
 from dflash_bench.text import visible
 
@@ -38,6 +38,7 @@ def markdown(
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
         tables.in_markdown("\n".join(curve.sentences(info))),
+        *contexts.paragraphs(cells),
         *swept,
         "## Findings",
         "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)

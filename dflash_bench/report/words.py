@@ -11,10 +11,12 @@ from dflash_bench.analysis.findings import badges
 from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import draft_of
-from dflash_bench.records import Settings
+from dflash_bench.records import Settings, context_name
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of
+
+GB = 1e9
 
 
 def sentences(document: Document) -> list[str]:
@@ -99,12 +101,33 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
         "suite": "; ".join(_suite(name, suite, info) for name, suite in identity.get("suites", {}).items()),
         "machine": environment.one_line(env).partition(";")[0],
         "settings": ", ".join(_settings(identity)),
+        "memory": memory(info),
         "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
         "commit": _commit(env.get("git")),
         "code ran in": info.get("sandbox") or "",
         "started": str(info.get("started") or ""),
     }
     return {name: text for name, text in lines.items() if text}
+
+
+def memory(info: Mapping[str, Any]) -> str:
+    """What was predicted before the models were loaded; empty for a run that recorded none."""
+    known = info.get("memory")
+    if not known:
+        return ""
+    weights, caches = (
+        f"{known[f'target_{part}_bytes'] / GB:.2f} GB for the target"
+        + (f" and {known[f'draft_{part}_bytes'] / GB:.2f} for drafts" if known["draft_weights_bytes"] else "")
+        for part in ("weights", "cache")
+    )
+    free, largest, without = (
+        known[name] for name in ("free_bytes", "largest_context", "largest_context_without_drafts")
+    )
+    words = f"weights {weights}; caches {caches}"
+    if free is None:
+        return words
+    others = f", {without:,} without drafts" if without != largest else ""
+    return f"{words}; {free / GB:.1f} GB were free, enough for a context of {largest:,} tokens{others}"
 
 
 def _model(identity: Mapping[str, Any]) -> str:
@@ -168,7 +191,7 @@ def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
         for name in NAMES
     }
     changed = {
-        name.replace("_", " "): " and ".join(f"{value:g}" for value in of_name)
+        name.replace("_", " "): " and ".join(context_name(v) if name == "context" else f"{v:g}" for v in of_name)
         for name, of_name in values.items()
         if name != "thinking" and (name == "temperature" or {*of_name} - {getattr(usual, name)})
     }

@@ -14,8 +14,13 @@ from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
 
 FILE = "prompts.parquet"
-COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference")
-"""`opening` holds the messages before the first turn, with their roles; `turns` what the user says."""
+COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference", "paddings")
+"""`opening` holds the messages before the first turn, with their roles; `turns` what the user says.
+
+`paddings` holds, for each context that the prompt was padded to, the text that stood before its first turn.
+"""
+
+SINCE_4 = ("paddings",)
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -23,14 +28,18 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     from pyarrow import parquet
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    kinds = {"opening": pa.list_(message), "turns": pa.list_(pa.string())}
+    padding = pa.struct([("context", pa.int32()), ("text", pa.string())])
+    kinds = {"opening": pa.list_(message), "turns": pa.list_(pa.string()), "paddings": pa.list_(padding)}
     schema = pa.schema([(name, kinds.get(name, pa.string())) for name in COLUMNS])
     table = pa.Table.from_pylist([dict(row) for row in rows], schema)
     write_whole(folder / FILE, lambda file: parquet.write_table(table, file, compression="zstd"))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Empty for a run of schema 1 or 2, which stored no prompts. Raises UserError for a file that cannot be read."""
+    """Empty for a run of schema 1 or 2, which stored no prompts. Raises UserError for a file that cannot be read.
+
+    Before schema 4 nothing was padded, and `paddings` are empty.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -38,7 +47,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(path, columns=list(COLUMNS)).to_pylist()
+        older = set(SINCE_4) - set(parquet.read_schema(path).names)
+        rows = parquet.read_table(path, columns=[name for name in COLUMNS if name not in older]).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(str(cannot("read", path, error))) from error
-    return rows
+    return [{**{name: [] for name in older}, **row} for row in rows]

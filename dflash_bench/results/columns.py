@@ -39,7 +39,7 @@ COLUMNS = {
     "temperature": "double", "top_k": "int32", "top_p": "double", "min_p": "double", "repetition_penalty": "double",
     "thinking": "bool", "seed": "int64", "concurrency": "int32", "source": "string",
     "drafted_ids": "list of int32", "drafted_parents": "list of int16", "num_thinking_tokens": "int32",
-    "start_s": "double", "end_s": "double",
+    "start_s": "double", "end_s": "double", "context": "int32",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -50,7 +50,7 @@ SINCE_3 = (
     "drafted_ids", "drafted_parents", "num_thinking_tokens", "start_s", "end_s",
 )
 # fmt: on
-SINCE = dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3)
+SINCE = dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3) | {"context": 4}
 """The schema version that introduced a column; in parts of an older one it reads as null."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
 """Columns of schema 1 that are no longer read: the engine was its own judge then."""

@@ -20,8 +20,6 @@ OF_RUN = ("run_id", "model", "target", "dtype", "device", "engine", "seed")
 """Columns with the same value in all rows of a run."""
 NAMES = tuple(item.name for item in fields(Settings))
 """Columns of the settings."""
-NEWER = ("concurrency",)
-"""Settings that runs of schema 3 may lack."""
 OF_SAMPLING = ("top_k", "top_p", "min_p")
 """Settings without effect in greedy decoding."""
 
@@ -32,14 +30,16 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
         if "temperature" not in identity:
             raise UserError(f"{where} has neither settings nor a temperature; restore the original file")
         return (Settings(float(identity["temperature"]), thinking=identity.get("thinking")),)
-    # A setting that is newer than the run had no other value then than its default.
-    run_settings = tuple(
-        Settings(**{name: entry[name] for name in NAMES if name in entry or name not in NEWER})
-        for entry in identity["settings"]
-    )
+    run_settings = tuple(_settings(entry) for entry in identity["settings"])
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
     return run_settings
+
+
+def _settings(entry: Mapping[str, Any]) -> Settings:
+    """Before schema 4 no prompt was padded, answers were decoded one at a time, and nothing said so."""
+    stored: dict[str, Any] = {"concurrency": 1, "context": None, **entry}
+    return Settings(**{name: stored[name] for name in NAMES})
 
 
 def settings_to_json(run_settings: Sequence[Settings]) -> list[dict[str, Any]]:

@@ -27,6 +27,16 @@ ENVIRONMENT: dict[str, Any] = MACHINE | {
     "num_usable_cores?": (int, None),
     "git?": ({"commit": str, "dirty?": (bool, None)}, None),
 }
+MEMORY: dict[str, Any] = {
+    "free_bytes": (int, None),
+    "target_weights_bytes": int,
+    "target_cache_bytes": int,
+    "draft_weights_bytes": int,
+    "draft_cache_bytes": int,
+    "largest_context": (int, None),
+    "largest_context_without_drafts": (int, None),
+}
+"""What was predicted before the models were loaded."""
 SETTINGS: dict[str, Any] = {
     "temperature": float,
     "top_k": int,
@@ -34,6 +44,8 @@ SETTINGS: dict[str, Any] = {
     "min_p": float,
     "repetition_penalty": float,
     "thinking": (bool, None),
+    "concurrency?": int,
+    "context?": (int, None),
 }
 IDENTITY: dict[str, Any] = {
     "model": str,
@@ -44,7 +56,7 @@ IDENTITY: dict[str, Any] = {
     "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": int}},
     "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
     "revisions?": {ANY: (str, None)},
-    "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str}},
+    "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str, "contexts?": {ANY: str}}},
     "max_new_tokens?": int,
     "seed?": (int, None),
     "repeats?": int,
@@ -80,6 +92,7 @@ STORED: dict[str, Any] = {
     "options?": {"target?": (str, None), "model?": (str, None)},
     "resumed?": [{"sandbox?": (str, None)}],
     "measured?": {ANY: int},
+    "memory?": (MEMORY, None),
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
 }
 """The shape of `run.json` needed to continue the run."""

@@ -71,7 +71,7 @@ class Conversation:
 
     def messages(self, turn: int) -> tuple[Message, ...]:
         messages = list(self.item.prompt.opening)
-        for number, text in enumerate(self.item.prompt.turns[: turn + 1]):
+        for number, text in enumerate(self.item.turns[: turn + 1]):
             messages.append(Message("user", text))
             plain = self._plain(number)
             if number < turn and plain is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from dflash_bench.records import GREEDY, Audit, Divergence, Generation, Message,
 from dflash_bench.results import plan as plans
 from dflash_bench.results.plan import Asked
 from dflash_bench.results.store import Key, Run
+from dflash_bench.tasks.padding import Paddings
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.suites import Loaded, prompt_hash
 
@@ -82,6 +83,8 @@ class Plan:
     audit: Audit = "all"
     cage: Cage | None = None
     """Where model-written code is run; without one it is not, and stays unscored."""
+    paddings: Paddings = field(default_factory=dict)
+    """What stands before prompts under settings with a context."""
 
     @property
     def num_generations(self) -> int:
@@ -104,7 +107,10 @@ class Plan:
         for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
             # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
             methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
-            yield Item(loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order)
+            padding = self.paddings.get((loaded.suite.name, prompt.prompt_id, settings.context), "")
+            yield Item(
+                loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order, padding
+            )
             order += len(prompt.turns) * len(methods)
 
 
@@ -126,6 +132,11 @@ def asked_of(plan: Plan) -> list[dict[str, Any]]:
             "suite": loaded.suite.name, "prompt_id": prompt.prompt_id, "prompt_hash": prompt_hash(prompt),
             "category": prompt.category, "opening": list(map(asdict, prompt.opening)), "turns": list(prompt.turns),
             "reference": prompt.reference,
+            "paddings": [
+                {"context": settings.context, "text": plan.paddings[place]}
+                for settings in plan.settings
+                if (place := (loaded.suite.name, prompt.prompt_id, settings.context)) in plan.paddings
+            ],
         }
         for loaded in plan.suites
         for prompt in loaded.prompts
@@ -149,6 +160,13 @@ class Item:
     settings: Settings
     methods: tuple[str, ...]
     order: int
+    padding: str = ""
+    """Stands before the first turn, for the context of the settings."""
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """What the user says."""
+        return (self.padding + self.prompt.turns[0], *self.prompt.turns[1:])
 
     @property
     def suite(self) -> str:

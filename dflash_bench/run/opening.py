@@ -12,6 +12,7 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models.presets import Preset
 from dflash_bench.run.items import Backend
+from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, drafts_of
 
 if TYPE_CHECKING:
@@ -34,12 +35,15 @@ class Wanted:
 
 def open_local(resolved: Resolved) -> LocalBackend:
     """The engine of this process, with the models of a resolved request. Raises UserError for what cannot be had."""
-    request = resolved.request
-    wanted = Wanted(
+    wanted = wanted_of(resolved.request)
+    return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, resolved.request.seed or 0)
+
+
+def wanted_of(request: Request) -> Wanted:
+    return Wanted(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
         request.trust_remote_code, request.engine, is_small=request.name == "nano",
     )  # fmt: skip
-    return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, request.seed or 0)
 
 
 def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int) -> LocalBackend:

@@ -44,6 +44,8 @@ class Request:
     min_p: tuple[float, ...] = ()
     repetition_penalty: tuple[float, ...] = ()
     concurrency: tuple[int, ...] = ()
+    context: tuple[int | None, ...] = ()
+    """Tokens that prompts are padded to; None among them is as they are."""
     block_size: str | None = None
     """One, or several with commas between them; and so `draft_steps`."""
     draft_steps: str | None = None

@@ -146,10 +146,11 @@ def settings_of(request: Request, modes: Sequence[bool | None]) -> list[Settings
         getattr(request, name) or (getattr(usual, name),)
         for name in ("top_k", "top_p", "min_p", "repetition_penalty", "concurrency")
     ]
-    for mode, temperature, top_k, top_p, min_p, penalty, beside in product(modes, request.temperatures, *values):
+    everything = product(modes, request.temperatures, *values, request.context or (None,))
+    for mode, temperature, top_k, top_p, min_p, penalty, beside, context in everything:
         if is_greedy(temperature):
             top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
-        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside))
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside, context))
     return list(dict.fromkeys(several))
 
 

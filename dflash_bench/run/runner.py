@@ -43,6 +43,6 @@ def execute(plan: Plan, backend: Backend, run: Run, watcher: Watcher, items: Ite
 
 def _warm_up(plan: Plan, backend: Backend, item: Item) -> WarmUp:
     """The same loop on the same prompt, thrown away but for the plain answer."""
-    messages = (*item.prompt.opening, Message("user", item.prompt.turns[0]))
+    messages = (*item.prompt.opening, Message("user", item.turns[0]))
     answers = [backend.generate(method, messages, item.settings, 0) for method in plan.methods]
     return WarmUp(item.suite, item.settings, answers[0])

@@ -19,6 +19,7 @@ from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, runner
 from dflash_bench.run.items import Backend, Plan
 from dflash_bench.run.opening import forwards_of, open_local
+from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
@@ -32,12 +33,13 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     # Before what is slow: a download, and the models.
     (store.check_resumable if resume else store.check_new)(folder)
     resolved = resolve(request, methods, model)
+    prepared = prepare(resolved)
     backend = open_local(resolved)
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
-    plan = _plan(resolved, settings)
-    info = _info(resolved, plan, backend)
-    for note in [note for loaded in resolved.suites for note in loaded.notes]:
+    plan = _plan(resolved, settings, prepared)
+    info = _info(resolved, plan, backend, prepared)
+    for note in [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes]:
         tell(f"note: {note}")
     if resume and request.budget is not None:
         _refuse_other_order(read_info(folder), info["plan"], folder)
@@ -51,9 +53,10 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
 
 
-def _plan(resolved: Resolved, settings: Sequence[Settings]) -> Plan:
+def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: Prepared) -> Plan:
     labels = tuple(method.label for method in resolved.methods)
-    return Plan(resolved.suites, labels, resolved.request.repeats, tuple(settings), resolved.audit, resolved.cage)
+    repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
+    return Plan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings)
 
 
 def _refuse_other_order(stored: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
@@ -78,11 +81,11 @@ def _execute_within(
     run.mark_finished({"measured": counts})
 
 
-def _info(resolved: Resolved, plan: Plan, backend: Backend) -> dict[str, Any]:
+def _info(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) -> dict[str, Any]:
     """What `run.json` holds."""
     options = asdict(resolved.request)
     return {
-        "identity": _identity(resolved, plan, backend),
+        "identity": _identity(resolved, plan, backend, prepared),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         "environment": environment.describe(),
         "command": shlex.join(["dflash-bench", *sys.argv[1:]]),
@@ -91,15 +94,17 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend) -> dict[str, Any]:
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
         # Measured anew by each process that works on the run, and so no part of what they must have in common.
         "forwards": forwards_of(backend),
+        "memory": prepared.memory,
+        "contexts": prepared.contexts.about,
     }
 
 
-def _identity(resolved: Resolved, plan: Plan, backend: Backend) -> dict[str, Any]:
+def _identity(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) -> dict[str, Any]:
     """What decides the answers: a run is continued only under the same."""
     return {
         "schema_version": SCHEMA_VERSION,
         "model": resolved.request.name,
-        "suites": {loaded.suite.name: _identity_of_suite(loaded) for loaded in resolved.suites},
+        "suites": {loaded.suite.name: _identity_of_suite(loaded, prepared) for loaded in resolved.suites},
         "max_new_tokens": resolved.max_new_tokens,
         "settings": settings_to_json(plan.settings),
         "seed": resolved.request.seed or 0,
@@ -110,12 +115,14 @@ def _identity(resolved: Resolved, plan: Plan, backend: Backend) -> dict[str, Any
     }
 
 
-def _identity_of_suite(loaded: Loaded) -> dict[str, Any]:
+def _identity_of_suite(loaded: Loaded, prepared: Prepared) -> dict[str, Any]:
     suite = loaded.suite
+    hashes = prepared.contexts.sha256.get(suite.name)
     return {
         "version": suite.version,
         "source": loaded.source,
         "sha256": loaded.sha256,
         "prompts": len(loaded.prompts),
         "scorer": suite.scorer,
+        **({"contexts": hashes} if hashes else {}),
     }

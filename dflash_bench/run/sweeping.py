@@ -19,6 +19,7 @@ SETTINGS = tuple(item.name for item in fields(Settings))
 OF_SETTINGS = "setting"
 """What is written before the colon for a setting that has its name in common with an option of a method."""
 NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
+CONTEXT = "none|([0-9]{1,7})(k?)"
 EXAMPLE = "--over block=4,8,16, --over eagle3-tree:top_k=4,8 or --over temperature=0,1"
 
 
@@ -97,7 +98,23 @@ def setting_values(axis: Axis) -> Any:
         if not {*axis.values} <= {"on", "off"}:
             raise UserError(f"--over thinking takes on and off, not '{','.join(axis.values)}'")
         return axis.values[0] if len(axis.values) == 1 else "both"
+    if axis.name == "context":
+        return contexts(",".join(axis.values), "--over context")
     return numbers(",".join(axis.values), f"--over {axis.name}", whole=axis.name == "top_k")
+
+
+def contexts(text: str, where: str) -> tuple[int | None, ...]:
+    """Of 4k, 1000 or none, or several with commas. Raises UserError for what is none, and for one there twice."""
+    matches = [re.fullmatch(CONTEXT, part) for part in text.split(",")]
+    values = tuple(match and match[1] and int(match[1]) * (1024 if match[2] else 1) for match in matches)
+    if not all(matches) or 0 in values:
+        raise UserError(
+            f"{where} takes a number of tokens such as 4k (4096) or 1000, or none, or several with commas between "
+            f"them, not {shortened(text, 40)}"
+        )
+    if len({*values}) < len(values):
+        raise UserError(f"{where} names one twice: {text}")
+    return tuple(int(value) if value else None for value in values)
 
 
 def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -45,6 +45,8 @@ class Suite:
     reference: str | None = None
     turns: tuple[str, ...] = ()
     turns_column: str | None = None
+    worked: str | None = None
+    """A template for a whole answer, of columns that not every source has: prompts are padded with worked examples."""
 
     @property
     def data(self) -> DataSet:
@@ -64,6 +66,8 @@ class Loaded:
     """How many rows there were to draw from."""
     notes: tuple[str, ...] = ()
     """What a user should know about them, such as columns that are ignored."""
+    pool: tuple[Prompt, ...] = field(default=(), repr=False)
+    """All that they were drawn from, which other prompts can be padded with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,8 @@ def draw(
             raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
     drawn_ids = set(sorted(row_numbers, key=lambda prompt_id: _rank(suite, prompt_id))[:limit])
     drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
-    return Loaded(suite, drawn, source, _sha256([prompt.row for prompt in drawn]), len(prompts), notes)
+    sha256 = _sha256([prompt.row for prompt in drawn])
+    return Loaded(suite, drawn, source, sha256, len(prompts), notes, tuple(prompts))
 
 
 def _rank(suite: Suite, prompt_id: str) -> bytes:

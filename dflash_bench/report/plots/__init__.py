@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_bench.analysis.profiling import Place
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.report.plots import acceptance, load, speed, sweep
+from dflash_bench.report.contexts import by_context
+from dflash_bench.report.plots import acceptance, context, load, speed, sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.profile import profile
 from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
@@ -24,7 +25,7 @@ KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "load": load.load, "sweep": sweep.sweep,
+    "load": load.load, "sweep": sweep.sweep, "context": context.context,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -34,6 +35,7 @@ CAPTIONS = {
     "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
     "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
+    "context": "Where al.pooled falls below break_even_al (dashed), a longer context costs more than the draft gains.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
 
@@ -44,9 +46,9 @@ def check_kind(kind: str) -> None:
 
 
 def names_for(material: Material) -> list[str]:
-    """Those that such a run has: in most runs no option has several values, and answers are decoded one by one."""
-    absent = {name for name, there in (("sweep", material.sweeps), ("load", material.loads)) if not there}
-    return [name for name in PLOTS if name not in absent]
+    """Those that such a run has: in most no option has several values, and prompts stand alone, one at a time."""
+    lacking = {"sweep": not material.sweeps, "load": not material.loads, "context": not by_context(material.cells)}
+    return [name for name in PLOTS if not lacking.get(name)]
 
 
 def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.sweeps import LENGTH, SPEEDUP, Curve, Point, Sweep
+from dflash_bench.analysis.sweeps import LENGTH, NONE, SPEEDUP, Curve, Point, Sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.style import (
     MARKERS,
@@ -19,6 +19,7 @@ from dflash_bench.report.plots.style import (
     panels,
     top_of,
 )
+from dflash_bench.report.sweeps import value_text
 
 FIGURES = {LENGTH: lambda point: point.length, SPEEDUP: lambda point: point.speedup}
 
@@ -71,10 +72,13 @@ def _places(swept: Sweep) -> dict[Any, float]:
     numbers = sorted(value for value in values if not isinstance(value, str))
     step = (numbers[-1] - numbers[0]) / max(len(numbers) - 1, 1) if numbers else 1.0
     first = numbers[-1] + step if numbers else 0.0
-    words = [value for value in values if isinstance(value, str)]
-    return {value: float(value) for value in numbers} | {
-        word: first + at * (step or 1) for at, word in enumerate(words)
-    }
+    words = [value for value in values if isinstance(value, str) and value != NONE]
+    begin = {NONE: 0.0} if NONE in values else {}
+    return (
+        begin
+        | {value: float(value) for value in numbers}
+        | {word: first + at * (step or 1) for at, word in enumerate(words)}
+    )
 
 
 def _line(axes: Any, swept: Sweep, curve: Curve, figure_id: str, number: int) -> None:
@@ -91,7 +95,7 @@ def _line(axes: Any, swept: Sweep, curve: Curve, figure_id: str, number: int) ->
 
 def _name_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     place = _places(swept)
-    axes.set_xticks(list(place.values()), [f"{value:g}" if isinstance(value, float) else str(value) for value in place])
+    axes.set_xticks(list(place.values()), [value_text(swept.option, value) for value in place])
     axes.set_xlabel(f"{swept.option} ({swept.unit})" if swept.unit else swept.option)
     axes.set_ylabel(figure_id)
     if figure_id == SPEEDUP:

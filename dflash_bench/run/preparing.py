@@ -1,0 +1,82 @@
+"""What is found out before any weights are loaded: how prompts are padded, how long rows become, and do they fit?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from dflash_bench import environment
+from dflash_bench.errors import UserError
+from dflash_bench.records import Message
+from dflash_bench.run import contexts
+from dflash_bench.run.contexts import Contexts
+from dflash_bench.run.opening import device_and_dtype, wanted_of
+from dflash_bench.run.resolving import Resolved, modes_of
+from dflash_bench.tasks.suites import chats
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    contexts: Contexts
+    memory: dict[str, int | None]
+    """As `run.json` holds it."""
+
+
+def prepare(resolved: Resolved) -> Prepared:
+    """Checkpoints are fetched, and their tokenizer, configs and headers read. Raises UserError as loading them would,
+    for a context that the target has not, and for too little memory."""
+    import torch
+
+    from dflash_bench.models import chat, gguf, hub, language, memory, networks, targets
+    from dflash_bench.models.language import Placement
+
+    wanted = wanted_of(resolved.request)
+    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
+    model, trusted = resolved.model, wanted.trust_remote_code
+    drafts = {name: networks.fetch(name, model.drafts[name]).folder for name in resolved.drafts}
+    place = str(gguf.converted(Path(model.target))) if gguf.is_file(model.target) else model.target
+    folder = hub.fetch(place, code=trusted).folder
+    config = language.check(folder, Placement(spread=wanted.device_map is not None, trust_remote_code=trusted))
+    tokenizer = targets.tokenizer_of(folder, trusted)
+    modes = [bool(mode) for mode in modes_of(resolved.request, model, chat.has_thinking(tokenizer))]
+    for mode in modes:
+        chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
+
+    def size(messages: Sequence[Message]) -> int:
+        return max(len(chat.encoded(tokenizer, messages, mode)) for mode in modes)
+
+    length = getattr(config, "max_position_embeddings", None) or 2**31
+    padded = contexts.padded(resolved.suites, resolved.request.context, size, length, resolved.max_new_tokens)
+    counts = model.num_drafts or {}
+    methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
+    demand = memory.demand_of(folder, drafts, methods, None if dtype == "auto" else getattr(torch, dtype), trusted)
+    demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
+    free = _free_bytes(device, wanted.device_map is not None)
+    held = demand.held(padded.longest)
+    with_drafts, without = (
+        None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
+        for one in (demand, demand.without_drafts())
+    )
+    if free is not None and held.total > free:
+        where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
+        raise _too_little(held.total, free, where, with_drafts or 0, without or 0)
+    found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
+    return Prepared(padded, asdict(held) | found)
+
+
+def _free_bytes(device: str, spread: bool) -> int | None:
+    import torch
+
+    if device == "cpu":
+        return environment.free_bytes()
+    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in (range(torch.cuda.device_count()) if spread else [device]))
+
+
+def _too_little(needed: int, free: int, where: str, largest: int, without: int) -> UserError:
+    words = f"weights and caches need {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {where}"
+    if largest > 0:
+        return UserError(f"{words}; the largest context that fits is {largest} tokens, and {without} without drafts")
+    if without > 0:
+        return UserError(f"{words}; without drafts a context of {without} tokens fits")
+    return UserError(f"{words}, too few for the weights alone; use a smaller model or --dtype, or another --device")

@@ -1,0 +1,133 @@
+"""Memory by hand, and what is predicted held against what models, caches and drafters really take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from dflash_bench import methods
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.models import presets
+from dflash_bench.models.loading import Models, load
+from dflash_bench.models.memory import Demand, Footprint, demand_of, round_of
+from dflash_bench.records import Message
+
+NANO = presets.preset("nano")
+LABELS = (
+    "ar", "dflash", "dflash:block=4", "dflash:3", "dflash+ngram", "ddtree", "ddtree:nodes=auto", "eagle3",
+    "eagle3-tree", "eagle3-tree:nodes=20,top_k=4,depth=3", "draft-model", "medusa:nodes=30", "ngram", "suffix",
+    "lookahead", "synthetic", "oracle", "random", "block-diffusion",
+)  # fmt: skip
+
+
+def chosen(*labels: str) -> list[methods.Method]:
+    counts = NANO.num_drafts or {}
+    return [method.with_count(counts.get(method.name)) for method in map(methods.parse, labels)]
+
+
+def demand(*labels: str, dtype: torch.dtype | None = torch.float32) -> Demand:
+    some = chosen(*labels)
+    drafts = {method.draft: Path(NANO.drafts[method.draft]) for method in some if method.draft}
+    return demand_of(Path(NANO.target), drafts, some, dtype)
+
+
+@pytest.fixture(scope="module")
+def opened() -> tuple[Models, LocalBackend]:
+    some = [methods.parse(label) for label in LABELS]
+    models = load("nano", list(dict.fromkeys(method.draft for method in some if method.draft)), "cpu", torch.float32)
+    return models, open_backend(models, NANO, some, max_new_tokens=8)
+
+
+def test_by_hand() -> None:
+    model = Footprint(weights_bytes=1000, place_bytes=10)
+    needed = Demand(model, {"draft-model": Footprint(100, 2)}, [methods.parse("ar"), methods.parse("draft-model:4")])
+    held = needed.held(50)
+    # One for the token after the last, four that are drafted; and in the draft's own cache another four to draft in.
+    assert (held.target_cache_bytes, held.draft_cache_bytes) == (55 * 10, 59 * 2)
+    assert held.total == 1000 + 100 + 550 + 118
+    assert needed.longest_within(held.total) == 50
+    assert needed.longest_within(held.total - 1) == 49
+    assert needed.longest_within(0) < 0
+    alone = needed.without_drafts()
+    assert (alone.held(50).total, alone.longest_within(1000 + 510)) == (1510, 50)
+
+
+def test_two_drafts_of_one_method_and_one_draft_of_two_methods() -> None:
+    model, draft = Footprint(1000, 10), Footprint(100, 2)
+    one = Demand(model, {"draft-model": draft}, [methods.parse("draft-model:4"), methods.parse("draft-model:2")])
+    held = one.held(0)
+    assert (held.draft_weights_bytes, held.draft_cache_bytes) == (100, 2 * (9 + 5))
+    both = {"draft-model": draft, "draft-model@b": draft}
+    two = Demand(model, both, [methods.parse("draft-model:4"), methods.parse("draft-model@b:4")]).held(0)
+    assert (two.draft_weights_bytes, two.draft_cache_bytes) == (200, 2 * 2 * 9)
+
+
+def test_rows_multiply_caches_and_nothing_else() -> None:
+    one = Demand(Footprint(1000, 10), {}, [methods.parse("ar")])
+    four = Demand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)
+    assert (one.held(9).total, four.held(9).total) == (1100, 1400)
+
+
+def test_weights_are_those_that_are_loaded(opened: tuple[Models, LocalBackend]) -> None:
+    models, _ = opened
+    predicted = demand(*LABELS)
+    assert predicted.target.weights_bytes == held_by(models.target)
+    for name, draft in predicted.drafts.items():
+        assert draft.weights_bytes == held_by(models.drafts[name]), name
+    assert 2 * demand("ar", dtype=torch.bfloat16).target.weights_bytes == predicted.target.weights_bytes
+    assert demand("ar", dtype=None) == demand("ar")
+
+
+def held_by(model: Any) -> int:
+    """Tensors that share memory, such as a head and an embedding that are tied, once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_round_takes_the_places_that_its_drafter_says(label: str, opened: tuple[Models, LocalBackend]) -> None:
+    models, backend = opened
+    (method,), drafter = chosen(label), backend.drafters[label]
+    config = getattr(models.drafts.get(method.draft or ""), "config", None)
+    predicted, scratch = round_of(method, getattr(config, "block_diffusion", config))
+    if method.name == "lookahead":
+        assert drafter.num_drafts <= predicted < 2 * drafter.num_drafts
+        return
+    assert predicted == drafter.num_drafts
+    cached = getattr(drafter, "block", drafter) if method.name == "dflash+ngram" else drafter
+    assert scratch == getattr(cached, "num_scratch", drafter.num_drafts if method.name == "draft-model" else 0)
+
+
+@pytest.mark.parametrize("label", ["ar", "dflash", "ddtree", "eagle3", "eagle3-tree", "draft-model"])
+def test_caches_are_as_large_as_predicted(label: str, opened: tuple[Models, LocalBackend]) -> None:
+    backend = open_backend(opened[0], NANO, [methods.parse(label)], max_new_tokens=8)
+    prompt = backend.encode([Message("user", "Add 3 and 4.")])
+    assert not backend.generate_ids(label, [prompt])[0].error
+    held = demand(label).held(len(prompt) + 8)
+    assert held.target_cache_bytes == size_of(backend.target.cache)
+    drafter: Any = backend.drafters[label]
+    cache = drafter.model.cache if label == "draft-model" else getattr(drafter, "cache", None)
+    assert held.draft_cache_bytes == (size_of(cache) if cache else 0)
+
+
+def size_of(cache: KVCache) -> int:
+    return sum(buffer.nbytes for pair in cache._layers.values() for buffer in pair)
+
+
+def test_a_head_that_is_rows_of_the_targets_is_held_all_the_same(tmp_path: Path) -> None:
+    from dflash_bench.models.formats import save_draft
+
+    folder = tiny.build(tmp_path / "model")
+    models = load(str(folder), ["eagle3"], "cpu", torch.float32)
+    save_draft(models.drafts["eagle3"], tmp_path / "slim", slim=True)
+    some = [methods.parse("eagle3")]
+    slim, whole = (
+        demand_of(folder / "target", {"eagle3": place}, some, torch.float32).drafts["eagle3"].weights_bytes
+        for place in (tmp_path / "slim", folder / "eagle3")
+    )
+    assert slim == whole
