@@ -94,7 +94,7 @@ def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, 
         block = config.block_for(number["n"]) if "n" in number else number.get("block", config.block_size)
         return nodes or max(config.num_drafts(block), number.get("copy", 0)), block
     if isinstance(config, Mapping):
-        return number.get("block", config["block_size"]) - 1, 0
+        return int(number.get("block") or config["block_size"]) - 1, 0
     if isinstance(config, Eagle3Config) and nodes:
         width = min(number["top_k"], nodes, config.draft_vocab_size or config.vocab_size)
         levels = min(number["depth"], nodes) - 1
