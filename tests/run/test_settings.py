@@ -239,7 +239,7 @@ def test_every_form_of_report_names_the_settings_of_a_run_of_several(tmp_path: P
     assert [material.label(group) for group in material.groups] == [
         "gsm8k (embedded)\ntemperature 0", "gsm8k (embedded)\ntemperature 1",
     ]  # fmt: skip
-    for name in plots.PLOTS:
+    for name in plots.names_for(material):
         # In a sweep temperature is what the axis shows.
         assert ("temperature" if name == "sweep" else "temperature 1") in plots.svg(material, name), name
 
