@@ -50,7 +50,7 @@ def meaning(curve: Curve) -> str:
             )
         case "bandwidth":
             return (
-                f"A forward of one token takes {times}: reading weights binds it, and {wide}. That is what speculative "
+                f"A forward of one token takes {times}, so that is mostly what binds it, and {wide}. That is what speculative "
                 "decoding lives on."
             )
     return (
