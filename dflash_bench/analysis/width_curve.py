@@ -14,8 +14,11 @@ from dflash_bench.analysis.roofline import Bound, bound, least_s, work
 from dflash_bench.forwards import Forward, Line, Rates, Size, fit
 
 Regime = Literal["fixed cost", "bandwidth", "arithmetic"]
-WELL_ABOVE = 2.0
-"""From this many times the roofline on, what does not grow with the width is called fixed cost."""
+WELL_ABOVE = 4.0
+"""From this many times the roofline on, what does not grow with the width is called fixed cost.
+
+A product of a matrix with one row may well reach only half or a third of the bandwidth of a copy.
+"""
 
 
 @dataclass(frozen=True, slots=True)

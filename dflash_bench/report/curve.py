@@ -50,8 +50,8 @@ def meaning(curve: Curve) -> str:
             )
         case "bandwidth":
             return (
-                f"A forward of one token takes {times}: reading weights binds it, and {wide}. That is what speculative "
-                "decoding lives on."
+                f"A forward of one token takes {times}, so that is mostly what binds it, and {wide}. That is what "
+                "speculative decoding lives on."
             )
     return (
         f"A forward of one token takes {times}, and {wide}: wide forwards are bound by arithmetic, so every drafted "

@@ -32,8 +32,8 @@ def test_a_line_never_falls_and_one_point_makes_a_level_one() -> None:
     ("line", "expected"),
     [
         (Line(1.2, 0.01), "bandwidth"),
-        (Line(1.99, 0.01), "bandwidth"),
-        (Line(2.01, 0.01), "fixed cost"),
+        (Line(3.99, 0.01), "bandwidth"),
+        (Line(4.01, 0.01), "fixed cost"),
         (Line(9.0, 0.5), "fixed cost"),
         (Line(9.0, 0.6), "arithmetic"),
         (Line(0.5, 0.5), "arithmetic"),
@@ -53,9 +53,9 @@ def test_a_curve_says_how_far_it_is_above_the_roofline_and_off_what_was_measured
 
 
 def test_a_single_token_that_is_read_fast_shows_that_there_is_no_fixed_cost() -> None:
-    steps = [Forward(1, 1, 0, 1.1), *(Forward(1, width, 0, 2.7) for width in (2, 4, 8, 16))]
+    steps = [Forward(1, 1, 0, 2.2), *(Forward(1, width, 0, 5.4) for width in (2, 4, 8, 16))]
     through = curve(steps, SIZE, RATES)
-    assert through.line.c0 > 2 and through.regime == "bandwidth"
+    assert through.line.c0 > 4 and through.regime == "bandwidth"
 
 
 def test_what_grows_with_more_experts_may_be_bandwidth() -> None:
