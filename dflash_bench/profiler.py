@@ -75,7 +75,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
     from dflash_bench.engine import profiling
     from dflash_bench.engine.architecture import context_length
     from dflash_bench.engine.counting import size_of
-    from dflash_bench.engine.networks import target_of
+    from dflash_bench.engine.networks import name_of, target_of
 
     profiling.check(drafting)
     kind = None if dtype == "auto" else getattr(torch, dtype)
@@ -99,7 +99,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
         "model": request.name, "target": preset.target, "methods": [method.label for method in drafting],
         "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": asked.random_weights,
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
-        "engine": request.engine or "transformers",
+        "engine": name_of(target),
     }  # fmt: skip
     return judged(about, measured, subject.full, acceptance)
 
