@@ -57,10 +57,10 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/f
 
 
 def _left_in_group(group: Path) -> int | None:
-    """What a control group (version 2) may still take; what it holds of files it can give back."""
+    """What a control group (version 2) may still take; what it holds of files that nobody reads it can give back."""
     try:
         most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        files = re.search(r"^file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(most) - int(used) + (int(files[1]) if files else 0) if most.isdecimal() else None

@@ -129,7 +129,7 @@ def test_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
     assert environment.free_bytes(tmp_path / "meminfo", tmp_path) == 5000 * 1024
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2000000\n")
-    (tmp_path / "memory.stat").write_text("anon 1000\nfile 500000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 500000\n")
     assert environment.free_bytes(tmp_path / "meminfo", tmp_path) == 1_500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert environment.free_bytes(tmp_path / "meminfo", tmp_path) == 5000 * 1024

@@ -27,9 +27,9 @@ from dflash_bench.results import asked, columns, frame, store
 from dflash_bench.results.identity import settings_of, settings_to_json, short_names
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import contexts, sweeping
+from dflash_bench.run.items import Plan, asked_of
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import settings_of as settings_of_request
-from dflash_bench.run.runner import Plan, asked_of
 from dflash_bench.tasks.suites import Loaded
 
 Main = Callable[..., tuple[int, str, str]]
