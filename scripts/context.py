@@ -1,5 +1,9 @@
-"""The page of `scripts/context`. Usage: python scripts/context.py RUNS RESULTS."""
+"""The page of `scripts/context`. Usage: python scripts/context.py RUNS RESULTS [REMARK]
 
+REMARK is a sentence on the machine, such as what else it was doing.
+"""
+
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +22,7 @@ scripts/context FOLDER
 ```
 
 {machine}.
+{remark}
 
 Each prompt stands behind as many other prompts of its source, with their answers, as fill the context: a longer one
 only adds to a shorter one, at its beginning. The same prompts are asked at every context, greedily, in float32 on one
@@ -41,12 +46,11 @@ Memory, as predicted before loading: {memory}.
 """
 ABOUT = {
     "smollm2": "With so few prompts the intervals are wide: what they show is the direction, and what a step costs.",
-    "nano": "`nano` and its drafts were trained on prompts alone, without anything before them: the first context that "
-    "is padded is text as they have never seen it, and the drafts lose nearly all of their acceptance.",
+    "nano": "`nano` and its drafts were trained on prompts alone: a prompt behind others is new to all of them.",
 }
 
 
-def main(runs: str, results: str) -> None:
+def main(runs: str, results: str, remark: str = "") -> None:
     out = Path(results)
     names = ("smollm2", "nano")
     parts = []
@@ -55,9 +59,10 @@ def main(runs: str, results: str) -> None:
         shutil.copy(Path(runs) / name / "plots" / "context.svg", out / picture)
         parts.append(section(name, document.read_document(Path(runs) / name), picture))
     info = document.read_document(Path(runs) / names[0]).results.info
+    machine = environment.one_line(info["environment"])
     figures = ("al.pooled", "break_even_al", "speedup.decode")
     formulas = "\n".join(f"- `{figure}`: {FORMULAS[figure]}" for figure in figures)
-    text = "\n".join([HEAD.format(machine=environment.one_line(info["environment"])), *parts])
+    text = "\n".join([HEAD.format(machine=machine, remark=remark), *parts])
     foot = f"{contexts.LEGEND[0].upper()}{contexts.LEGEND[1:]}.\n\n{formulas}\n\n{columns.INTERVALS}\n"
     (out / f"{NAME}.md").write_text(f"{text}\n{foot}", encoding="utf-8")
     print(out / f"{NAME}.md")
@@ -67,7 +72,8 @@ def section(name: str, run: Document, picture: str) -> str:
     drafting = [cell.exact for cell in run.cells if cell.exact and cell.method != "ar"]
     audits = [cell.audit for cell in run.cells if cell.audit]
     info = run.results.info
-    command = info["command"].replace(str(Path(info["options"]["data"] or "").parent) + "/", "")
+    folder = Path(info["options"]["data"] or "").parent
+    command = re.sub(r" --out \S+", "", info["command"]).replace(f"{folder}/", "")
     return RUN.format(
         model=name, num=run.cells[0].num_prompts, suite=run.cells[0].label, command=command,
         exact=sum(right for right, _ in drafting), compared=sum(of for _, of in drafting),

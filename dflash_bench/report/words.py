@@ -116,8 +116,8 @@ def memory(info: Mapping[str, Any]) -> str:
     if not known:
         return ""
     weights, caches = (
-        f"{known[f'target_{part}_bytes'] / GB:.2f} GB for the target"
-        + (f" and {known[f'draft_{part}_bytes'] / GB:.2f} for drafts" if known["draft_weights_bytes"] else "")
+        f"{_size(known[f'target_{part}_bytes'])} for the target"
+        + (f" and {_size(known[f'draft_{part}_bytes'])} for drafts" if known["draft_weights_bytes"] else "")
         for part in ("weights", "cache")
     )
     free, largest, without = (
@@ -127,7 +127,11 @@ def memory(info: Mapping[str, Any]) -> str:
     if free is None:
         return words
     others = f", {without:,} without drafts" if without != largest else ""
-    return f"{words}; {free / GB:.1f} GB were free, enough for a context of {largest:,} tokens{others}"
+    return f"{words}; {_size(free)} were free, enough for a context of {largest:,} tokens{others}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= GB else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _model(identity: Mapping[str, Any]) -> str:

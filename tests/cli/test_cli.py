@@ -109,6 +109,7 @@ ASKED = ("--suite", "gsm8k", "--data", "data", "--method", "dflash", "--method",
 
 
 def test_the_whole_output_of_a_run(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    monkeypatch.setattr("dflash_bench.environment.free_bytes", lambda: 8 * 10**9)
     gsm8k(here / "data", 24)
     write_lines(here / "mine.jsonl", {"prompt": "one"}, {"turns": ["two", "more"]}, {"prompt": "three"})
     code, _ = fake_run(monkeypatch, *ASKED, "--prompts", "mine.jsonl")
