@@ -43,7 +43,7 @@ def as_json(
     draws: Sequence[Draws], tests: Sequence[Comparison], verdicts: Sequence[Verdict], settings: Settings
 ) -> dict[str, Any]:
     return {
-        "settings": {name: value for name, value in asdict(settings).items() if name != "thinking"},
+        "settings": {name: value for name, value in asdict(settings).items() if name in ("temperature", *NAMES)},
         "draws": sum(draws[0].counts.values()),
         "level": LEVEL,
         "tests": [
