@@ -24,14 +24,14 @@ scripts/quantised FOLDER
 
 {machine}; {packages}.
 
-The target's linear layers in int8 (torchao, a scale for each row) or nf4 (bitsandbytes, a scale for every 64 weights), by
-weight only: `--quantize`. Embedding, output head and drafts are as they were. One thread, greedy decoding, one answer at a
-time; all but the lines `lean` are computed by transformers' code, so that only the weights differ.
+The weights of the target's linear layers in int8 (torchao, a scale for each row) or nf4 (bitsandbytes, a scale for
+every 64 weights): `--quantize`. Embedding, output head and drafts are as they were. One thread, greedy decoding, one
+answer at a time; all but the lines `lean` are computed by transformers' code, so that only the weights differ.
 
-**How little this is.** {sizes}. Two small models, one machine, one run each: intervals are over prompts, and such few
-cannot tell small losses of accuracy, or of acceptance, from none. A processor has no fast product for quantised weights, which are
-unpacked in every pass: here quantising saves memory and costs time. A GPU, where reading weights is what takes time, may
-well say the opposite.
+**How little this is.** {sizes}. Two small models, one machine, one run each: intervals are over prompts, and so few
+cannot tell a small loss of accuracy or of acceptance from none. SmolLM2's plain weights come from a 4-bit file
+(`fetch smollm2`), so its figures are of rounding once more. On this processor quantised weights are
+unpacked in every pass: that saves memory and costs time. Nothing follows for a GPU.
 
 ## Weights of the target
 
@@ -47,11 +47,11 @@ RUN = """## {title}
 
 {against}
 """
-LEGEND = """`al / plain` and `tps / plain` are over the same prompts of the run with plain weights and the same type, both by
-transformers' code. `equal`: answers of plain decoding that are the same token for token with plain and with quantised
-weights; `in common`: tokens before the first difference, mean over the others. `lost, gained`: prompts answered right
-only with plain, only with quantised weights, and McNemar's p. Answers are cut at {tokens} tokens, so `passed` counts only
-answers that came to their end before."""
+LEGEND = """`exact` and `audit` are against the target with these very weights. `al / plain` and `tps / plain` are
+over the same prompts of the run with plain weights and the same type, both by transformers' code. `equal`: plain
+decoding's answers that are the same, token for token, with plain and with quantised weights; `in common`: tokens before
+the first difference, mean over the others. `lost, gained`: prompts answered right only with plain, only with quantised
+weights; p is McNemar's. Answers are cut at {tokens} tokens: one that had not ended by then counts as wrong."""
 
 
 def main(runs: str, results: str) -> None:
