@@ -42,7 +42,8 @@ LIMITS = {
 ARITHMETIC = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "_scaled_dot_product_flash_attention_for_cpu")
 HEAD = """# Our own loop
 
-{machine}. `scripts/bench_loop results/loop-nano-cpu.md` makes this page: nano, float32, one thread, {prompts} embedded
+{machine}.
+`scripts/bench_loop results/loop-nano-cpu.md` makes this page: nano, float32, one thread, {prompts} embedded
 questions of gsm8k, up to {tokens} tokens. A ratio is the median over prompts of each prompt's ratio, all arms in turn.
 Arithmetic is every matrix product and attention of a step, timed alone on the same tensors, one after the other.
 

@@ -184,18 +184,19 @@ def _rollback(by: int) -> Plant:
     """After a round that drafted, the row's length is wrong by so much."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        commit = decoding._State._commit
+        keep = decoding._State._keep
 
-        def faulty(self: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int], *rest: Any) -> None:
-            is_prefill = max(self.starts) == 0
-            commit(self, hidden, tokens, counts, *rest)
+        def faulty(
+            self: Any, verdict: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int], *rest: Any
+        ) -> None:
+            keep(self, verdict, hidden, tokens, counts, *rest)
             has_room = max(self.starts) + 2 * self.drafter.num_drafts + 4 < self.target.cache.capacity
-            if not is_prefill and self.drafter.num_drafts and has_room:
+            if self.drafter.num_drafts and has_room:
                 self.starts = [
                     start + (by if count > 1 else 0) for start, count in zip(self.starts, counts, strict=True)
                 ]
 
-        patch.setattr(decoding._State, "_commit", faulty)
+        patch.setattr(decoding._State, "_keep", faulty)
 
     return plant
 

@@ -62,4 +62,5 @@ def _difference(published: Target, lean: Target) -> float:
         rest = target.forward(torch.tensor([tokens[-8:-1]], device=target.device), [PROBED - 8]).logits
         last = target.forward(torch.tensor([tokens[-1:]], device=target.device), [PROBED - 1]).logits
         said.append(torch.cat([whole, rest, last], dim=1).float())
+        target.release()
     return float((said[0] - said[1]).abs().max() / said[0].abs().max())

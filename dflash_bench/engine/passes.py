@@ -23,9 +23,12 @@ CONTEXT = 128
 
 
 def prepare(target: Target, rows: int, capacity: int) -> None:
-    """Twice, because the second time the cache is overwritten: fresh zeros need no memory until then."""
-    target.begin(rows, capacity)
-    target.begin(rows, capacity)
+    """Twice, because the second time the cache is overwritten: fresh zeros need no memory until then.
+
+    With a place to spare behind the last token, as decoding has.
+    """
+    target.begin(rows, capacity + 1)
+    target.begin(rows, capacity + 1)
 
 
 def some_tokens(target: Target, rows: int, width: int) -> Tensor:
@@ -70,6 +73,7 @@ def curve_of(target: Target) -> dict[str, Any]:
     """What a run keeps of its own target: a short ladder, and what `analysis` needs to say what it means."""
     context = min(CONTEXT, target.context_length - max(WIDTHS))
     forwards = ladder(target, 1, context)
+    target.release()
     rates = rates_of(target.device, target.model.dtype)
     return {
         "rows": 1,

@@ -119,6 +119,10 @@ class Target:
             self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0])
         self._allocate(num_rows, capacity)
 
+    def release(self) -> None:
+        """The buffers are needed no more: the next `begin` makes its own, no larger than it needs."""
+        self._cache = None
+
     def _allocate(self, num_rows: int, capacity: int) -> None:
         self._cache = KVCache(num_rows, capacity, self.device, like=self._cache)
         self.network.serve(self._cache, self.device)
