@@ -150,9 +150,7 @@ def _refuse_quantization(request: Request, kind: str) -> None:
     if kind not in quantizing.PACKAGES:
         raise unknown("quantisation", kind, list(quantizing.PACKAGES))
     if request.engine == "lean":
-        raise UserError(
-            f"--engine lean computes plain weights, and --quantize {kind} leaves none; leave one of them out"
-        )
+        raise UserError(f"--engine lean computes plain weights only; leave it out, or --quantize {kind}")
     if request.device_map is not None:
         raise UserError(f"--quantize {kind} is for one device, and --device-map for several; leave one of them out")
 
