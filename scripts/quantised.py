@@ -28,30 +28,36 @@ The weights of the target's linear layers in int8 (torchao, a scale for each row
 every 64 weights): `--quantize`. Embedding, output head and drafts are as they were. One thread, greedy decoding, one
 answer at a time; all but the lines `lean` are computed by transformers' code, so that only the weights differ.
 
-**How little this is.** {sizes}. Two small models, one machine, one run each: intervals are over prompts, and so few
+**How little this is:** {sizes}. Two small models, one machine, one run each. Intervals are over prompts, and so few
 cannot tell a small loss of accuracy or of acceptance from none. SmolLM2's plain weights come from a 4-bit file
-(`fetch smollm2`), so its figures are of rounding once more. On this processor quantised weights are
-unpacked in every pass: that saves memory and costs time. Nothing follows for a GPU.
+(`fetch smollm2`), so its figures are of rounding once more. On this processor quantised weights are unpacked in every
+pass: that saves memory and costs time. Nothing follows for a GPU.
 
 ## Weights of the target
 
 {weights}
 
-Measured on the loaded models, scales included. The embedding, which is not quantised, is most of what is left.
+Measured on the loaded models, with scales, and with the embedding, which is not quantised.
+
+## How to read the tables
+
+- `exact`, `audit`: answers that are plain decoding's token for token, and the judge's own choice at every token, by the
+  target with these very weights. `mismatch`: those that differ by more than rounding explains; others are near ties.
+- `al / plain`, `tps / plain`: over the same prompts of the run with plain weights and the same type, by transformers'
+  code too.
+- `equal`: plain decoding's answers that are the same, token for token, with plain and with quantised weights;
+  `in common`: tokens before the first difference, mean over the other answers.
+- `lost, gained`: prompts answered right only with plain, only with quantised weights; p is McNemar's.
+{formulas}
 """
 RUN = """## {title}
 
-{about}
+Answers are cut at {tokens} tokens; one that had not ended by then counts as wrong.
 
 {figures}
 
 {against}
 """
-LEGEND = """`exact` and `audit` are against the target with these very weights. `al / plain` and `tps / plain` are
-over the same prompts of the run with plain weights and the same type, both by transformers' code. `equal`: plain
-decoding's answers that are the same, token for token, with plain and with quantised weights; `in common`: tokens before
-the first difference, mean over the others. `lost, gained`: prompts answered right only with plain, only with quantised
-weights; p is McNemar's. Answers are cut at {tokens} tokens: one that had not ended by then counts as wrong."""
 
 
 def main(runs: str, results: str) -> None:
@@ -67,10 +73,10 @@ def main(runs: str, results: str) -> None:
         machine=environment.one_line(first["environment"]), packages=versions,
         sizes="; ".join(_size(name, known[name, DTYPES[0], "none"]) for name in sections),
         weights=weights_table(known, sections),
+        formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "tps.decode", "speedup.decode")),
     )  # fmt: skip
     parts = [head, *(section(name, known) for name in sections)]
-    formulas = "\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "tps.decode", "speedup.decode"))
-    text = "\n".join([*parts, f"{formulas}\n\n{columns.INTERVALS}\n"])
+    text = "\n".join([*parts, f"{columns.INTERVALS}\n"])
     out = Path(results) / f"{NAME}.md"
     out.write_text(text, encoding="utf-8")
     print(out)
@@ -98,9 +104,8 @@ def _stored(run: Document) -> int:
 def section(name: str, known: dict[Any, Document]) -> str:
     runs = {(dtype, kind): run for (of, dtype, kind), run in known.items() if of == name}
     one = next(iter(runs.values()))
-    info = one.results.info
+    tokens = one.results.info["identity"]["max_new_tokens"]
     title = f"{name.partition('-')[0]} on {one.cells[0].label}"
-    legend = LEGEND.format(tokens=info["identity"]["max_new_tokens"])
     figures = [row for dtype in DTYPES for kind in ("lean", "none", *KINDS) for row in _figures(runs, dtype, kind)]
     heads = [
         "dtype",
@@ -127,7 +132,7 @@ def section(name: str, known: dict[Any, Document]) -> str:
         "p",
     ]
     return RUN.format(
-        title=title, about=legend, figures=markdown(heads, figures, left=3), against=markdown(beside, against, left=3)
+        title=title, tokens=tokens, figures=markdown(heads, figures, left=3), against=markdown(beside, against, left=3)
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Quantised weights: the linear layers of a target in fewer bits, made from its checkpoint when it is loaded.
 
 Only weights are quantised. If what passes between the layers were rounded too, by scales that depend on what else is in
-the pass, a token could hang on how many others were verified with it, and no answer would be exact. Embedding, output
+the pass, a token could hang on how many others are verified with it, and answers would not be exact. Embedding, output
 head and norms stay as they are.
 """
 
