@@ -17,7 +17,7 @@ from typing import Any
 from dflash_bench import __version__
 
 COMMAND_TIMEOUT_S = 10.0
-PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "datasets")
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "datasets", "torchao", "bitsandbytes")
 VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
 
 

@@ -32,7 +32,7 @@ UNLIKE = {
     "draft": "revisions of drafts, methods.{}.num_drafts",
     "sampling": "settings.temperature, settings.top_k..., seed",
     "limits": "max_new_tokens, repeats",
-    "dtype": "dtype, attention, network",
+    "dtype": "dtype, quantize, attention, network",
     "device": "device, threads, processor, GPUs",
 }
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
@@ -246,8 +246,8 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "sampling": _named(identity, "seed"),
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": _named(identity, "dtype", "attention")
-        # Runs of earlier versions do not say it.
-        | {"network": identity.get("network", "transformers")},
+        # Runs of earlier versions do not say these.
+        | {"quantize": identity.get("quantize") or "none", "network": identity.get("network", "transformers")},
         "device": _named(identity, "device", "threads")
         | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
     }

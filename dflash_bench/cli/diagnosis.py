@@ -31,6 +31,7 @@ def doctor(
     device_map: options.DeviceMap = None,
     dtype: options.Dtype = None,
     attention: options.Attention = None,
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -48,7 +49,7 @@ def doctor(
     request = Request(
         suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
         data=data, prompts=prompts, limit=limit, max_new_tokens=max_new_tokens, threads=threads, device=device,
-        device_map=device_map, dtype=dtype, attention=attention, thinking=thinking,
+        device_map=device_map, dtype=dtype, attention=attention, quantize=quantize, thinking=thinking,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with status() as tell:

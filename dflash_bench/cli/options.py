@@ -211,6 +211,14 @@ Engine = Annotated[
         "target and says the same, for it is faster. The judge always asks transformers.",
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    _machine(
+        metavar="Q",
+        help="Quantise the weights of the target's linear layers when it is loaded: int8, nf4 or fp8. Drafts stay as "
+        "they are. Needs the packages of dflash-bench[quantize].",
+    ),
+]
 Threads = Annotated[
     int | None, _machine(metavar="N", min=1, help="CPU threads. Default: 1, which is fastest for nano.")
 ]

@@ -94,7 +94,7 @@ class _Consultation:
         tell("loading the models")
         self.wanted = Wanted(
             request.device, request.dtype, request.threads, request.device_map, request.attention,
-            request.trust_remote_code, request.engine, is_small=request.name == "nano",
+            request.trust_remote_code, request.engine, request.quantize, is_small=request.name == "nano",
         )  # fmt: skip
         self.backend = self._opened(self.wanted)
         self.settings = Settings(thinking=modes_of(request, model, self.backend.has_thinking)[0])
@@ -159,6 +159,13 @@ class _Consultation:
                 [self.backend.tokenizer.encode(text) for text in texts],
             )  # fmt: skip
         yield from self._in_its_own_type(chats)
+        if self.wanted.quantize is not None:
+            kind = self.wanted.quantize
+            yield self._asked(
+                "the target as it was", f"the draft was trained on the target as it was, and not in {kind}",
+                f"leave out --quantize {kind}, or train the draft on the quantised target's answers",
+                self._encoded(chats, self.settings), self._opened(replace(self.wanted, quantize=None)),
+            )  # fmt: skip
 
     def _asked(
         self, name: str, cause: str, remedy: str, prompts: Sequence[Sequence[int]], backend: LocalBackend | None = None

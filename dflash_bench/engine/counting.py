@@ -11,6 +11,7 @@ from dflash_bench.engine.architecture import attention_windows, recurrent_layers
 from dflash_bench.forwards import Attention, Pass, Size
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.models.quantizing import num_elements, stored_bytes
 
 
 def size_of(model: Any) -> Size:
@@ -44,12 +45,12 @@ def _first(config: Any, *names: str) -> int:
 
 
 def _bytes(weights: Iterable[Any]) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(map(stored_bytes, weights))
 
 
 def _elements(weights: Iterable[Any]) -> int:
     """Of matrices: norms and biases multiply nothing to speak of."""
-    return sum(weight.numel() for weight in weights if weight.ndim == 2)
+    return sum(num_elements(weight) for weight in weights if weight.ndim == 2)
 
 
 def _attention(config: Any, itemsize: int) -> Iterable[Attention]:

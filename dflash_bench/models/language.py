@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dflash_bench.errors import UserError
-from dflash_bench.models import targets
+from dflash_bench.models import quantizing, targets
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.unreadable import UNREADABLE, cannot_load
 
@@ -27,6 +27,8 @@ class Placement:
     attention: str | None = None
     """The implementation; None is what transformers takes for the architecture."""
     trust_remote_code: bool = False
+    quantize: str | None = None
+    """A key of `quantizing.PACKAGES`."""
 
 
 PLAIN = Placement()
@@ -38,6 +40,8 @@ def check(folder: Path, placement: Placement = PLAIN) -> Any:
     config = targets.config_of(folder, placement.trust_remote_code)
     if placement.spread:
         _require_accelerate()
+    if placement.quantize is not None:
+        _refuse_quantized(folder, placement.quantize)
     return config
 
 
@@ -69,7 +73,7 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
             "it belongs to other weights, or they are to be removed"
         )
     _check_stops(folder, model.generation_config.eos_token_id)
-    return spread(folder, model) if placement.spread else _placed(folder, model, device)
+    return spread(folder, model) if placement.spread else _placed(folder, model, device, placement.quantize)
 
 
 def _check_stops(folder: Path, stops: object) -> None:
@@ -78,9 +82,9 @@ def _check_stops(folder: Path, stops: object) -> None:
             raise UserError(f"{folder}: eos_token_id in generation_config.json cannot be {stop!r}; it is a token's id")
 
 
-def _placed(folder: Path, model: Any, device: str) -> Any:
+def _placed(folder: Path, model: Any, device: str, quantize: str | None) -> Any:
     try:
-        return model.to(device)
+        return model.to(device) if quantize is None else quantizing.quantized(model, quantize, device)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{folder} does not fit on {device}; use --device-map auto, or a smaller --dtype") from error
 
@@ -91,6 +95,12 @@ def _check_code(folder: Path, trusted: bool) -> None:
     configs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*config.json"))
     if trusted and not any('"auto_map"' in config for config in configs):
         raise UserError(f"--trust-remote-code has no effect: {folder} brings no code")
+
+
+def _refuse_quantized(folder: Path, wanted: str) -> None:
+    if (stored := read_config(folder).get("quantization_config")) is not None:
+        how = stored.get("quant_method", "in some way") if isinstance(stored, dict) else "in some way"
+        raise UserError(f"{folder} is quantised already ({how}); leave out --quantize {wanted}")
 
 
 def _require_accelerate() -> None:

@@ -21,8 +21,15 @@ def by_columns(matrices: Tensor) -> Tensor:
 
 
 def lay_out(model: nn.Module) -> None:
-    """Reorders the weights of all linear layers, except those shared with an embedding, which is read row by row."""
+    """Reorders the weights of all linear layers, but for quantised ones, which have an order of their own.
+
+    What is shared with an embedding, which is read row by row, stays too.
+    """
     embeddings = {module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.data_ptr() not in embeddings:
+        if (
+            isinstance(module, nn.Linear)
+            and type(module.weight.data) is Tensor
+            and module.weight.data_ptr() not in embeddings
+        ):
             module.weight.data = by_columns(module.weight.data)

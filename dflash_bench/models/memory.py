@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.methods import Method
-from dflash_bench.models import files, formats, networks, targets
+from dflash_bench.models import files, formats, networks, quantizing, targets
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.eagle3 import Eagle3Config
 from dflash_bench.models.folders import read_config
@@ -34,6 +34,8 @@ class Footprint:
     """Keys and values of one token in all layers."""
     config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None = None
     """Of a draft for the target's features; of a block-diffusion model how it reads blocks; None of other models."""
+    loading_bytes: int = 0
+    """Weights as the checkpoint has them, where they are quantised on loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +115,18 @@ def demand_of(
     methods: Sequence[Method],
     dtype: torch.dtype | None,
     trusted: bool = False,
+    quantize: str | None = None,
 ) -> Demand:
-    """Folders of checkpoints; `dtype` None is the target's own. Raises UserError for what cannot be read."""
+    """Folders of checkpoints; `dtype` None is the target's own; drafts are never quantised.
+
+    Raises UserError for what cannot be read.
+    """
     if dtype is None:
         stored = getattr(targets.config_of(target, trusted), "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     shape = targets.shape_of(target)
     footprints = {name: _of_draft(name, folder, shape, dtype) for name, folder in drafts.items()}
-    return Demand(_of_language_model(target, dtype, trusted), footprints, methods)
+    return Demand(_of_language_model(target, dtype, trusted, quantize), footprints, methods)
 
 
 def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.dtype) -> Footprint:
@@ -139,7 +145,9 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     return Footprint(tensors, _place(layers, config.num_kv_heads, config.head_dim, dtype), config)
 
 
-def _of_language_model(folder: Path, dtype: torch.dtype, trusted: bool = False) -> Footprint:
+def _of_language_model(
+    folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None
+) -> Footprint:
     config = targets.config_of(folder, trusted)
     tensors = files.read_tensors(folder, files.only_maps)
     if getattr(config, "tie_word_embeddings", False):
@@ -149,7 +157,10 @@ def _of_language_model(folder: Path, dtype: torch.dtype, trusted: bool = False) 
     layers = sum(kind != "linear_attention" for kind in kinds)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Footprint(_weights(tensors, dtype), _place(layers, heads, head_dim, dtype))
+    place, weights = _place(layers, heads, head_dim, dtype), _weights(tensors, dtype)
+    if quantize is None:
+        return Footprint(weights, place)
+    return Footprint(_quantized(tensors, dtype, quantize), place, loading_bytes=weights)
 
 
 def _place(layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -162,3 +173,9 @@ def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
         tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in tensors.values()
     )
+
+
+def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> int:
+    sizes = {name: quantizing.predicted_bytes(name, tensor.shape, kind) for name, tensor in tensors.items()}
+    plain = {name: tensor for name, tensor in tensors.items() if sizes[name] is None}
+    return _weights(plain, dtype) + sum(size for size in sizes.values() if size is not None)

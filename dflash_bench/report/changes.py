@@ -7,11 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from dflash_bench import labels
+from dflash_bench.analysis.agreement import Agreement
 from dflash_bench.analysis.changes import EQUAL, MIN_EFFECT, Versus, over_suites, verdict
 from dflash_bench.analysis.metrics import FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import is_lossy
-from dflash_bench.report.tables import ABSENT, aligned, p_value, with_interval
+from dflash_bench.report.tables import ABSENT, aligned, number, p_value, with_interval
 
 TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
 TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
@@ -92,6 +93,23 @@ def versus_text(comparisons: Sequence[Versus]) -> str:
 
 def _sides(versus: Versus, is_sliced: bool) -> list[str]:
     return [versus.label, *([versus.slice or "-"] if is_sliced else []), versus.before, versus.after]
+
+
+def agreements_text(agreements: Sequence[Agreement]) -> str:
+    """How far the target's own answers are the same in two runs."""
+    rows = [
+        [one.label, one.before, one.after, f"{one.num_equal}/{one.num_answers}", number(one.in_common, 1)]
+        for one in agreements
+    ]
+    table = aligned(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
+    return (
+        f"plain decoding's answers to first turns\n{table}\n\nequal = token for token; tokens in common = before the "
+        "first difference, mean over the answers that differ"
+    )
+
+
+def agreements_json(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in agreements]
 
 
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:

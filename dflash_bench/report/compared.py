@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench import environment, labels
+from dflash_bench.analysis.agreement import Agreement, agreements
 from dflash_bench.analysis.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.metrics import Cell, mismatched
@@ -55,7 +56,8 @@ def compared(
     first, *others = cells_of
     changes = [versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name))]
     notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
-    return _with_notes(runs, notes, _cells_and_changes(cells_of, changes if others else within(cells_of[first])))
+    alike = [one for after in runs[1:] for one in agreements(runs[0], after)] if by == "suite" else []
+    return _with_notes(runs, notes, _cells_and_changes(cells_of, changes if others else within(cells_of[first]), alike))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -108,13 +110,19 @@ def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
     return [*(warning if few else []), *([IN_STRETCHES] if by in STRETCHES else [])]
 
 
-def _cells_and_changes(cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus]) -> ComparisonText:
-    """The cells of each run, and after that what changed."""
+def _cells_and_changes(
+    cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus], alike: Sequence[Agreement]
+) -> ComparisonText:
+    """The cells of each run, then what changed, and last whether the target still says the same."""
     several = len(cells_of) > 1
     text = [(f"{name}\n\n" if several else "") + texts.cells_text(cells) for name, cells in cells_of.items()]
     text += [texts.versus_text(changes)] if changes else []
+    text += [texts.agreements_text(alike)] if alike else []
     named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in texts.cells_json(cells)]
-    return ComparisonText("\n\n".join(text), {"cells": named, "changes": texts.versus_json(changes)})
+    sections = {"cells": named, "changes": texts.versus_json(changes)}
+    if alike:
+        sections["plain_answers"] = texts.agreements_json(alike)
+    return ComparisonText("\n\n".join(text), sections)
 
 
 def _compat(run: Results) -> ComparisonText:

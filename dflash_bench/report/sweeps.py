@@ -44,7 +44,8 @@ def engine(info: Mapping[str, Any]) -> str:
     packages = env.get("packages", {})
     software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]
     threads = identity.get("threads")
-    how = [str(identity.get("device") or "cpu"), identity["dtype"], *([f"threads {threads}"] if threads else [])]
+    types = [identity["dtype"], *([identity["quantize"]] if identity.get("quantize") else [])]
+    how = [str(identity.get("device") or "cpu"), *types, *([f"threads {threads}"] if threads else [])]
     machine = environment.one_line(env).partition(";")[0]
     return (
         f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and this machine ({machine})"

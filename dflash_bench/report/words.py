@@ -171,6 +171,7 @@ def _suite(name: str, suite: Mapping[str, Any], info: Mapping[str, Any]) -> str:
 def _settings(identity: Mapping[str, Any]) -> list[str]:
     known = {
         "dtype": identity.get("dtype"),
+        "quantize": identity.get("quantize"),
         "device": identity.get("device"),
         "threads": identity.get("threads"),
         "attention": identity.get("attention"),

@@ -40,6 +40,7 @@ COLUMNS = {
     "thinking": "bool", "seed": "int64", "concurrency": "int32", "source": "string",
     "drafted_ids": "list of int32", "drafted_parents": "list of int16", "num_thinking_tokens": "int32",
     "start_s": "double", "end_s": "double", "context": "int32",
+    "quantize": "string",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -50,7 +51,7 @@ SINCE_3 = (
     "drafted_ids", "drafted_parents", "num_thinking_tokens", "start_s", "end_s",
 )
 # fmt: on
-SINCE = dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3) | {"context": 4}
+SINCE = dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3) | {"context": 4, "quantize": 5}
 """The schema version that introduced a column; in parts of an older one it reads as null."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
 """Columns of schema 1 that are no longer read: the engine was its own judge then."""

@@ -16,7 +16,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import Settings
 
 Identity = Mapping[str, Any]
-OF_RUN = ("run_id", "model", "target", "dtype", "device", "engine", "seed")
+OF_RUN = ("run_id", "model", "target", "dtype", "quantize", "device", "engine", "seed")
 """Columns with the same value in all rows of a run."""
 NAMES = tuple(item.name for item in fields(Settings))
 """Columns of the settings."""

@@ -62,6 +62,7 @@ IDENTITY: dict[str, Any] = {
     "repeats?": int,
     "thinking?": (bool, None),
     "attention?": (str, None),
+    "quantize?": (str, None),
     "device?": (str, None),
     "threads?": (int, None),
     "audit?": str,

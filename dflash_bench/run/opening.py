@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
+from dflash_bench.models import quantizing
 from dflash_bench.models.presets import Preset
 from dflash_bench.run.items import Backend
 from dflash_bench.run.request import Request
@@ -30,6 +32,7 @@ class Wanted:
     attention: str | None = None
     trust_remote_code: bool = False
     engine: str | None = None
+    quantize: str | None = None
     is_small: bool = False
 
 
@@ -42,7 +45,7 @@ def open_local(resolved: Resolved) -> LocalBackend:
 def wanted_of(request: Request) -> Wanted:
     return Wanted(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
-        request.trust_remote_code, request.engine, is_small=request.name == "nano",
+        request.trust_remote_code, request.engine, request.quantize, is_small=request.name == "nano",
     )  # fmt: skip
 
 
@@ -58,10 +61,13 @@ def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tok
         spread=wanted.device_map is not None,
         attention=wanted.attention,
         trust_remote_code=wanted.trust_remote_code,
+        quantize=wanted.quantize,
     )
     models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
-    machine = {"device": device, "device_map": wanted.device_map, "threads": threads}
-    return open_backend(models, model, methods, max_new_tokens, seed, machine, wanted.engine)
+    machine = {"device": device, "device_map": wanted.device_map, "threads": threads, "quantize": wanted.quantize}
+    # Ours joins weights, which it takes to be plain matrices.
+    engine = wanted.engine if wanted.quantize is None else "transformers"
+    return open_backend(models, model, methods, max_new_tokens, seed, machine, engine)
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
@@ -88,11 +94,16 @@ def prepared(wanted: Wanted) -> tuple[str, str, int | None]:
 
 
 def _silence_transformers() -> None:
-    """Its bars and advice would tear our progress display; what fails is raised in any case."""
-    from transformers.utils import logging
+    """Its bars and advice would tear our progress display; what fails is raised in any case.
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    It imports torchao where that is installed, which complains of kernels for other machines.
+    """
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as its_own
+
+    its_own.disable_progress_bar()
+    its_own.set_verbosity_error()
 
 
 def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
@@ -109,5 +120,7 @@ def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
         raise UserError("--threads has no effect on a GPU")
     if wanted.device_map is not None and kind == "cpu":
         raise UserError("--device-map has no effect on the CPU: it spreads a target over GPUs")
+    if wanted.quantize is not None:
+        quantizing.check(wanted.quantize, device)
     dtype = wanted.dtype or ("float32" if kind == "cpu" else "bfloat16")
     return device, dtype

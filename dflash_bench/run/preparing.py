@@ -37,7 +37,8 @@ def prepare(resolved: Resolved) -> Prepared:
     drafts = {name: networks.fetch(name, model.drafts[name]).folder for name in resolved.drafts}
     place = str(gguf.converted(Path(model.target))) if gguf.is_file(model.target) else model.target
     folder = hub.fetch(place, code=trusted).folder
-    config = language.check(folder, Placement(spread=wanted.device_map is not None, trust_remote_code=trusted))
+    spread = wanted.device_map is not None
+    config = language.check(folder, Placement(spread=spread, trust_remote_code=trusted, quantize=wanted.quantize))
     tokenizer = targets.tokenizer_of(folder, trusted)
     modes = [bool(mode) for mode in modes_of(resolved.request, model, chat.has_thinking(tokenizer))]
     for mode in modes:
@@ -50,14 +51,18 @@ def prepare(resolved: Resolved) -> Prepared:
     padded = contexts.padded(resolved.suites, resolved.request.context, size, length, resolved.max_new_tokens)
     counts = model.num_drafts or {}
     methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
-    demand = memory.demand_of(folder, drafts, methods, None if dtype == "auto" else getattr(torch, dtype), trusted)
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize)
     demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
-    free = _free_bytes(device, wanted.device_map is not None)
+    free = _free_bytes(device, spread)
     held = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
         for one in (demand, demand.without_drafts())
     )
+    # A GPU is only given quantised weights; the processor holds them as they were before.
+    if free is not None and device == "cpu" and demand.target.loading_bytes > free:
+        raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
     if free is not None and held.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         raise _too_little(held.total, free, where, with_drafts or 0, without or 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.models import quantizing
 from dflash_bench.records import Audit, is_greedy
 from dflash_bench.run import budget
 from dflash_bench.tasks import scoring, suites
@@ -62,6 +63,8 @@ class Request:
     attention: str | None = None
     engine: str | None = None
     """By whose code the target is computed: lean or transformers."""
+    quantize: str | None = None
+    """A key of `quantizing.PACKAGES`."""
     thinking: str | None = None
     """A key of `THINKING`."""
     trust_remote_code: bool = False
@@ -132,6 +135,8 @@ def _refuse_unknown_values(request: Request) -> None:
         raise unknown("engine", request.engine, list(ENGINES))
     if request.engine == "lean" and request.attention is not None:
         raise UserError("--attention has no effect on --engine lean, which has its own; leave one of them out")
+    if request.quantize is not None:
+        _refuse_quantization(request, request.quantize)
     if (request.attention or "").startswith("flash"):
         raise UserError(
             f"--attention {request.attention} takes no mask, and this engine needs one for ragged rows and trees; "
@@ -139,6 +144,15 @@ def _refuse_unknown_values(request: Request) -> None:
         )
     if request.attention not in (None, *ATTENTION):
         raise unknown("attention", request.attention, list(ATTENTION))
+
+
+def _refuse_quantization(request: Request, kind: str) -> None:
+    if kind not in quantizing.PACKAGES:
+        raise unknown("quantisation", kind, list(quantizing.PACKAGES))
+    if request.engine == "lean":
+        raise UserError(f"--engine lean computes plain weights only; leave it out, or --quantize {kind}")
+    if request.device_map is not None:
+        raise UserError(f"--quantize {kind} is for one device, and --device-map for several; leave one of them out")
 
 
 def _refuse_concurrency(request: Request) -> None:

@@ -16,6 +16,8 @@ from dflash_bench.records import Settings
 from dflash_bench.text import shortened
 
 SETTINGS = tuple(item.name for item in fields(Settings))
+OF_RUNS = ("dtype", "engine", "quantize")
+"""What decides how the target is loaded."""
 OF_SETTINGS = "setting"
 """What is written before the colon for a setting that has its name in common with an option of a method."""
 NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
@@ -85,6 +87,11 @@ def divided(axes: Sequence[Axis], chosen: Sequence[Method]) -> tuple[list[Axis],
 
 
 def _unknown(axis: Axis, chosen: Sequence[Method]) -> UserError:
+    if axis.name in OF_RUNS:
+        return UserError(
+            f"--over {axis.name}: a sweep is one run, and a run loads one target; make a run for each --{axis.name} "
+            "and set them side by side with 'dflash-bench compare'"
+        )
     names = [method.name for method in chosen if method.kind.options]
     if axis.owner not in (None, OF_SETTINGS, *names):
         return UserError(f"--over {axis.owner}:{axis.name} has no effect without --method {axis.owner}")

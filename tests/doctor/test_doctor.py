@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,13 @@ def test_a_block_in_another_place_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_automatic_block_is_examined_whole() -> None:
     draft = loading.load("nano", ["dflash"], "cpu", torch.float32).drafts["dflash"]
     assert num_drafts_of(draft, parse("dflash:block=auto")) == 15
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
+def test_a_quantised_target_is_tried_as_it_was() -> None:
+    seen = examined("dflash", limit=2, max_new_tokens=16, quantize="int8")
+    (tried,) = [one for one in seen.tried if one.change.name == "the target as it was"]
+    assert "not in int8" in tried.change.cause and "leave out --quantize int8" in tried.change.remedy
 
 
 def test_the_other_mode_of_thinking_is_named() -> None:

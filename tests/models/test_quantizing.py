@@ -1,0 +1,156 @@
+"""Quantised targets: which layers, how many bytes, what is refused; and with the packages, that answers stay exact."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dflash_bench import methods
+from dflash_bench.engine.counting import size_of
+from dflash_bench.engine.judge import CEILINGS
+from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.errors import UserError
+from dflash_bench.models import language, presets, quantizing
+from dflash_bench.models.language import Placement
+from dflash_bench.models.loading import Models, load
+from dflash_bench.models.memory import demand_of
+from dflash_bench.records import Message
+from dflash_bench.run.opening import Wanted, device_and_dtype
+
+QUESTION = [Message("user", "Tom has 7 apples and buys 5 more. How many apples does he have?")]
+LABELS = ("dflash", "dflash:block=4", "eagle3", "eagle3-tree:nodes=15", "ddtree:nodes=15", "ngram", "lookahead")
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"needs pip install {package}"))
+    for kind, package in quantizing.PACKAGES.items()
+    if kind != "fp8"
+]
+"""fp8 needs a GPU that has it."""
+
+
+def loaded(kind: str | None, *drafts: str, dtype: torch.dtype = torch.float32) -> Models:
+    return load("nano", drafts, "cpu", dtype, Placement(quantize=kind))
+
+
+def linear(model: Any) -> list[Any]:
+    """Of all decoder layers, quantised or not."""
+    return [module for name, module in model.get_decoder().named_modules() if name.endswith("_proj")]
+
+
+# What is refused
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "find_spec", lambda _name: None)
+    for kind, package in (("int8", "torchao"), ("nf4", "bitsandbytes")):
+        with pytest.raises(UserError, match=f"--quantize {kind} needs {package}.*run: pip install {package}"):
+            device_and_dtype(Wanted(quantize=kind), 0)
+
+
+def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "find_spec", lambda _name: object())
+    with pytest.raises(UserError, match=r"fp8 \(compute capability 8.9 or newer\); on cpu here, int8 and nf4 work"):
+        device_and_dtype(Wanted(quantize="fp8"), 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    with pytest.raises(UserError, match="on cuda here, int8 and nf4 work"):
+        device_and_dtype(Wanted(quantize="fp8"), 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert device_and_dtype(Wanted(quantize="fp8"), 1) == ("cuda", "bfloat16")
+
+
+def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    target = tiny.build(tmp_path) / "target"
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match=r"is quantised already \(gptq\); leave out --quantize int8"):
+        language.check(target, Placement(quantize="int8"))
+
+
+def test_experts_would_stay_as_they_are() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="most weights of a qwen3_moe target are not in any; leave it out"):
+        quantizing.quantized(Qwen3MoeForCausalLM(config), "int8", "cpu")
+
+
+# With the packages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_layers_are_quantised_and_nothing_else(kind: str) -> None:
+    plain, models = loaded(None, "dflash", "eagle3"), loaded(kind, "dflash", "eagle3")
+    assert len(linear(models.target)) == 7 * plain.target.config.num_hidden_layers
+    x = torch.randn(3, plain.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    most = {"int8": 0.02, "nf4": 0.2}[kind]
+    for one, other in zip(linear(plain.target), linear(models.target), strict=True):
+        if one.in_features == x.shape[1]:
+            off = (other(x) - one(x)).norm() / one(x).norm()
+            assert 0 < off < most
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        assert torch.equal(getattr(plain.target, part)().weight, getattr(models.target, part)().weight)
+        assert type(getattr(models.target, part)().weight) is nn.Parameter
+    for name, draft in plain.drafts.items():
+        same = models.drafts[name].state_dict()
+        assert all(torch.equal(tensor, same[key]) for key, tensor in draft.state_dict().items())
+    assert models.target.dtype == torch.float32 and models.target.dtype in CEILINGS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_as_predicted_and_counted(kind: str, dtype: torch.dtype) -> None:
+    plain, target = (loaded(one, dtype=dtype).target for one in (None, kind))
+    by_hand = sum(
+        quantizing.predicted_bytes("a.weight", module.weight.shape, kind) or math.nan for module in linear(plain)
+    )
+    assert sum(quantizing.stored_bytes(module.weight) for module in linear(target)) == by_hand
+    before, after = size_of(plain), size_of(target)
+    assert after.matrix_elements == before.matrix_elements
+    saved = sum(module.weight.nbytes for module in linear(plain)) - by_hand
+    assert before.weight_bytes - after.weight_bytes == before.stored_bytes - after.stored_bytes == saved
+    demand = demand_of(Path(presets.preset("nano").target), {}, [methods.parse("ar")], dtype, quantize=kind)
+    assert (demand.target.weights_bytes, demand.target.loading_bytes) == (after.stored_bytes, before.stored_bytes)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def backends(request: pytest.FixtureRequest) -> tuple[LocalBackend, LocalBackend]:
+    """The quantised target with many methods, and the plain one."""
+    return opened(request.param), opened(None)
+
+
+def opened(kind: str | None) -> LocalBackend:
+    chosen = methods.chosen(LABELS)
+    drafts = list(dict.fromkeys(method.draft for method in chosen if method.draft))
+    engine = "transformers" if kind else None
+    return open_backend(loaded(kind, *drafts), presets.preset("nano"), chosen, 48, engine=engine)
+
+
+def test_every_method_gives_the_plain_output_of_the_quantised_target(
+    backends: tuple[LocalBackend, LocalBackend],
+) -> None:
+    quantised, _ = backends
+    plain = quantised.generate("ar", QUESTION).token_ids
+    for method in quantised.drafters:
+        answer = quantised.generate(method, QUESTION)
+        assert answer.token_ids == plain, method
+        assert quantised.audit(QUESTION, answer.token_ids) is None
+    assert sum(quantised.generate("dflash", QUESTION).accepted or ()) > 0
+
+
+def test_the_judge_asks_the_quantised_model(backends: tuple[LocalBackend, LocalBackend]) -> None:
+    answer = backends[1].generate("ar", QUESTION).token_ids
+    other = (*answer[:4], (answer[4] + 1) % 100, *answer[5:])
+    quantised, plain = (backend.judge.divergence(backend.encode(QUESTION), answer, other) for backend in backends)
+    assert quantised.verdict == plain.verdict == "mismatch"
+    assert quantised.gap != plain.gap
+    found = backends[0].audit(QUESTION, (*other[:5], backends[0].target.config.eos_token_id))
+    assert found is not None and found.verdict == "mismatch"
