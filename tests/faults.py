@@ -23,6 +23,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft, Verdict
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
 TREES = ("eagle3-tree",)
 DRAFTED = ("dflash", "eagle3", *TREES)
 EVERY = ("ar", *DRAFTED)
@@ -147,25 +149,36 @@ def _next_sequence(logits: Tensor) -> Tensor:
 def stale(num_tokens: int | None = None) -> Callable[[pytest.MonkeyPatch], None]:
     """Keys and values of the first so many drafted tokens, or of all, are not written."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        write = KVCache.write
+    def keep(cache: KVCache, layer: int, width: int, write: Callable[[], Pair]) -> Pair:
+        if layer not in cache._layers or width < 2 or cache._start in (None, 0):
+            return write()
+        first = cache.visible - width + 1
+        at = slice(first, cache.visible if num_tokens is None else first + num_tokens)
+        before = [buffer[:, :, at].clone() for buffer in cache._layers[layer]]
+        result = write()
+        for buffer, old in zip(cache._layers[layer], before, strict=True):
+            buffer[:, :, at] = old
+        return result
 
-        def faulty(self: KVCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            width = keys.shape[2]
-            if layer not in self._layers or width < 2 or self._start in (None, 0) or self.belongs_to_draft:
-                return write(self, layer, keys, values)
-            first = self.visible - width + 1
-            at = slice(first, self.visible if num_tokens is None else first + num_tokens)
-            before = [buffer[:, :, at].clone() for buffer in self._layers[layer]]
-            result = write(self, layer, keys, values)
-            for buffer, old in zip(self._layers[layer], before, strict=True):
-                buffer[:, :, at] = old
-            return result
+    return lambda patch: around_writes(patch, keep)
 
-        only_targets_cache(patch)
-        patch.setattr(KVCache, "write", faulty)
 
-    return plant
+def around_writes(patch: pytest.MonkeyPatch, change: Callable[[KVCache, int, int, Callable[[], Pair]], Pair]) -> None:
+    """`change` of cache, layer, width and the sound write replaces both ways to write into a target's cache."""
+
+    def around(name: str) -> None:
+        sound = getattr(KVCache, name)
+
+        def faulty(self: KVCache, layer: int, *new: Tensor) -> Pair:
+            if self.belongs_to_draft:  # type: ignore[attr-defined]
+                return sound(self, layer, *new)
+            return change(self, layer, new[0].shape[-2], lambda: sound(self, layer, *new))
+
+        patch.setattr(KVCache, name, faulty)
+
+    only_targets_cache(patch)
+    for name in ("write", "write_pair"):
+        around(name)
 
 
 def only_targets_cache(patch: pytest.MonkeyPatch) -> None:

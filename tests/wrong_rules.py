@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import only_targets_cache, stale
+from faults import Pair, around_writes, stale
 from torch import Tensor
 
 from dflash_bench.engine import decoding, verify
@@ -92,22 +92,20 @@ def _draft_says_without_top_p(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_anchor(patch: pytest.MonkeyPatch) -> None:
     """What a refused draft left in the cache is not overwritten by the token that took its place."""
-    write = KVCache.write
 
-    def faulty(self: KVCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self._layers or keys.shape[2] < 2 or self.belongs_to_draft:  # type: ignore[attr-defined]
-            return write(self, layer, keys, values)
-        rows, at = torch.arange(self.num_rows), self.positions[:, 0].expand(self.num_rows)
-        before = [buffer[rows, :, at].clone() for buffer in self._layers[layer]]
-        result = write(self, layer, keys, values)
-        for buffer, old in zip(self._layers[layer], before, strict=True):
+    def keep(cache: KVCache, layer: int, width: int, write: Callable[[], Pair]) -> Pair:
+        if layer not in cache._layers or width < 2:
+            return write()
+        rows, at = torch.arange(cache.num_rows), cache.positions[:, 0].expand(cache.num_rows)
+        before = [buffer[rows, :, at].clone() for buffer in cache._layers[layer]]
+        result = write()
+        for buffer, old in zip(cache._layers[layer], before, strict=True):
             new = buffer[rows, :, at]
             # Places that were never written hold zeros.
             buffer[rows, :, at] = torch.where((old != 0).any(dim=-1, keepdim=True), old, new)
         return result
 
-    only_targets_cache(patch)
-    patch.setattr(KVCache, "write", faulty)
+    around_writes(patch, keep)
 
 
 WRONG_RULES = (
