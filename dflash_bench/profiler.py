@@ -94,12 +94,12 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
     target = target_of(models.target, request.engine)
     is_cut = cut.num_layers < subject.num_layers
     workload = profiling.Workload(asked.batches, asked.contexts, asked.widths)
-    measured = profiling.measure(models, target, drafting, workload, is_cut, tell)
+    measured, captured = profiling.measure(models, target, drafting, workload, is_cut, tell, request.capture)
     about = {
         "model": request.name, "target": preset.target, "methods": [method.label for method in drafting],
         "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": asked.random_weights,
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
-        "engine": name_of(target),
+        "engine": name_of(target), "capture": captured,
     }  # fmt: skip
     return judged(about, measured, subject.full, acceptance)
 

@@ -32,7 +32,7 @@ UNLIKE = {
     "draft": "revisions of drafts, methods.{}.num_drafts",
     "sampling": "settings.temperature, settings.top_k..., seed",
     "limits": "max_new_tokens, repeats",
-    "dtype": "dtype, quantize, attention, network",
+    "dtype": "dtype, quantize, attention, network, capture",
     "device": "device, threads, processor, GPUs",
 }
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
@@ -247,7 +247,8 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": _named(identity, "dtype", "attention")
         # Runs of earlier versions do not say these.
-        | {"quantize": identity.get("quantize") or "none", "network": identity.get("network", "transformers")},
+        | {"quantize": identity.get("quantize") or "none", "network": identity.get("network", "transformers")}
+        | {"capture": identity.get("capture", "off")},
         "device": _named(identity, "device", "threads")
         | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
     }

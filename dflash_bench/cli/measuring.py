@@ -56,6 +56,8 @@ def run(
     dtype: options.Dtype = None,
     attention: options.Attention = None,
     engine: options.Engine = None,
+    graph: options.Graph = None,
+    compiler: options.Compiler = None,
     quantize: options.Quantize = None,
     threads: options.Threads = None,
     unsafe_code: options.UnsafeCode = False,
@@ -96,7 +98,8 @@ def run(
         context=sweeping.contexts(context_length, "--context") if context_length else (),
         block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
         repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
-        engine=engine, quantize=quantize, thinking=thinking, trust_remote_code=trust_remote_code, audit=audit,
+        engine=engine, graph=graph, compiler=compiler, quantize=quantize, thinking=thinking,
+        trust_remote_code=trust_remote_code, audit=audit,
         unsafe_code=unsafe_code,
     )  # fmt: skip
     for name in allow or ():

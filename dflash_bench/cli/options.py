@@ -211,6 +211,22 @@ Engine = Annotated[
         "target and says the same, for it is faster. The judge always asks transformers.",
     ),
 ]
+Graph = Annotated[
+    str | None,
+    _machine(
+        metavar="on|off",
+        help="Capture passes of target and drafts as CUDA graphs. Default: on where a GPU and --engine lean compute.",
+    ),
+]
+Compiler = Annotated[
+    str | None,
+    _machine(
+        "--compile",
+        metavar="C",
+        help="inductor: compile passes of target and drafts before they are timed, half a minute each the first time. "
+        "Needs a C++ compiler on a CPU.",
+    ),
+]
 Quantize = Annotated[
     str | None,
     _machine(

@@ -44,6 +44,8 @@ def profile(
     dtype: options.Dtype = None,
     attention: options.Attention = None,
     engine: options.Engine = None,
+    graph: options.Graph = None,
+    compiler: options.Compiler = None,
     threads: options.Threads = None,
     out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
     as_json: options.AsJson = False,
@@ -62,7 +64,8 @@ def profile(
 
     request = Request(
         suites=("gsm8k",), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        device=device, dtype=dtype, attention=attention, engine=engine, threads=threads,
+        device=device, dtype=dtype, attention=attention, engine=engine, graph=graph, compiler=compiler,
+        threads=threads,
     )  # fmt: skip
     asked = profiler.Asked(
         request, random_weights, layers, sweeping.numbers(batch, "--batch", whole=True),

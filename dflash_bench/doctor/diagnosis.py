@@ -94,7 +94,8 @@ class _Consultation:
         tell("loading the models")
         self.wanted = Wanted(
             request.device, request.dtype, request.threads, request.device_map, request.attention,
-            request.trust_remote_code, request.engine, request.quantize, is_small=request.name == "nano",
+            request.trust_remote_code, request.engine, request.capture, request.quantize,
+            is_small=request.name == "nano",
         )  # fmt: skip
         self.backend = self._opened(self.wanted)
         self.settings = Settings(thinking=modes_of(request, model, self.backend.has_thinking)[0])

@@ -54,6 +54,12 @@ class KVCache:
             self.positions = to_device(starts, self.device)[:, None] + self._steps[:width]
         self._elsewhere.clear()
 
+    def place_at(self, starts: Tensor, width: int, num_places: int) -> None:
+        """`place` for all rows by starts [B] on the device, which the host does not know; all see `num_places`."""
+        self._slots, self._start, self._visible = None, None, num_places
+        self.positions = starts[:, None] + self._steps[:width]
+        self._elsewhere.clear()
+
     def serves(self, num_rows: int, capacity: int) -> bool:
         """Clear the cache and return True if it can be used again for this size, else return False."""
         if self.num_rows != num_rows or self.capacity < capacity:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.clock import Clock
-from dflash_bench.engine.drafter import Committed, Drafter, StandAlone
+from dflash_bench.engine.drafter import Captures, Committed, Drafter, StandAlone
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.sequences import DecodingError, Limits, Round, Row
 from dflash_bench.engine.target import Target
@@ -64,6 +64,10 @@ def decode(
     try:
         target.begin(num_rows, capacity)
         drafter.begin(num_rows, capacity)
+        shortest = min(len(row.prompt) for row in rows) + 1
+        for reader in (target, drafter):
+            if isinstance(reader, Captures):
+                reader.capture(shortest, capacity)
         num_places = limits.max_new_tokens + drafter.num_drafts + 1
         sampler = Sampler(sampling, num_rows, num_places, target.device)
         yield from _State(target, drafter, rows, num_rows, limits, sampler, clock).rounds()

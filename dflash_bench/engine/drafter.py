@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from dflash_bench.engine.replays import Replays
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
@@ -73,6 +74,15 @@ class Foresees(Protocol):
     def foresee(
         self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None
     ) -> None: ...
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """A drafter whose passes can be captured (`replays.py`)."""
+
+    replays: Replays | None
+
+    def capture(self, shortest: int, longest: int) -> None: ...
 
 
 @runtime_checkable

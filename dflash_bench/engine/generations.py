@@ -27,6 +27,10 @@ class Decoded:
     def tokens(self) -> tuple[int, ...]:
         return tuple(token for row, step in self.rounds for token in step.emitted[row] or ())
 
+    @property
+    def begin(self) -> object:
+        return self.rounds[0][1].marks[0]
+
     def span(self, clock: Clock, since: object) -> tuple[float, float]:
         """Seconds from `since` to its begin and to its end; of what never began, none."""
         if not self.rounds:
@@ -34,7 +38,7 @@ class Decoded:
         _, first = self.rounds[0]
         _, last = self.rounds[-1]
         end = last.marks[4] if len(self.rounds) > 1 else first.marks[1]
-        return clock.seconds(since, first.marks[0]), clock.seconds(since, end)
+        return clock.seconds(since, self.begin), clock.seconds(since, end)
 
     def generation(
         self, clock: Clock, text: str, stop_ids: frozenset[int], peak_memory_bytes: int | None

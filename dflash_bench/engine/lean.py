@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.architecture import decoder_layers, final_norm
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.lean_layers import ACTIVATIONS, Layer, layer_of, norm_of
+from dflash_bench.engine.lean_layers import ACTIVATIONS, Experts, Layer, layer_of, norm_of
 
 COVERED = ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 TABLES = ("default", "linear", "llama3", "yarn")
@@ -77,6 +77,7 @@ class Lean:
             layer_of(layer, kind, self.num_heads, self.num_kv, _activation(config))
             for layer, kind in zip(layers, kinds, strict=True)
         ]
+        self.has_experts = any(isinstance(layer.feed, Experts) for layer in self.layers)
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
 
@@ -109,6 +110,18 @@ class Lean:
         rows: slice | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]; the cache knows the rows."""
+        x, tapped = self.through(tokens, positions, masks)
+        return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of what the last layer said [B, N, H]."""
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def through(
+        self, tokens: Tensor, positions: Tensor, masks: Tensor | Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the last layer said [B, N, H], and each tapped one; it asks the host for nothing but shapes."""
         shape = tokens.shape
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
@@ -117,12 +130,10 @@ class Lean:
         # All tokens of all rows one below another, [B * N, H]; only attention asks which row a token is of.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
         for index, layer in enumerate(self.layers):
-            x = self._through(layer, index, x, shape, tables[layer.kind], folded[layer.kind])
+            x = self._layer(layer, index, x, shape, tables[layer.kind], folded[layer.kind])
             if index in self._taps:
                 tapped[index] = x.view(*shape, -1)
-        x = x.view(*shape, -1)
-        kept = x[:, -keep:] if isinstance(keep, int) else x[:, keep]
-        return self.head(self.norm(kept)), [tapped[i] for i in self._order]
+        return x.view(*shape, -1), [tapped[i] for i in self._order]
 
     def _folded(self, masks: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor | None]:
         """By kind of layer, repeated for the query heads that share keys [B, 1, G * N, visible]."""
@@ -133,7 +144,7 @@ class Lean:
             return dict.fromkeys(kinds, mask)
         return {kind: masks[kind].repeat(1, 1, groups, 1) for kind in kinds}
 
-    def _through(
+    def _layer(
         self,
         layer: Layer,
         index: int,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dflash_bench.engine.capturing import capture_passes, spent
 from dflash_bench.engine.clock import clock_for
 from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Drafter, Foresees
@@ -37,10 +38,12 @@ def open_backend(
     seed: int = 0,
     machine: Mapping[str, Any] | None = None,
     engine: str | None = None,
+    capture: str | None = None,
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels; UserError for what cannot go together.
 
-    `engine` says by whose code the target is computed (`networks.py`); the judge always asks its publisher's.
+    `engine` says by whose code the target is computed (`networks.py`), and `capture` how its passes are captured
+    (`capturing.py`); the judge always asks the publisher's code.
     """
     target = target_of(models.target, engine)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
@@ -49,7 +52,8 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    about = _about(models, preset, methods, drafters) | {"network": name_of(target)} | dict(machine or {})
+    computed = {"network": name_of(target), "capture": capture_passes(target, drafters.values(), capture)}
+    about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
     return LocalBackend(target, models.tokenizer, drafters, limits, seed, about)
 
 
@@ -126,6 +130,10 @@ class LocalBackend:
     def describe(self) -> Mapping[str, Any]:
         return self.about
 
+    def captured(self) -> dict[str, float | int]:
+        """See `capturing.spent`."""
+        return spent(self.target, self.drafters.values())
+
     @property
     def has_thinking(self) -> bool:
         return "enable_thinking" in (self.tokenizer.chat_template or "")
@@ -163,8 +171,8 @@ class LocalBackend:
         """
         prompts = [self.encode(messages, settings) for messages, _ in requests]
         seeds = [self._seed(prompt, repeat) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
-        begin = self.clock.mark()
         decoded, error = self._decode(method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended)
+        begin = next((one.begin for one in decoded if one.rounds), None)
         return [
             Served(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
             for generation, one in zip(self._generations(decoded, error), decoded, strict=True)

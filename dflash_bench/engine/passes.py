@@ -53,6 +53,10 @@ def ladder(
     """A pass of each width; `with_head` measures in the same turns what of it the output head takes."""
     prepare(target, rows, context + max(widths))
     calls = [reading(target, rows, width, context) for width in widths]
+    if target.replays is not None:
+        for call in calls:
+            call()
+        target.capture(context + 1, context + max(widths))
     heads = [_head(target, rows, width) for width in widths] if with_head else []
     seconds = medians_s([*calls, *heads], target.device)
     head_s = [min(head, whole) for head, whole in zip(seconds[len(calls) :], seconds, strict=False)]

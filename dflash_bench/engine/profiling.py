@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dflash_bench import environment
+from dflash_bench.engine.capturing import capture_passes
 from dflash_bench.engine.clock import clock_for
 from dflash_bench.engine.counting import draft_passes, size_of
 from dflash_bench.engine.decoding import decode
@@ -70,15 +71,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 def measure(
     models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
-    tell: Callable[[str], None],
-) -> Measured:  # fmt: skip
-    """`is_cut` says that the target has lost layers: then its head is measured apart as well."""
+    tell: Callable[[str], None], capture: str | None = None,
+) -> tuple[Measured, str]:  # fmt: skip
+    """With how passes are captured. `is_cut` says that the target has lost layers: its head is measured apart then."""
     tell("measuring the device")
     rates = rates_of(target.device, target.model.dtype)
     forwards: list[Forward] = []
     drafts: list[Drafting] = []
     hosts: list[Hosting] = []
     drafters = [(method, BUILDERS[method.name](models, target, method)) for method in methods]
+    captured = capture_passes(target, [drafter for _, drafter in drafters], capture)
     widths = sorted({1, *workload.widths, *(drafter.num_drafts + 1 for _, drafter in drafters)})
     places = [(rows, context) for rows in workload.batches for context in workload.contexts]
     for rows, context in places:
@@ -95,7 +97,7 @@ def measure(
         tell(f"measuring rounds: batch {rows}")
         hosts.append(Hosting("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
         hosts += [Hosting(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters]
-    return Measured(rates, size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts))
+    return Measured(rates, size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
 
 
 def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
@@ -125,6 +127,9 @@ def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows
         drafter.observe(committed)
         drafter.propose()
 
+    if drafter.replays is not None:
+        draft()
+        drafter.capture(context + 1, capacity)
     (seconds,) = medians_s([draft], target.device)
     passes = draft_passes(drafter.draft, target.model, drafter.num_drafts, kept)
     return Drafting(method.label, drafter.num_drafts, rows, context, seconds, passes)

@@ -8,9 +8,9 @@ with a recurrent state roll it back (`recurrent.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from dflash_bench.engine.architecture import (
 )
 from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
 from dflash_bench.engine.published import Masks, Published
+from dflash_bench.engine.replays import Replays, room_for
+
+ALL = 0
+"""Places of which logits are wanted: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,18 @@ class Network(Protocol):
     def commit(self, counts: Sequence[int]) -> None: ...
 
 
+@runtime_checkable
+class Steady(Network, Protocol):
+    """One whose passes can be captured: `through` asks the host for nothing but shapes."""
+
+    has_experts: bool
+    """Then it does ask, which expert a token goes to, where a capture would not notice."""
+
+    def through(self, tokens: Tensor, positions: Tensor, masks: Masks | None) -> tuple[Tensor, list[Tensor]]: ...
+
+    def logits(self, x: Tensor) -> Tensor: ...
+
+
 class Target:
     """Runs one forward pass at a time over B rows; call `begin` once per batch of prompts.
 
@@ -69,7 +85,7 @@ class Target:
     def __init__(self, model: Any, taps: Sequence[int] = (), network: Network | None = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
-        self.network: Network = network or Published(model)
+        self.network: Network | Steady = network or Published(model)
         self.config = model.config.get_text_config()
         # Layers may be spread over devices; tokens enter on the embedding's device, and all results return there.
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -77,6 +93,7 @@ class Target:
         self.taps: tuple[int, ...] = ()
         self.tap(taps)
         self._cache: KVCache | None = None
+        self.replays: Replays | None = None
 
     def tap(self, taps: Sequence[int]) -> None:
         """Record the outputs of these layers (0-based) from now on."""
@@ -110,21 +127,34 @@ class Target:
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
         """Make room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
+        capacity = capacity if self.replays is None else room_for(capacity)
         if self._cache is not None and self._cache.serves(num_rows, capacity):
             self.network.clear()
             return
         if self._cache is None:
             # Only a layer knows the shape of what it stores: one token shows it, and then all buffers can be stacked.
             self._allocate(1, 1)
-            self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0])
+            self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0], counts=[1])
         self._allocate(num_rows, capacity)
+
+    def capture(self, shortest: int, longest: int) -> None:
+        """Passes that have been asked for before, over so many places; see `replays.py`."""
+        if self.replays is not None and self.replays.prepare(self.cache.num_rows, shortest, longest, self._is_tapped):
+            self.cache.clear()
+
+    def _is_tapped(self, key: Hashable) -> bool:
+        return isinstance(key, tuple) and key[-1] == self.taps
 
     def release(self) -> None:
         """The buffers are needed no more: the next `begin` makes its own, no larger than it needs."""
         self._cache = None
+        if self.replays is not None:
+            self.replays.forget()
 
     def _allocate(self, num_rows: int, capacity: int) -> None:
         self._cache = KVCache(num_rows, capacity, self.device, like=self._cache)
+        if self.replays is not None:
+            self.replays.moved(capacity)
         self.network.serve(self._cache, self.device)
         # A window as large as the cache is the same as no window.
         windows = attention_windows(self.config)
@@ -178,7 +208,7 @@ class Target:
         tokens: Tensor,
         starts: Sequence[int],
         parents: Tensor | None = None,
-        keep_logits: int | Tensor = 0,
+        keep_logits: int | Tensor = ALL,
         counts: Sequence[int] | None = None,
         whole_block: bool = False,
         first: int = 0,
@@ -193,17 +223,47 @@ class Target:
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         cache, width = self.cache, tokens.shape[1]
+        is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
+        if self.replays is not None and is_block:
+            output = self._replayed(self.replays, tokens, starts, parents)
+            if output is not None:
+                return output
         cache.place(starts, width, first)
-        positions = cache.positions
-        if parents is not None:
-            depths = ancestors(parents).sum(dim=-1) - 1
-            positions = positions[:, :1] + depths
-        # Tokens beyond the context are cut off later and no other token sees them, but their position is looked up.
-        positions = positions.clamp(max=self.context_length - 1)
+        positions = self._positions(parents)
         masks = None if self._sees_all(width) else self._masks(starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
         logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts, some)
         return Output(logits.to(self.device), together(tapped, self.device))
+
+    def _replayed(
+        self, replays: Replays, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
+    ) -> Output | None:
+        """A pass over all rows that has been captured; None if it has not."""
+        assert isinstance(self.network, Steady)
+        inputs = [tokens, torch.tensor(starts), *([] if parents is None else [parents])]
+        key = (tokens.shape[1], parents is not None, self.taps)
+        said = replays.run(key, self._steady, max(starts) + tokens.shape[1], *inputs)
+        return None if said is None else Output(self.network.logits(said[0]), together(said[1:], self.device))
+
+    def _steady(
+        self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Tokens [B, N] from starts [B] on: what the last layer says of them, and each tapped one."""
+        assert isinstance(self.network, Steady)
+        self.cache.place_at(starts, tokens.shape[1], num_places)
+        positions = self._positions(parents)
+        hidden, tapped = self.network.through(tokens, positions, self._masks([], tokens.shape[1], parents, False))
+        return hidden, *tapped
+
+    def _positions(self, parents: Tensor | None) -> Tensor:
+        """Of the tokens just placed [B, N]; of a tree, an anchor and its depths.
+
+        Tokens beyond the context are cut off later and no other token sees them, but their position is looked up.
+        """
+        positions = self.cache.positions
+        if parents is not None:
+            positions = positions[:, :1] + ancestors(parents).sum(dim=-1) - 1
+        return positions.clamp(max=self.context_length - 1)
 
     @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:

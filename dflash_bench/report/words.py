@@ -176,6 +176,7 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         "threads": identity.get("threads"),
         "attention": identity.get("attention"),
         "engine": identity.get("network"),
+        "capture": None if identity.get("capture") == "off" else identity.get("capture"),
         **_of_settings(settings_of(identity)),
         "max new tokens": identity.get("max_new_tokens"),
         "repeats": identity.get("repeats"),

@@ -32,6 +32,7 @@ class Wanted:
     attention: str | None = None
     trust_remote_code: bool = False
     engine: str | None = None
+    capture: str | None = None
     quantize: str | None = None
     is_small: bool = False
 
@@ -45,7 +46,7 @@ def open_local(resolved: Resolved) -> LocalBackend:
 def wanted_of(request: Request) -> Wanted:
     return Wanted(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
-        request.trust_remote_code, request.engine, request.quantize, is_small=request.name == "nano",
+        request.trust_remote_code, request.engine, request.capture, request.quantize, is_small=request.name == "nano",
     )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tok
     machine = {"device": device, "device_map": wanted.device_map, "threads": threads, "quantize": wanted.quantize}
     # Ours joins weights, which it takes to be plain matrices.
     engine = wanted.engine if wanted.quantize is None else "transformers"
-    return open_backend(models, model, methods, max_new_tokens, seed, machine, engine)
+    return open_backend(models, model, methods, max_new_tokens, seed, machine, engine, wanted.capture)
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
@@ -76,6 +77,13 @@ def forwards_of(backend: Backend) -> dict[str, Any] | None:
     from dflash_bench.engine.passes import curve_of
 
     return curve_of(backend.target) if isinstance(backend, LocalBackend) else None
+
+
+def captured_of(backend: Backend) -> dict[str, float | int]:
+    """How many passes were captured, and how long that took; empty where the target is not in this process."""
+    from dflash_bench.engine.local import LocalBackend
+
+    return backend.captured() if isinstance(backend, LocalBackend) else {}
 
 
 def prepared(wanted: Wanted) -> tuple[str, str, int | None]:

@@ -63,6 +63,10 @@ class Request:
     attention: str | None = None
     engine: str | None = None
     """By whose code the target is computed: lean or transformers."""
+    graph: str | None = None
+    """on or off."""
+    compiler: str | None = None
+    """inductor."""
     quantize: str | None = None
     """A key of `quantizing.PACKAGES`."""
     thinking: str | None = None
@@ -80,6 +84,11 @@ class Request:
     def samples(self) -> bool:
         """Is there a temperature at which tokens are drawn?"""
         return not all(map(is_greedy, self.temperatures))
+
+    @property
+    def capture(self) -> str | None:
+        """How passes are captured (`engine/capturing.py`); None is decided by the device."""
+        return self.compiler or {None: None, "on": "graph", "off": "off"}[self.graph]
 
 
 def check(request: Request) -> None:
@@ -135,6 +144,7 @@ def _refuse_unknown_values(request: Request) -> None:
         raise unknown("engine", request.engine, list(ENGINES))
     if request.engine == "lean" and request.attention is not None:
         raise UserError("--attention has no effect on --engine lean, which has its own; leave one of them out")
+    _refuse_captures(request)
     if request.quantize is not None:
         _refuse_quantization(request, request.quantize)
     if (request.attention or "").startswith("flash"):
@@ -144,6 +154,22 @@ def _refuse_unknown_values(request: Request) -> None:
         )
     if request.attention not in (None, *ATTENTION):
         raise unknown("attention", request.attention, list(ATTENTION))
+
+
+def _refuse_captures(request: Request) -> None:
+    if request.graph not in (None, "on", "off"):
+        raise unknown("graph", request.graph, ["on", "off"])
+    if request.compiler not in (None, "inductor"):
+        raise unknown("compiler", request.compiler, ["inductor"])
+    if request.compiler is not None and request.graph == "on":
+        raise UserError("--compile and --graph on: a pass is compiled or captured as a graph; leave one of them out")
+    option = "--compile" if request.compiler is not None else "--graph on" if request.graph == "on" else None
+    if option is None:
+        return
+    if request.engine == "transformers":
+        raise UserError(f"{option} has no effect on --engine transformers; leave one of them out")
+    if request.quantize is not None:
+        raise UserError(f"{option} is for --engine lean, which computes plain weights only; leave it or --quantize out")
 
 
 def _refuse_quantization(request: Request, kind: str) -> None:

@@ -18,7 +18,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, runner
 from dflash_bench.run.items import Backend, Plan
-from dflash_bench.run.opening import forwards_of, open_local
+from dflash_bench.run.opening import captured_of, forwards_of, open_local
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
 from dflash_bench.run.request import Request
@@ -41,6 +41,8 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     info = _info(resolved, plan, backend, prepared)
     for note in [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes]:
         tell(f"note: {note}")
+    if request.compiler is not None:
+        tell("note: passes are compiled before they are timed, which takes up to half a minute each the first time")
     if resume and request.budget is not None:
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
@@ -48,7 +50,7 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
-            run.mark_finished({})
+            run.mark_finished({"captures": captured_of(backend)})
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
 
@@ -78,7 +80,7 @@ def _execute_within(
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         tell(f"note: there was no time for {suite}; raise --for")
-    run.mark_finished({"measured": counts})
+    run.mark_finished({"measured": counts, "captures": captured_of(backend)})
 
 
 def _info(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) -> dict[str, Any]:

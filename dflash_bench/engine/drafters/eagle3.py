@@ -63,7 +63,18 @@ class Eagle3Drafter(CachedDrafter):
 
     def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
         """Token x_{t+1} goes with the feature of t, at position t."""
+        if tokens.shape[1] == 1 and (said := self.replayed(self._steady, starts, tokens, hidden)) is not None:
+            return said[0]
         self.cache.place(starts, tokens.shape[1], first)
+        return self._through(tokens, hidden)
+
+    def _steady(self, num_places: int, tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        """`_through` where all that changes is in tensors."""
+        self.cache.place_at(starts, tokens.shape[1], num_places)
+        return (self._through(tokens, hidden),)
+
+    def _through(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Tokens [B, N] and features [B, N, H] where they were placed -> the network's output [B, N, H]."""
         alone = tokens.shape[1] == 1 and not self.cache.is_ragged
         self.mask = None if alone else causal_mask(self.cache, hidden.dtype)
         tables = rotations(self.rotary, self.cache)

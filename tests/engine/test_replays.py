@@ -1,0 +1,172 @@
+"""Replayed passes say what computed ones say. `traced` bakes in what a CUDA graph bakes in, on any device."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_bench.engine import captures
+from dflash_bench.engine.capturing import capture_passes
+from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.engine.replays import BUCKET, Replays, bucket_of
+from dflash_bench.errors import UserError
+from dflash_bench.methods import parse
+from dflash_bench.models import loading, presets
+from dflash_bench.records import Message
+from dflash_bench.run.request import Request, check
+
+LABELS = (
+    "ar", "dflash", "dflash:steps=2", "dflash:block=auto", "ddtree:nodes=16", "eagle3", "eagle3-tree:nodes=15", "ngram",
+)  # fmt: skip
+TEXTS = (
+    "Tom has 7 apples and buys 5 more. How many apples does he have?",
+    "Write a function that adds two numbers.\n" * 3,
+    "What is 2 + 2?",
+    "Name three colours, and say why you like them.",
+)
+
+
+def opened(labels: tuple[str, ...] = LABELS) -> LocalBackend:
+    models = loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)
+    return open_backend(models, presets.preset("nano"), [parse(label) for label in labels], 32)
+
+
+def replaying(backend: LocalBackend, replays: Callable[[], Replays]) -> LocalBackend:
+    backend.target.replays = replays()
+    for drafter in backend.drafters.values():
+        if hasattr(drafter, "replays"):
+            drafter.replays = replays()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def usual() -> LocalBackend:
+    return opened()
+
+
+@pytest.fixture(scope="module")
+def replayed() -> LocalBackend:
+    return replaying(opened(), lambda: Replays(captures.traced))
+
+
+@pytest.fixture(scope="module")
+def prompts(usual: LocalBackend) -> list[list[int]]:
+    return [usual.encode([Message("user", text)]) for text in TEXTS]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_answers_and_acceptance_are_those_of_computed_passes(
+    usual: LocalBackend, replayed: LocalBackend, prompts: list[list[int]], num_rows: int
+) -> None:
+    for label in usual.drafters:
+        replayed.generate_ids(label, prompts[:num_rows], num_rows=num_rows)  # asks for its passes
+        before = replayed.captured()["replayed"]
+        sound = usual.generate_ids(label, prompts, num_rows=num_rows)
+        again = replayed.generate_ids(label, prompts, num_rows=num_rows)
+        assert replayed.captured()["replayed"] > before, label
+        assert [one.token_ids for one in again] == [one.token_ids for one in sound], label
+        if "auto" not in label:  # which follows its clock
+            assert [one.accepted for one in again] == [one.accepted for one in sound], label
+    assert replayed.captured()["not_captured"] == 0
+
+
+def test_nothing_is_captured_while_an_answer_is_decoded(prompts: list[list[int]]) -> None:
+    backend = replaying(opened(("ar",)), lambda: Replays(captures.traced))
+    backend.generate_ids("ar", prompts[:1])
+    assert backend.captured()["captured"] == backend.captured()["replayed"] == 0
+    answer = backend.generate_ids("ar", prompts[:1])[0]
+    assert backend.captured()["captured"] == 1
+    assert backend.captured()["replayed"] == len(answer.round_s)
+
+
+def test_buckets_hold_what_they_are_for_and_waste_little() -> None:
+    for places in range(1, 9000, 7):
+        bucket = bucket_of(places)
+        assert places <= bucket == bucket_of(bucket)
+        assert bucket < places + max(BUCKET, places / 4)
+
+
+def reading(_places: int, tokens: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+    return (tokens * 2.0 + starts[:, None],)
+
+
+def with_a_number_of_the_host(_places: int, tokens: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+    return (tokens * 2.0 + starts.tolist()[0],)
+
+
+def with_an_old_buffer(_places: int, tokens: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+    return (tokens.clone().fill_(5) * 2.0 + starts[:, None] if tokens.sum() == 0 else tokens * 2.0 + starts[:, None],)
+
+
+@torch.inference_mode()
+def after_capture(function: Callable[..., tuple[Tensor, ...]], must: bool = False) -> tuple[Replays, object]:
+    replays, inputs = Replays(captures.traced, must=must), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
+    replays.moved(BUCKET)
+    assert replays.run("key", function, 10, *inputs) is None
+    assert replays.prepare(1, 5, BUCKET, lambda _key: True)
+    return replays, replays.run("key", function, 10, *inputs)
+
+
+def test_a_sound_pass_is_replayed_with_the_values_of_the_call() -> None:
+    _, result = after_capture(reading)
+    assert isinstance(result, tuple)
+    assert result[0].tolist() == [[13.0, 15.0]]
+
+
+@pytest.mark.parametrize("faulty", [with_a_number_of_the_host, with_an_old_buffer])
+def test_what_a_capture_would_bake_in_is_found_and_not_replayed(
+    faulty: Callable[..., tuple[Tensor, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    replays, result = after_capture(faulty)
+    assert result is None and replays.why_not is not None
+    assert "passes are not captured" in caplog.text
+    with pytest.raises(UserError, match="--compile: a pass cannot be compiled"):
+        after_capture(faulty, must=True)
+
+
+def test_other_rows_and_a_larger_cache_are_captured_anew(replayed: LocalBackend, prompts: list[list[int]]) -> None:
+    for num_rows in (1, 2):
+        replayed.generate_ids("dflash", prompts[:num_rows])
+    before = replayed.captured()["captured"]
+    replayed.generate_ids("dflash", prompts[:1])
+    assert replayed.captured()["captured"] > before
+
+
+# What is refused
+
+
+@pytest.fixture
+def tiny_backend() -> Iterator[LocalBackend]:
+    yield opened(("ar",))
+
+
+def test_graphs_need_cuda_and_are_off_elsewhere(tiny_backend: LocalBackend) -> None:
+    assert tiny_backend.describe()["capture"] == "off"
+    with pytest.raises(UserError, match="--graph on needs a CUDA device"):
+        capture_passes(tiny_backend.target, [], "graph")
+
+
+def test_a_compiler_that_is_missing_is_named(tiny_backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"no C\+\+ compiler \(no-such-compiler\); install one"):
+        capture_passes(tiny_backend.target, [], "inductor")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graph": "maybe"}, "unknown graph 'maybe'; known: off, on"),
+        ({"compiler": "tvm"}, "unknown compiler 'tvm'; known: inductor"),
+        ({"compiler": "inductor", "graph": "on"}, "leave one of them out"),
+        ({"compiler": "inductor", "engine": "transformers"}, "no effect on --engine transformers"),
+        ({"graph": "on", "quantize": "int8"}, "which computes plain weights only"),
+    ],
+)
+def test_options_that_cannot_go_together(options: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(Request(suites=("gsm8k",), methods=("dflash",), **options))  # type: ignore[arg-type]
