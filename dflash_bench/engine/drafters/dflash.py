@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.costs import Pace
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
+from dflash_bench.engine.lean_dflash import LeanDFlash
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.loading import Models
-from dflash_bench.models.packed import PackedDFlash
 
 MARGIN = 0.02
 """How much slower a block may seem than the best width and still be verified further."""
@@ -60,7 +59,7 @@ class DFlashDrafter(CachedDrafter):
         self.steps = steps
         self.num_slots = draft.config.num_drafts(self.block_size)
         super().__init__(draft, self.block_size)
-        self.network = PackedDFlash(self.draft)
+        self.network = LeanDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.head = draft.lm_head if self.config.own_head else head
         self.num_drafts = self.num_slots
@@ -75,8 +74,7 @@ class DFlashDrafter(CachedDrafter):
         self.picker.sampler = committed.sampler
         self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
         tables = rotations(self.rotary, self.cache)
-        for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
-            self.cache.write(layer, keys, values)
+        self.cache.write_all(self.network.context(committed.hidden, tables))
         if committed.anchor is not None:
             self.block[committed.slots, 0] = committed.anchor
         self.advance(committed)
@@ -111,14 +109,10 @@ class DFlashDrafter(CachedDrafter):
         """The logits of one pass over the block as it is."""
         # The block is written behind the context and covers whatever stale context lies there.
         self.cache.place(self.starts, self.block_size)
-        self.mask = self._mask()
-        hidden = self.network.forward(self.embedding(self.block), rotations(self.rotary, self.cache), self._attend)
+        tables = rotations(self.rotary, self.cache)
+        hidden = self.network.forward(self.embedding(self.block), tables, self._mask(), self.cache)
         logits: Tensor = self.head(hidden[:, -self.num_slots :])
         return logits
-
-    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = self.cache.write(layer, keys, values)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, enable_gqa=True)
 
     def _mask(self) -> Tensor | None:
         """Every slot sees the row's whole context and the whole block; only ragged rows need telling apart."""
