@@ -100,13 +100,25 @@ class KVCache:
         """`write` for keys and values of one shape, side by side [2, B, heads, width, D]: one copy instead of two."""
         if layer not in self._layers:
             self._allocate({layer: (pair[0], pair[1])})
-        stored = self._pairs[layer] if self._slots is None else self._pairs[layer][:, self._slots]
+        visible = self._store(self._pairs[layer], pair)
+        return visible[0], visible[1]
+
+    def write_all(self, layers: Tensor) -> None:
+        """`write_pair` for all layers at once [layers, 2, B, heads, width, D], which share one buffer from then on."""
+        if not self._layers:
+            self._allocate({layer: (pair[0], pair[1]) for layer, pair in enumerate(layers)})
+        self._store(self._stacks[0].unflatten(0, (-1, 2)), layers)
+
+    def _store(self, buffers: Tensor, new: Tensor) -> Tensor:
+        """Put [..., B, heads, width, D] where `place` said; returns everything visible, as a view."""
+        stored = buffers if self._slots is None else buffers[..., self._slots, :, :, :]
         if self._start is not None:
-            stored[:, :, :, self._start : self._visible] = pair
+            stored[..., self._start : self._visible, :] = new
         else:
             rows, positions = self.places_on(stored.device)
-            stored[:, rows, :, positions] = pair.permute(1, 3, 0, 2, 4)
-        return stored[0, :, :, : self._visible], stored[1, :, :, : self._visible]
+            # Indices that stand apart come first: [B, width, ..., heads, D].
+            stored[..., rows, :, positions, :] = new.movedim((-4, -2), (0, 1))
+        return stored[..., : self._visible, :]
 
     def _of_slots(self, buffer: Tensor) -> Tensor:
         return buffer if self._slots is None else buffer[self._slots]
@@ -157,10 +169,12 @@ class KVCache:
 
 
 def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
-    """Tables for the tokens just placed, [B or 1, 1, width, D]."""
+    """Tables for the tokens just placed, [B or 1, width, 1, D]."""
     if cache.is_ragged:
-        return rotary.at(cache.positions)
-    return rotary.between(cache.visible - cache.positions.shape[1], cache.visible)
+        cos, sin = rotary.at(cache.positions)
+    else:
+        cos, sin = rotary.between(cache.visible - cache.positions.shape[1], cache.visible)
+    return cos.transpose(1, 2), sin.transpose(1, 2)
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:

@@ -1,12 +1,12 @@
-"""The weights of the usual decoder layer, laid out so that little stands between its matrix products.
+"""The usual decoder layer, of targets and of drafts, with little between its matrix products.
 
 Projections that read the same input are joined, and the model's own parameters become views of that, so nothing is held
-twice.
+twice. Query heads that share keys are rows of one attention problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,12 +14,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.nn.functional import gelu, rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
+
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.models.layout import joined
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
 }
+
+Tables = tuple[Tensor, Tensor]
+"""Cosines and signed sines of the tokens' positions [B or 1, N, 1, D]."""
 
 
 class Norm:
@@ -102,40 +108,114 @@ class Experts:
         return x + self(normed)
 
 
+def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
+    """Norms heads [..., N, heads, D] and rotates them by their positions, in place."""
+    normed = heads if norm is None else norm(heads)
+    torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1], out=heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """From the normed stream to what its heads saw; `output` is left to the caller, who adds to the stream."""
+
+    qkv: Linear
+    head_norm: Norm | None
+    """Of queries and keys, [heads, D]."""
+    output: Linear
+    num_heads: int
+    num_kv: int
+    head_dim: int
+    scale: float
+
+    def __call__(
+        self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        """Normed [B * N, H] of tokens that have their places in the cache -> [B * N, heads * D].
+
+        `shape` is (B, N), the mask is `folded`, and `index` the layer's in the cache.
+        """
+        rows, width = shape
+        mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
+        # Queries, keys and values side by side: what is done to queries and keys is done once, and in place.
+        turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
+        queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
+        pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
+        keys, values = cache.write_pair(index, pair.permute(2, 0, 3, 1, 4))
+        # [B, KV, G * N, D]: the heads of a group are rows of one problem.
+        problem = queries.permute(0, 2, 3, 1, 4).reshape(rows, self.num_kv, -1, self.head_dim)
+        attended = scaled_dot_product_attention(problem, keys, values, mask, scale=self.scale)
+        attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
+        return attended.reshape(rows * width, -1)
+
+    def folded(self, mask: Tensor | None) -> Tensor | None:
+        """A mask [B, 1, N or 1, visible], repeated for the query heads that share keys [B, 1, G * N or 1, visible]."""
+        return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, self.num_heads // self.num_kv, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """`after_attention` and `after_feed` norm what is added to the stream, as Gemma 3 does."""
 
     kind: str
     input_norm: Norm
-    qkv: Linear
-    head_norm: Norm | None
-    """Of queries and keys, [heads, D]."""
-    output: Linear
+    attention: Attention
     after_attention: Norm | None
     feed_norm: Norm
     feed: FeedForward
     after_feed: Norm | None
 
+    def __call__(
+        self, index: int, x: Tensor, shape: torch.Size, tables: Tables, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        """The stream [B * N, H] behind this layer; the rest as for `Attention`."""
+        attended = self.attention(index, self.input_norm(x), shape, tables, mask, cache)
+        return self.fed(self.mixed(x, attended))
 
-def layer_of(layer: Any, kind: str, num_heads: int, num_kv: int, activation: str) -> Layer:
+    def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
+        output = self.attention.output
+        if self.after_attention is None:
+            return output.added_to(x, attended)
+        return x + self.after_attention(output(attended))
+
+    def fed(self, x: Tensor) -> Tensor:
+        normed = self.feed_norm(x)
+        return self.feed.added_to(x, normed) if self.after_feed is None else x + self.after_feed(self.feed(normed))
+
+
+def layer_of(layer: Any, kind: str, num_heads: int, num_kv: int, activation: str, scale: float | None = None) -> Layer:
+    """`scale` is that of attention scores, if not one over the root of a head's size."""
     attention, mlp = layer.self_attn, layer.mlp
     is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
     feed: FeedForward = Experts(mlp)
     if hasattr(mlp, "gate_proj"):
-        gate_up = _joined(mlp.gate_proj, mlp.up_proj)
-        feed = Gated(gate_up, _joined(mlp.down_proj), ACTIVATIONS[activation])
+        gate_up = linear_of(mlp.gate_proj, mlp.up_proj)
+        feed = Gated(gate_up, linear_of(mlp.down_proj), ACTIVATIONS[activation])
+    head_dim = attention.q_proj.weight.shape[0] // num_heads
+    mixing = Attention(
+        qkv=linear_of(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norm=_head_norm(attention, num_heads, num_kv) if hasattr(attention, "q_norm") else None,
+        output=linear_of(attention.o_proj),
+        num_heads=num_heads,
+        num_kv=num_kv,
+        head_dim=head_dim,
+        scale=scale or head_dim**-0.5,
+    )
     return Layer(
         kind=kind,
         input_norm=norm_of(layer.input_layernorm),
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norm=_head_norm(attention, num_heads, num_kv) if hasattr(attention, "q_norm") else None,
-        output=_joined(attention.o_proj),
+        attention=mixing,
         after_attention=norm_of(layer.post_attention_layernorm) if is_sandwich else None,
         feed_norm=norm_of(layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm),
         feed=feed,
         after_feed=norm_of(layer.post_feedforward_layernorm) if is_sandwich else None,
     )
+
+
+def linear_of(*parts: nn.Linear) -> Linear:
+    """Weights and biases one below another; what they were made of becomes a view of it."""
+    weight = joined([[part.weight for part in parts]])[0]
+    bias = None if parts[0].bias is None else joined([[part.bias for part in parts]])[0]
+    return Linear(weight.t(), bias)
 
 
 def norm_of(module: Any) -> Norm:
@@ -159,32 +239,4 @@ def _scale(module: Any) -> Tensor:
 
 
 def _eps(module: Any) -> float:
-    return float(module.eps if _is_gemma(module) else module.variance_epsilon)
-
-
-def _joined(*parts: nn.Linear) -> Linear:
-    """Weights and biases one below another; what they were made of becomes a view of it."""
-    weight = _one_below_another([part.weight for part in parts])
-    bias = None if parts[0].bias is None else _one_below_another([part.bias for part in parts])
-    return Linear(weight.t(), bias)
-
-
-@torch.no_grad()
-def _one_below_another(parts: Sequence[Tensor]) -> Tensor:
-    first, rows = parts[0].data, sum(len(part) for part in parts)
-    if _stand_together(parts):  # joined before, for another target of the same model
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
-    joined = torch.cat([part.data for part in parts])
-    begin = 0
-    for part in parts:
-        part.data = joined[begin : begin + len(part)]
-        begin += len(part)
-    return joined
-
-
-def _stand_together(parts: Sequence[Tensor]) -> bool:
-    """Does each begin in memory where the one before it ends?"""
-    ends = [part.storage_offset() + part.numel() for part in parts]
-    begins = [part.storage_offset() for part in parts[1:]]
-    one_storage = len({part.untyped_storage().data_ptr() for part in parts}) == 1
-    return one_storage and begins == ends[:-1] and all(part.is_contiguous() for part in parts)
+    return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)

@@ -23,7 +23,6 @@ from dflash_bench.models.dflash import default_target_layers as dflash_layers
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.eagle3 import default_target_layers as eagle3_layers
 from dflash_bench.models.formats.checks import skeleton
-from dflash_bench.models.packed import PackedDFlash
 from dflash_bench.models.presets import Preset
 
 TABLE = Path(__file__).parent / "shapes.toml"
@@ -153,8 +152,5 @@ def filled_draft(empty: DFlashDraft | Eagle3Draft, device: str, dtype: torch.dty
     if (size := draft.config.draft_vocab_size) is not None:
         draft.d2t.zero_()
         draft.t2d.copy_(torch.arange(len(draft.t2d), device=device) < size)
-    if isinstance(draft, DFlashDraft):
-        # As a drafter joins them; before they are filled, because memory is taken only when it is written.
-        PackedDFlash(draft)
     fill(draft)
     return draft.eval()

@@ -177,11 +177,17 @@ def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int)
     assert len({tuple(tokens[0]) for tokens in proposed[1]}) > 1
 
 
-def test_a_level_is_one_pass_of_the_network() -> None:
+def test_a_level_is_one_pass_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama"))
     drafter = eagle3_tree_drafter(target, 59, 10, 7)
     widths: list[int] = []
-    drafter.draft.midlayer.register_forward_hook(lambda _module, _inputs, out: widths.append(out.shape[1]))
+    forward = drafter.network.forward
+
+    def watched(embedded: Tensor, *rest: Any) -> Tensor:
+        widths.append(embedded.shape[1])
+        return forward(embedded, *rest)
+
+    monkeypatch.setattr(drafter.network, "forward", watched)
     out = run(target, drafter, PROMPTS[:1], 6)
     # And before each tree one over what was committed.
     assert len(widths) == 8 * len(out.rounds) and widths.count(10) == 7 * len(out.rounds)

@@ -144,7 +144,9 @@ def test_weights_are_held_once_and_stay_the_models() -> None:
     first, second = Lean(model), Lean(model)
     assert sum(weight.untyped_storage().nbytes() for weight in unique(model)) == size
     assert (
-        first.layers[0].qkv.weight.data_ptr() == second.layers[0].qkv.weight.data_ptr() == weight_of(model).data_ptr()
+        first.layers[0].attention.qkv.weight.data_ptr()
+        == second.layers[0].attention.qkv.weight.data_ptr()
+        == weight_of(model).data_ptr()
     )
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -196,7 +198,7 @@ def test_a_network_that_says_something_else_is_refused(monkeypatch: pytest.Monke
     class Off(Lean):
         def __init__(self, model: Any) -> None:
             super().__init__(model)
-            self.scale *= 1.05
+            self.norm.weight = self.norm.weight * 1.05
 
     monkeypatch.setattr(networks, "Lean", Off)
     with pytest.raises(UserError, match="computes this target differently"):

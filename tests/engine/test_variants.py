@@ -20,7 +20,6 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Draft, vocabulary_map
-from dflash_bench.models.packed import PackedDFlash
 
 CPU = torch.device("cpu")
 
@@ -70,27 +69,6 @@ def test_linear_and_llama3_scaling_stretch_positions() -> None:
 
 
 # DFlash.
-
-
-@torch.inference_mode()
-def test_the_packed_network_has_the_biases_of_the_plain_one() -> None:
-    config = replace(DFLASH, attention_bias=True)
-    network = randomised(DFlashDraft(config))
-    twin = randomised(DFlashDraft(config))
-    packed = PackedDFlash(twin)
-    tables = Rotary(8, 10000.0, 16, CPU, torch.float32).at(torch.tensor([[3, 4, 5], [0, 1, 2]]))
-    features, embedded = torch.randn(2, 3, 96), torch.randn(2, 3, 32)
-
-    def attend(_layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-
-    for plain_kv, packed_kv in zip(network.context(features, tables), packed.context(features, tables), strict=True):
-        for mine, other in zip(plain_kv, packed_kv, strict=True):
-            torch.testing.assert_close(other, mine)
-    torch.testing.assert_close(packed.forward(embedded, tables, attend), network(embedded, tables, attend))
-    unbiased = DFlashDraft(DFLASH)
-    unbiased.load_state_dict({k: v for k, v in network.state_dict().items() if not k.endswith("proj.bias")})
-    assert not torch.allclose(unbiased(embedded, tables, attend), network(embedded, tables, attend), atol=1e-3)
 
 
 def variant(**changes: Any) -> DFlashDraft:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ from dflash_bench.engine.counting import size_of
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
 from dflash_bench.models import presets, random_weights
-from dflash_bench.models.common import Rotary
 from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.models.packed import PackedDFlash
 
 KNOWN = [name for name, preset in presets.table().items() if preset.target in random_weights.table()]
 PATTERN = 4
@@ -100,27 +97,3 @@ def test_a_folder_is_a_shape_too(tmp_path: Path) -> None:
     folder = tiny.build(tmp_path / "model") / "target"
     assert random_weights.config_of(str(folder)).num_hidden_layers == tiny.LAYERS
     assert random_weights.config_of(str(folder), 2).num_hidden_layers == 2
-
-
-def test_a_second_drafter_finds_its_weights_packed() -> None:
-    """Large matrices, which no layout by columns copies."""
-    shape = random_weights.config_of("Qwen/Qwen3-8B", 2)
-    shape.hidden_size, shape.intermediate_size, shape.vocab_size, shape.num_attention_heads = 512, 1024, 97, 8
-    empty = random_weights.empty_draft("dflash", "none", shape, 36, presets.preset("nano"))
-    assert isinstance(empty, DFlashDraft)
-    draft = random_weights.filled_draft(empty, "cpu", torch.float32)
-    apart = copy.deepcopy(draft)
-    for parameter in apart.parameters():
-        parameter.data = parameter.data.clone()
-    one, two, copied = PackedDFlash(draft), PackedDFlash(draft), PackedDFlash(apart)
-    assert one.qkv.data_ptr() == two.qkv.data_ptr() and one.gate_up.data_ptr() == two.gate_up.data_ptr()
-    assert one.qkv.data_ptr() != copied.qkv.data_ptr()
-    torch.testing.assert_close(one.qkv, copied.qkv, rtol=0, atol=0)
-    torch.testing.assert_close(one.gate_up, copied.gate_up, rtol=0, atol=0)
-    tables = Rotary(shape.head_dim, 1e4, 4, torch.device("cpu"), torch.float32).between(0, 4)
-    features = torch.randn(1, 4, draft.config.num_features)
-    for (keys, values), (others, other_values) in zip(
-        one.context(features, tables), draft.context(features, tables), strict=True
-    ):
-        torch.testing.assert_close(keys, others)
-        torch.testing.assert_close(values, other_values)

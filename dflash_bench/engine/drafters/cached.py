@@ -34,7 +34,8 @@ class CachedDrafter:
         if self.cache.serves(num_rows, capacity):
             return
         config = self.config
-        self.cache = KVCache(num_rows, capacity, self.device)
+        # Like the last one, so that all layers share one buffer even where a captured pass writes first.
+        self.cache = KVCache(num_rows, capacity, self.device, like=self.cache)
         if self.replays is not None:
             self.replays.moved(capacity)
         self.rotary = Rotary(

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.costs import Pace
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
+from dflash_bench.engine.lean_dflash import LeanDFlash
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.loading import Models
-from dflash_bench.models.packed import PackedDFlash
 
 MARGIN = 0.02
 """How much slower a block may seem than the best width and still be verified further."""
@@ -60,7 +59,7 @@ class DFlashDrafter(CachedDrafter):
         self.steps = steps
         self.num_slots = draft.config.num_drafts(self.block_size)
         super().__init__(draft, self.block_size)
-        self.network = PackedDFlash(self.draft)
+        self.network = LeanDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.head = draft.lm_head if self.config.own_head else head
         self.num_drafts = self.num_slots
@@ -75,8 +74,7 @@ class DFlashDrafter(CachedDrafter):
         self.picker.sampler = committed.sampler
         self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
         tables = rotations(self.rotary, self.cache)
-        for layer, (keys, values) in enumerate(self.network.context(committed.hidden, tables)):
-            self.cache.write(layer, keys, values)
+        self.cache.write_all(self.network.context(committed.hidden, tables))
         if committed.anchor is not None:
             self.block[committed.slots, 0] = committed.anchor
         self.advance(committed)
@@ -125,12 +123,8 @@ class DFlashDrafter(CachedDrafter):
 
     def _through(self, block: Tensor) -> Tensor:
         """The block [B, N] where it was placed -> what the last layer says [B, N, H]."""
-        self.mask = self._mask()
-        return self.network.forward(self.embedding(block), rotations(self.rotary, self.cache), self._attend)
-
-    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = self.cache.write(layer, keys, values)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, enable_gqa=True)
+        tables = rotations(self.rotary, self.cache)
+        return self.network.forward(self.embedding(block), tables, self._mask(), self.cache)
 
     def _mask(self) -> Tensor | None:
         """Every slot sees the row's whole context and the whole block; only ragged rows need telling apart."""

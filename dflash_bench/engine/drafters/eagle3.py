@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import causal_mask, rotations, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
+from dflash_bench.engine.lean_eagle3 import LeanEagle3
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
@@ -29,6 +29,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
         super().__init__(draft, num_drafts)
+        self.network = LeanEagle3(draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.num_drafts = num_drafts
 
@@ -39,7 +40,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def observe(self, committed: Committed) -> None:
         assert committed.hidden is not None
-        read = self._step(committed.tokens, self.draft.fuse(committed.hidden), committed.starts, committed.first)
+        read = self._step(committed.tokens, self.network.fuse(committed.hidden), committed.starts, committed.first)
         last = [max(count, 1) - 1 for count in committed.counts]
         if min(last) == max(last):  # one row above all: a view, and nothing goes to the device
             hidden = read[:, last[0] : last[0] + 1]
@@ -57,7 +58,7 @@ class Eagle3Drafter(CachedDrafter):
             if i:
                 starts = [start + i - 1 for start in self.starts]
                 hidden = self._step(self.tokens[:, i - 1 : i], hidden, starts)
-            best = self.draft.logits(hidden).argmax(dim=-1)
+            best = self.network.logits(hidden).argmax(dim=-1)
             self.tokens[:, i : i + 1] = self.draft.target_ids(best)
         return Draft(self.tokens)
 
@@ -76,11 +77,6 @@ class Eagle3Drafter(CachedDrafter):
     def _through(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Tokens [B, N] and features [B, N, H] where they were placed -> the network's output [B, N, H]."""
         alone = tokens.shape[1] == 1 and not self.cache.is_ragged
-        self.mask = None if alone else causal_mask(self.cache, hidden.dtype)
+        mask = None if alone else causal_mask(self.cache, hidden.dtype)
         tables = rotations(self.rotary, self.cache)
-        read: Tensor = self.draft(self.embedding(tokens), hidden, tables, self._attend)
-        return read
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = self.cache.write(0, keys, values)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, enable_gqa=True)
+        return self.network.forward(self.embedding(tokens), hidden, tables, mask, self.cache)

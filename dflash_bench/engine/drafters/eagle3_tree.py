@@ -95,15 +95,14 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         """The frontier [B, k] with its parents' outputs; `seen` [B, k, scratch] shows each node its own way."""
         place = self.end + step * self.top_k
         self.cache.place([place] * len(self.starts), self.top_k)
-        self.mask = self.room[..., : self.cache.visible]
-        self.mask[:, 0, :, self.end :] = seen[..., : self.cache.visible - self.end]
+        mask = self.room[..., : self.cache.visible]
+        mask[:, 0, :, self.end :] = seen[..., : self.cache.visible - self.end]
         tables = self.rotary.at(self.start + step)
-        read: Tensor = self.draft(self.embedding(tokens), hidden, tables, self._attend)
-        return read
+        return self.network.forward(self.embedding(tokens), hidden, tables, mask, self.cache)
 
     def _children(self, out: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
         """Of nodes [B, M], the best children: cumulative log-probabilities and target ids, both [B, M * k]."""
-        logits = self.draft.logits(out).float()
+        logits = self.network.logits(out).float()
         ids = logits.topk(self.top_k).indices
         log_probs = logits.log_softmax(dim=-1).gather(-1, ids)
         # A child never outscores its parent, not by rounding and not by a broken weight: `_best` relies on it.

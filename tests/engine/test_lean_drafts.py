@@ -1,0 +1,153 @@
+"""The drafts' networks laid out for decoding give what the published ones give, and share their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_drafters import DFLASH, EAGLE3
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_bench.engine.cache import KVCache, causal_mask, rotations
+from dflash_bench.engine.lean_dflash import LeanDFlash
+from dflash_bench.engine.lean_eagle3 import LeanEagle3
+from dflash_bench.models.common import Rotary
+from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Draft
+
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+"""Of a difference, relative to the largest value."""
+CONTEXT, WIDTH = 9, 4
+
+
+def randomised(draft: Any, dtype: torch.dtype) -> Any:
+    """Norm weights and biases too: one that is forgotten must show."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1))
+    return draft.to(dtype).eval()
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    difference = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+    assert difference < TOLERANCES[theirs.dtype]
+
+
+def rotary(dtype: torch.dtype) -> Rotary:
+    return Rotary(8, 10000.0, CONTEXT + WIDTH, CPU, dtype)
+
+
+def rows_of(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """As the published networks want them: heads before tokens."""
+    cos, sin = tables
+    return cos.transpose(1, 2), sin.transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def as_in_decoding() -> Iterator[None]:
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        yield
+
+
+STARTS = [[0], [5], [0, 0], [5, 2]]
+
+
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1}])
+def test_dflash_context_and_block_are_those_of_the_published_network(
+    changes: dict[str, Any], dtype: torch.dtype, starts: list[int]
+) -> None:
+    network = randomised(DFlashDraft(replace(DFLASH, **changes)), dtype)
+    lean = LeanDFlash(randomised(DFlashDraft(network.config), dtype))
+    rows, cache = len(starts), KVCache(len(starts), CONTEXT + WIDTH, CPU)
+    cache.place(starts, CONTEXT - 5)
+    tables = rotations(rotary(dtype), cache)
+    features = torch.randn(rows, CONTEXT - 5, 96).to(dtype)
+    context = lean.context(features, tables)
+    expected = network.context(features, rows_of(tables))
+    for ours, theirs in zip(context, expected, strict=True):
+        assert_near(ours[0], theirs[0])
+        assert_near(ours[1], theirs[1])
+    cache.write_all(context)
+    ends = [start + CONTEXT - 5 for start in starts]
+    cache.place(ends, WIDTH)
+    embedded, block = torch.randn(rows, WIDTH, 32).to(dtype), rotations(rotary(dtype), cache)
+    mask = (torch.arange(cache.visible) < torch.tensor(ends)[:, None] + WIDTH)[:, None, None]
+
+    def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out, pairs = [], list(zip(expected[layer], (keys, values), strict=True))
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            none = keys.new_zeros(keys.shape[1], start, keys.shape[3])
+            k, v = (torch.cat([none, old[row], new[row]], 1) for old, new in pairs)
+            assert k.shape[1] == end + WIDTH
+            out.append(scaled_dot_product_attention(query[row], k, v, enable_gqa=True))
+        return torch.stack(out)
+
+    said = lean.forward(embedded, block, mask if cache.is_ragged else None, cache)
+    assert_near(said, network(embedded, rows_of(block), attend))
+
+
+EAGLE3_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True},
+    "normed heads": {"qk_norm": True},
+    "as many keys as queries": {"num_kv_heads": 4},
+    "adds to the normed": {"norm_before_residual": True},
+    "a norm over all features": {"norm_before_fc": True},
+    "a norm for each feature": {"fc_norm": True},
+    "3.1": {"norm_output": True},
+}
+
+
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", EAGLE3_KINDS)
+def test_an_eagle3_step_is_that_of_the_published_network(kind: str, dtype: torch.dtype, starts: list[int]) -> None:
+    network = randomised(Eagle3Draft(replace(EAGLE3, **EAGLE3_KINDS[kind])), dtype)
+    lean = LeanEagle3(randomised(Eagle3Draft(network.config), dtype))
+    cache = KVCache(len(starts), CONTEXT + WIDTH, CPU)
+    cache.place(starts, WIDTH)
+    tables, mask = rotations(rotary(dtype), cache), causal_mask(cache, dtype)
+    stored = torch.zeros(2, len(starts), network.config.num_kv_heads, cache.visible, 8, dtype=dtype)
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        for row, start in enumerate(starts):
+            stored[0, row, :, start : start + WIDTH] = keys[row]
+            stored[1, row, :, start : start + WIDTH] = values[row]
+        return scaled_dot_product_attention(query, stored[0], stored[1], mask, enable_gqa=True)
+
+    features, embedded = (torch.randn(len(starts), WIDTH, size).to(dtype) for size in (96, 32))
+    hidden = lean.fuse(features)
+    assert_near(hidden, network.fuse(features))
+    said = lean.forward(embedded, hidden, tables, mask, cache)
+    expected = network(embedded, hidden, rows_of(tables), attend)
+    assert_near(said, expected)
+    assert_near(lean.logits(expected), network.logits(expected))
+
+
+@pytest.mark.parametrize(
+    "make, lean", [(lambda: DFlashDraft(DFLASH), LeanDFlash), (lambda: Eagle3Draft(EAGLE3), LeanEagle3)]
+)
+def test_the_network_it_was_made_from_stays_whole_and_nothing_is_held_twice(make: Any, lean: Any) -> None:
+    draft = randomised(make(), torch.float32)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    one = lean(draft)
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    places = {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
+    for each in (one, lean(draft)):  # the second one finds them joined
+        for layer in each.layers if lean is LeanDFlash else [each.layer]:
+            for linear in (layer.attention.qkv, layer.attention.output, layer.feed.gate_up, layer.feed.down):
+                assert linear.weight.untyped_storage().data_ptr() in places
+    assert places == {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
+    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in draft.parameters()}
+    assert sum(storages.values()) == sum(weight.numel() * 4 for weight in draft.parameters())
