@@ -46,12 +46,12 @@ def joined(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     What was joined becomes a view of the result, so that nothing is held twice; what is joined already stays where it
     is, because another network of the same model may have been made of it. All groups are alike.
     """
-    weights = [[weight.data for weight in group] for group in groups]
-    if (whole := _whole(weights)) is not None:
+    if (whole := _whole(groups)) is not None:
         return whole
-    whole = torch.stack([torch.cat(group) for group in weights])
+    weights = [weight for group in groups for weight in group]
+    whole = torch.cat([weight.data for weight in weights]).unflatten(0, (len(groups), -1))
     whole = by_columns(whole) if whole.ndim == 3 else whole
-    for weight, view in zip((weight for group in groups for weight in group), _parts(whole, weights), strict=True):
+    for weight, view in zip(weights, _parts(whole, groups), strict=True):
         weight.data = view
     return whole
 
@@ -63,12 +63,13 @@ def _parts(whole: Tensor, groups: Sequence[Sequence[Tensor]]) -> Iterator[Tensor
 
 def _whole(groups: Sequence[Sequence[Tensor]]) -> Tensor | None:
     """What these are views of, side by side; None where they are not."""
-    first = groups[0][0]
+    first, weights = groups[0][0].data, [weight for group in groups for weight in group]
     shape = (len(groups), sum(map(len, groups[0])), *first.shape[1:])
-    if first.storage_offset() + prod(shape) > first.untyped_storage().nbytes() // first.itemsize:
+    strides = (prod(shape[1:]), *first.stride())
+    last = first.storage_offset() + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if last >= first.untyped_storage().nbytes() // first.itemsize:
         return None
-    whole = first.as_strided(shape, (prod(shape[1:]), *first.stride()))
-    weights = [weight for group in groups for weight in group]
+    whole = first.as_strided(shape, strides)
     lie_there = all(
         (weight.data_ptr(), weight.stride()) == (view.data_ptr(), view.stride())
         for weight, view in zip(weights, _parts(whole, groups), strict=True)

@@ -62,6 +62,9 @@ def test_weights_beside_each_other_in_another_order_are_joined_anew() -> None:
     whole = torch.arange(40.0).view(10, 4)
     first, second, other = whole[:4], whole[4:], torch.zeros(6, 4)
     assert torch.equal(joined([[second, first]])[0], torch.cat([whole[4:], whole[:4]]))
+    query, key, value = torch.randn(4, 3), torch.randn(2, 3), torch.randn(2, 3)
+    joined([[query, key, value]])
+    assert torch.equal(joined([[key, query]])[0], torch.cat([key, query]))
     apart = torch.arange(40.0).view(10, 4)
     assert torch.equal(joined([[apart[:4], other]])[0], torch.cat([apart[:4], other]))
 
