@@ -1,0 +1,123 @@
+"""One answer from one server: asked, timed, counted. What goes wrong becomes the error of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dflash_bench.records import Generation
+from dflash_bench.servers import counters
+from dflash_bench.servers.client import AnswerError, StatusError
+from dflash_bench.servers.counters import Counters
+from dflash_bench.servers.detection import Server
+from dflash_bench.servers.dialects.dialect import Ask
+from dflash_bench.servers.heard import Counts, Heard
+
+OPTIONAL = "stream_options"
+"""A field of the specification that some servers refuse, and then behave as if it had been there."""
+SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Waits until a server has counted an answer that it has given."""
+EXACT = frozenset(("vllm.request", "sglang.request"))
+"""Counts in an answer that need no others."""
+
+
+TOGETHER = "the server counts no rounds in its answers, and several answers ran at a time"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """`begin_s` and `end_s` are on the clock that was given."""
+
+    generation: Generation
+    begin_s: float
+    end_s: float
+
+
+async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
+    """Beside whatever else is being asked. Raises UserError if the server has gone."""
+    heard = Heard(clock, ask.max_new_tokens)
+    heard.begin()
+    num_prompt = None if ask.prompt_ids is None else len(ask.prompt_ids)
+    try:
+        async with asyncio.timeout(server.client.access.timeout_s):
+            await _listen(server, ask, heard)
+        generation = _counted(heard.generation(num_prompt), heard.counts)
+    except AnswerError as error:
+        generation = heard.failed(num_prompt, str(error))
+    except TimeoutError:
+        words = f"no whole answer within {server.client.access.timeout_s:g} s, after {heard.sofar}; see --timeout"
+        generation = heard.failed(num_prompt, words)
+    end_s = heard.now_s if generation.error is None else clock()
+    return Timed(generation, heard.begin_s, end_s)
+
+
+async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
+    """With nothing kept of earlier prompts, and counted by the server's counters where the answer does not say."""
+    try:
+        await server.flush()
+    except AnswerError as error:
+        failed = Heard(clock, ask.max_new_tokens).failed(None, f"its prefix cache could not be emptied: {error}")
+        return Timed(failed, clock(), clock())
+    before = await server.counters()
+    timed = await answer(server, ask, clock)
+    generation = timed.generation
+    if generation.error is not None or generation.counted_by in EXACT:
+        return timed
+    counts = await _difference(server, before, generation.num_tokens)
+    if isinstance(counts, str) and generation.counted_by is not None:
+        return timed
+    return replace(timed, generation=_counted(generation, counts))
+
+
+async def _listen(server: Server, ask: Ask, heard: Heard) -> None:
+    path, body = server.dialect.call(ask)
+    for _ in range(2):
+        sent = {name: value for name, value in body.items() if name not in server.refused}
+        try:
+            async for event in server.client.events(path, sent, heard.begin, heard.arrived):
+                server.dialect.read(event, heard)
+        except StatusError as error:
+            if error.status not in (400, 422) or OPTIONAL not in error.reason or OPTIONAL in server.refused:
+                raise
+            server.refused.add(OPTIONAL)
+        else:
+            return
+
+
+async def _difference(server: Server, before: Counters | None, num_tokens: int) -> Counts | str:
+    after = None
+    for wait_s in SETTLES_S:
+        await asyncio.sleep(wait_s)
+        after = await server.counters()
+        if before is None or after is None or counters.lag(before, after, num_tokens) <= 0:
+            break
+    return counters.difference(before, after, num_tokens)
+
+
+def _counted(generation: Generation, counts: Counts | str | None) -> Generation:
+    """With these counts, or why there are none."""
+    if isinstance(counts, Counts):
+        return replace(
+            generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
+            counted_by=counts.by, uncounted=None,
+        )  # fmt: skip
+    return replace(generation, uncounted=counts or TOGETHER)
+
+
+async def in_turn(
+    server: Server, asks: Sequence[Ask], clock: Callable[[], float], at_a_time: int, ended: Callable[[], object]
+) -> list[Timed]:
+    """A closed loop: so many are in flight, and when one has ended the next one is sent."""
+    places = asyncio.Semaphore(at_a_time)
+
+    async def one(ask: Ask) -> Timed:
+        async with places:
+            timed = await answer(server, ask, clock)
+        ended()
+        return timed
+
+    await server.flush()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(ask)) for ask in asks]
+    return [task.result() for task in tasks]
