@@ -15,7 +15,7 @@ def under(heading: str) -> Callable[..., Any]:
 
 _prompts, _models, _answers = under("Prompts"), under("Models"), under("Answers")
 _drafting, _sweeping, _measuring = under("Drafting"), under("Sweeping"), under("Measuring")
-_machine, _results = under("Machine"), under("Results")
+_machine, _results, _servers = under("Machine"), under("Results"), under("Servers")
 
 Suites = Annotated[
     list[str] | None,
@@ -110,6 +110,42 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code",
         help="Run Python code that comes with the target's checkpoint. Without it, such code never runs.",
     ),
+]
+
+Servers = Annotated[
+    list[str] | None,
+    _servers(
+        metavar="NAME=URL",
+        help="Measure live servers instead of models loaded here: plain=URL for plain decoding, and dflash=URL or "
+        "another method (NAME@LABEL=URL) for each server that drafts. Give --model or --target too, if the same "
+        "weights are here, to send prompts as token ids and judge answers.",
+    ),
+]
+Dialect = Annotated[
+    str | None,
+    _servers(
+        metavar="NAME",
+        help="What the servers speak: vllm, sglang, llamacpp or openai (any compatible server). Default: what their "
+        "pages say.",
+    ),
+]
+ServedModel = Annotated[
+    str | None,
+    _servers(metavar="NAME", help="The model to ask for, where a server has several. Default: the one that it has."),
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    _servers(
+        metavar="VARIABLE",
+        help="The environment variable that holds the servers' key. The key is sent to them, and never shown or saved.",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    _servers(metavar="S", help="Seconds after which an answer that has not ended counts as failed. Default: 600."),
+]
+EnvProxy = Annotated[
+    bool, _servers("--env-proxy", help="Reach the servers through the proxies that environment variables name.")
 ]
 
 MaxNewTokens = Annotated[

@@ -82,6 +82,18 @@ def columns_of_suite(identity: Identity, suite: str) -> dict[str, Any]:
     return {"source": identity.get("suites", {}).get(suite, {}).get("source")}
 
 
+def servers_in_words(identity: Identity) -> dict[str, str]:
+    """What each server is, without its address: the same one may move."""
+    return {f"server of {label}": _server(server) for label, server in (identity.get("servers") or {}).items()}
+
+
+def _server(server: Mapping[str, Any]) -> str:
+    facts = [f"{name} {value}" for name, value in sorted(server["facts"].items())]
+    version = f"{server['dialect']} {server['version'] or ''}".rstrip()
+    how = f"prompts as {server['prompts']}", f"prefix cache {server['prefix_cache']}"
+    return ", ".join([version, *how, *facts])
+
+
 def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
     """For each row of an Arrow batch or table the index of its settings in `run_settings`, [rows]; -1 if not there."""
     columns = {name: _as_numbers(batch.column(name)) for name in NAMES}

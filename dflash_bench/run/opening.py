@@ -13,12 +13,14 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models import quantizing
 from dflash_bench.models.presets import Preset
+from dflash_bench.run import remote
 from dflash_bench.run.items import Backend
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, drafts_of
 
 if TYPE_CHECKING:
     from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.servers.backend import ServerBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,28 @@ def open_local(resolved: Resolved) -> LocalBackend:
     """The engine of this process, with the models of a resolved request. Raises UserError for what cannot be had."""
     wanted = wanted_of(resolved.request)
     return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, resolved.request.seed or 0)
+
+
+def open_servers(resolved: Resolved) -> ServerBackend:
+    """Each is asked who it is. Raises UserError for one that cannot be measured."""
+    from dflash_bench.servers.backend import ServerBackend
+
+    request = resolved.request
+    backend = ServerBackend(
+        remote.addresses_of(request), remote.access_of(request), resolved.max_new_tokens, request.seed or 0,
+        dialect=request.dialect, model=request.served_model,
+    )  # fmt: skip
+    backend.asks_to_think = request.thinking is not None
+    return backend
+
+
+def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
+    """The same target in this process makes the prompts' token ids, and judges the answers."""
+    local = open_local(resolved.judging)
+    about = local.describe()
+    judge = {name: about.get(name) for name in ("target", "dtype", "device")}
+    backend.local = local
+    backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
 
 
 def wanted_of(request: Request) -> Wanted:

@@ -70,10 +70,20 @@ class Request:
     trust_remote_code: bool = False
     unsafe_code: bool = False
     audit: str | None = None
+    servers: tuple[str, ...] = ()
+    """NAME=URL"""
+    dialect: str | None = None
+    served_model: str | None = None
+    api_key_env: str | None = None
+    """The variable of the environment that holds the key; the key itself is nowhere in a request."""
+    timeout: float | None = None
+    env_proxy: bool = False
 
     @property
     def name(self) -> str:
         """Of the model, for people."""
+        if self.servers and self.model is None and self.target is None:
+            return "server"
         return self.model or (self.target or "nano").partition("@")[0]
 
     @property

@@ -101,7 +101,9 @@ class ServerBackend:
         }
         types = {str(server.about.facts.get("dtype")) for server in self.servers.values()}
         dtype = types.pop() if len(types) == 1 and "None" not in types else "unknown"
-        own = {"engine": "server", "network": "server", "methods": methods, "servers": servers, "dtype": dtype}
+        names = [server.model for server in self.servers.values()]
+        own: dict[str, Any] = {"model": names[0] or "server"} if self.local is None else {}
+        own |= {"engine": "server", "network": "server", "methods": methods, "servers": servers, "dtype": dtype}
         return {**own, **self.about}
 
     def _sends_ids(self, server: Server) -> bool:

@@ -125,9 +125,11 @@ def test_a_last_round_that_is_cut_is_counted_right_by_counters_and_derived_witho
     ("fault", "reason"), [("others", "counted 108 tokens for an answer of 8: others use it"), ("counters_back", "anew")]
 )
 def test_counters_that_more_than_this_answer_moved_count_nothing(fault: str, reason: str) -> None:
-    with FakeServer(faults={1: fault}, accepts=(1,), block=3, answer=lambda *_: range(10, 18)) as server:
-        with backend(server) as opened:
-            first, second, third = (opened.generate("ar", CHAT) for _ in range(3))
+    with (
+        FakeServer(faults={1: fault}, accepts=(1,), block=3, answer=lambda *_: range(10, 18)) as server,
+        backend(server) as opened,
+    ):
+        first, second, third = (opened.generate("ar", CHAT) for _ in range(3))
     assert (first.total_rounds, third.total_rounds) == (4, 4)
     assert (second.error, second.total_rounds, second.counted_by) == (None, None, None)
     assert reason in (second.uncounted or "")
@@ -163,9 +165,11 @@ def test_a_fault_is_the_error_of_its_answer_and_of_no_other(fault: str, monkeypa
     monkeypatch.setattr("dflash_bench.servers.client.WAITS_S", (0.0, 0.0))
     faults = dict.fromkeys((1, 2, 3) if fault == "hangup" else (1,), fault)
     timeout_s = 1.0 if fault == "slow" else 20.0
-    with FakeServer(faults=faults, answer=lambda *_: range(10, 18)) as server:
-        with backend(server, access={"timeout_s": timeout_s}, max_new_tokens=12) as opened:
-            answers = [opened.generate("ar", CHAT) for _ in range(3)]
+    with (
+        FakeServer(faults=faults, answer=lambda *_: range(10, 18)) as server,
+        backend(server, access={"timeout_s": timeout_s}, max_new_tokens=12) as opened,
+    ):
+        answers = [opened.generate("ar", CHAT) for _ in range(3)]
     assert [answer.error is None for answer in answers] == [True, False, True]
     bad = answers[1]
     assert MARKED[fault] in (bad.error or "")
@@ -272,11 +276,13 @@ def test_prompts_that_a_server_keeps_are_forgotten_or_seen(does: dict[str, Any],
 
 def test_several_at_a_time_are_as_many_as_asked_and_none_is_lost_or_doubled() -> None:
     chats = [((Message("user", f"question {number}"),), 0) for number in range(40)]
-    with FakeServer(round_s=0.005, faults={7: "500", 9: "reset"}, accepts=(1,), block=3) as server:
-        with backend(server) as opened:
-            ended: list[int] = []
-            served = opened.serve("ar", chats, Settings(concurrency=8), lambda: ended.append(1))
-            alone = [opened.generate("ar", messages) for messages, _ in chats]
+    with (
+        FakeServer(round_s=0.005, faults={7: "500", 9: "reset"}, accepts=(1,), block=3) as server,
+        backend(server) as opened,
+    ):
+        ended: list[int] = []
+        served = opened.serve("ar", chats, Settings(concurrency=8), lambda: ended.append(1))
+        alone = [opened.generate("ar", messages) for messages, _ in chats]
     assert (len(served), len(ended), server.most_at_once) == (40, 40, 8)
     assert sum(one.generation.error is not None for one in served) == 2
     assert server.num_answers == 80

@@ -124,4 +124,6 @@ def _parts(cell: Cell) -> dict[str, float]:
 
 
 def never_drafts(case: Case) -> bool:
-    return bool(case.good["num_rounds"].sum()) and not case.good["num_drafting"].sum()
+    """Where the backend tells how many tokens were drafted, and there was something to draft."""
+    drafted = case.good["num_drafted"].sum(min_count=1)
+    return bool(case.good["decode_tokens"].sum()) and bool(drafted == 0)
