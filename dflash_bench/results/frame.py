@@ -217,10 +217,14 @@ def num_tokens(batch: Any) -> dict[str, Any]:
 
 
 def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
-    """What a backend that hides rounds says of all of them together; every token after the first is from one."""
+    """What a backend that hides rounds says of all of them together; every token after the first is from one.
+
+    It may count only rounds that draft: where there was none, the plain steps are not known.
+    """
     rounds, drafted, accepted = (_numbers(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
-    shown = {"num_rounds": rounds, "num_drafted": drafted, "num_accepted": accepted}
-    shown["num_emitted"] = np.where(np.isnan(rounds), np.nan, decoded)
+    known = rounds > 0
+    shown = {"num_rounds": rounds, "num_accepted": accepted, "num_emitted": decoded}
+    shown = {name: np.where(known, values, np.nan) for name, values in shown.items()} | {"num_drafted": drafted}
     return {name: np.where(np.isnan(sums[name]), values, sums[name]) for name, values in shown.items()}
 
 

@@ -49,6 +49,7 @@ class Behaviour:
     round_s: float = 0.0
     answer: Answerer = tokens_of
     text: Callable[[Sequence[int]], str] = text_of
+    ends: frozenset[int] = frozenset((END,))
     faults: dict[int, str] = field(default_factory=dict)
     """By the number of the answer, counted from 0."""
     has_metrics: bool = True
@@ -265,7 +266,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         rounds = self._rounds(len(tokens))
         ends = list(accumulate((kept + 1 for kept in rounds), initial=1))
         pieces = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        finish = "stop" if tokens[-1:] == [END] else "length"
+        finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
         said = _Said(does, path, tokens, rounds, hits, len(prompt), finish if fault != "odd_finish" else "abort")
         await asyncio.sleep(does.ttft_s)
         if fault == "endless":

@@ -131,10 +131,12 @@ def _lossy(case: Case) -> Seen | None:
 def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not never_drafts(case):
         return None
+    num_rounds = int(case.good["num_rounds"].sum())
+    where = f"{num_rounds} rounds" if num_rounds else answers(case.good)
     remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
     if not has_draft(case.cell.method):
         remedy = REPEATS
-    return case.seen("nothing_drafted", f"no token was drafted in {answers(case.good)}", remedy)
+    return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy)
 
 
 def _other_mode(case: Case) -> Seen | None:
