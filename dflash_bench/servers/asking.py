@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dflash_bench.errors import UserError
 from dflash_bench.records import Generation
 from dflash_bench.servers import counters
 from dflash_bench.servers.client import AnswerError, StatusError
@@ -18,6 +19,7 @@ OPTIONAL = "stream_options"
 """A field of the specification that some servers refuse, and then behave as if it had been there."""
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits until a server has counted an answer that it has given."""
+WRONGLY_ASKED = (400, 404, 405, 415, 422)
 EXACT = frozenset(("vllm.request", "sglang.request"))
 """Counts in an answer that need no others."""
 
@@ -43,13 +45,24 @@ async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
         async with asyncio.timeout(server.client.access.timeout_s):
             await _listen(server, ask, heard)
         generation = _counted(heard.generation(num_prompt), heard.counts)
+        server.has_answered = True
     except AnswerError as error:
+        _refuse_if_never_right(server, error)
         generation = heard.failed(num_prompt, str(error))
     except TimeoutError:
         words = f"no whole answer within {server.client.access.timeout_s:g} s, after {heard.sofar}; see --timeout"
         generation = heard.failed(num_prompt, words)
     end_s = heard.now_s if generation.error is None else clock()
     return Timed(generation, heard.begin_s, end_s)
+
+
+def _refuse_if_never_right(server: Server, error: AnswerError) -> None:
+    """What a server does not understand from the first answer on would fail all of them."""
+    if isinstance(error, StatusError) and error.status in WRONGLY_ASKED and not server.has_answered:
+        raise UserError(
+            f"--server {server.client.name}: {server.client.url} refuses what it is asked ({error}); name another "
+            f"--dialect than {server.dialect.name}, or correct what it names"
+        ) from error
 
 
 async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_bench.errors import UserError, unknown
@@ -36,7 +36,8 @@ class Server:
     flushes: bool
     counts: bool
     """Has it counters of rounds?"""
-    refused: set[str]
+    refused: set[str] = field(default_factory=set)
+    has_answered: bool = False
 
     async def flush(self) -> None:
         """Forget earlier prompts. Raises AnswerError where it does not."""
@@ -74,7 +75,7 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
         pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
         chosen, about = _recognised(client, wanted, pages)
         served = _model(client, pages, model)
-        server = Server(address.method, client, chosen, about, served, flushes=False, counts=False, refused=set())
+        server = Server(address.method, client, chosen, about, served, flushes=False, counts=False)
         server.flushes = await _flushes(server)
         server.counts = await _counts(client)
     except BaseException:

@@ -198,6 +198,18 @@ def test_a_server_that_has_gone_ends_the_run_with_what_to_do(monkeypatch: pytest
         backend(server)
 
 
+def test_a_server_that_understands_nothing_is_refused_and_one_that_did_fails_answers() -> None:
+    with FakeServer(refuses=("cache_salt",)) as server, backend(server) as opened:
+        with pytest.raises(
+            UserError, match=r"refuses what it is asked \(HTTP 422: Unsupported.*another --dialect than v"
+        ):
+            opened.generate("ar", CHAT)
+        server.does.refuses = ()
+        assert opened.generate("ar", CHAT).error is None
+        server.does.refuses = ("cache_salt",)
+        assert "HTTP 422" in (opened.generate("ar", CHAT).error or "")
+
+
 def test_times_are_those_of_the_stream_and_of_tokens() -> None:
     """A round brings three tokens every 50 ms: 9 tokens after the first one take three rounds."""
     with FakeServer(ttft_s=0.1, round_s=0.05, accepts=(2,), block=2, answer=lambda *_: range(10, 20)) as server:

@@ -11,6 +11,8 @@ from dflash_bench.servers.dialects.vllm import thinking
 from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
 
 PROPS = "/props"
+FAR = 1 << 20
+"""Tokens that a repetition penalty looks back: all of them."""
 STOPS = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
@@ -28,9 +30,11 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     settings = ask.settings
     body: dict[str, Any] = {
         "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
-        "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty, "repeat_last_n": -1,
+        "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty,
         "seed": ask.seed % 2**31, "cache_prompt": False, "stream": True, "return_tokens": True,
     }  # fmt: skip
+    if settings.repetition_penalty != 1:
+        body["repeat_last_n"] = FAR
     if ask.prompt_ids is None:
         return "/v1/chat/completions", openai.common(ask) | body | thinking(ask) | {"messages": ask.chat}
     return "/completion", body | {"prompt": list(ask.prompt_ids), "n_predict": ask.max_new_tokens}
