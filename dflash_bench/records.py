@@ -47,6 +47,13 @@ class Settings:
     """Answers decoded at the same time: when one has ended, the next one begins."""
     context: int | None = None
     """Tokens that prompts were padded to; None: nothing was put before them."""
+    rate: float | None = None
+    """Answers asked for per second, at random times, however many are under way; None: `concurrency` says when."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Are several answers decoded at the same time?"""
+        return self.concurrency > 1 or self.rate is not None
 
     @property
     def greedy(self) -> bool:

@@ -179,6 +179,22 @@ Concurrency = Annotated[
         "measured one after the other. Default: 1.",
     ),
 ]
+Rate = Annotated[
+    str | None,
+    _servers(
+        metavar="R[,R...]",
+        help="Ask for R answers per second, at random times (Poisson, the same ones for each server), whether earlier "
+        "ones have ended or not.",
+    ),
+]
+Slo = Annotated[
+    str | None,
+    _answers(
+        metavar="ttft=T,tpot=T",
+        help="Count the answers per second that keep to these times, such as ttft=500ms,tpot=50ms (goodput), with "
+        "--rate or --concurrency.",
+    ),
+]
 Seed = Annotated[int | None, _answers(metavar="S", min=0, help="Random seed for sampling at temperatures above 0.")]
 BlockSize = Annotated[
     str | None,

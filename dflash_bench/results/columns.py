@@ -43,7 +43,7 @@ COLUMNS = {
     "quantize": "string",
     "num_hidden_tokens": "int32", "num_first_tokens": "int32", "num_cached_tokens": "int32",
     "total_rounds": "int32", "total_drafted": "int32", "total_accepted": "int32",
-    "counted_by": "string", "uncounted": "string",
+    "counted_by": "string", "uncounted": "string", "rate": "double",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -55,7 +55,7 @@ SINCE_3 = (
 )
 SINCE_6 = (
     "num_hidden_tokens", "num_first_tokens", "num_cached_tokens", "total_rounds", "total_drafted", "total_accepted",
-    "counted_by", "uncounted",
+    "counted_by", "uncounted", "rate",
 )
 # fmt: on
 SINCE = (

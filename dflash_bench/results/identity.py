@@ -37,8 +37,9 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
 
 
 def _settings(entry: Mapping[str, Any]) -> Settings:
-    """Before schema 4 no prompt was padded, answers were decoded one at a time, and nothing said so."""
-    stored: dict[str, Any] = {"concurrency": 1, "context": None, **entry}
+    """Before schema 4 no prompt was padded, answers were decoded one at a time, and nothing said so; before 6, there
+    were no rates."""
+    stored: dict[str, Any] = {"concurrency": 1, "context": None, "rate": None, **entry}
     return Settings(**{name: stored[name] for name in NAMES})
 
 

@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "thinking": (bool, None),
     "concurrency?": int,
     "context?": (int, None),
+    "rate?": (float, None),
 }
 IDENTITY: dict[str, Any] = {
     "model": str,
@@ -79,6 +80,7 @@ IDENTITY: dict[str, Any] = {
             "facts": dict,
         }
     },
+    "slo?": ({"ttft_s?": float, "tpot_s?": float}, None),
     "judge?": ({"target": str, "dtype": str}, None),
 }
 FORWARDS: dict[str, Any] = {

@@ -121,7 +121,7 @@ class Conversation:
     def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
         """Another plain answer: the first repeat's, the one decoded alone if this was decoded beside others, the
         warm-up's, or one made for this and then thrown away."""
-        if self.item.settings.concurrency > 1 and turn == 0:
+        if self.item.settings.is_shared and turn == 0:
             alone = self.run.stored.get(self._alone.key(BASELINE, turn))
             if alone is not None:
                 return alone.generation
@@ -137,7 +137,7 @@ class Conversation:
 
     @property
     def _alone(self) -> Item:
-        return replace(self.item, settings=replace(self.item.settings, concurrency=1))
+        return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Record) -> Record:
         """The last turn's answer is the one that is scored; equal texts are scored once."""

@@ -40,7 +40,7 @@ class Resolved:
     @property
     def judging(self) -> Resolved:
         """The same with plain decoding alone, which is what a target does beside servers."""
-        return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=()))
+        return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
 
     @property
     def max_new_tokens(self) -> int:
@@ -158,11 +158,11 @@ def settings_of(request: Request, modes: Sequence[bool | None]) -> list[Settings
         getattr(request, name) or (getattr(usual, name),)
         for name in ("top_k", "top_p", "min_p", "repetition_penalty", "concurrency")
     ]
-    everything = product(modes, request.temperatures, *values, request.context or (None,))
-    for mode, temperature, top_k, top_p, min_p, penalty, beside, context in everything:
+    everything = product(modes, request.temperatures, *values, request.context or (None,), request.rate or (None,))
+    for mode, temperature, top_k, top_p, min_p, penalty, beside, context, rate in everything:
         if is_greedy(temperature):
             top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
-        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside, context))
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside, context, rate))
     return list(dict.fromkeys(several))
 
 

@@ -23,7 +23,7 @@ from dflash_bench.run.items import Backend, Plan
 from dflash_bench.run.opening import add_judge, forwards_of, open_local, open_servers
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
-from dflash_bench.run.request import Request
+from dflash_bench.run.request import Request, objectives
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.suites import Loaded, chats
@@ -137,6 +137,7 @@ def _identity(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepar
         "repeats": plan.repeats,
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
+        **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }
 

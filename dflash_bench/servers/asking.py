@@ -118,6 +118,24 @@ def _counted(generation: Generation, counts: Counts | str | None) -> Generation:
     return replace(generation, uncounted=counts or TOGETHER)
 
 
+async def when_due(
+    server: Server, asks: Sequence[Ask], clock: Callable[[], float], due_s: Sequence[float], ended: Callable[[], object]
+) -> list[Timed]:
+    """An open loop: each is sent so many seconds after the begin, whether others have ended or not."""
+
+    async def one(ask: Ask, due: float) -> Timed:
+        await asyncio.sleep(max(0.0, begin_s + due - clock()))
+        timed = await answer(server, ask, clock)
+        ended()
+        return timed
+
+    await server.flush()
+    begin_s = clock()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(ask, due)) for ask, due in zip(asks, due_s, strict=True)]
+    return [task.result() for task in tasks]
+
+
 async def in_turn(
     server: Server, asks: Sequence[Ask], clock: Callable[[], float], at_a_time: int, ended: Callable[[], object]
 ) -> list[Timed]:

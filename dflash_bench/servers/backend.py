@@ -7,7 +7,8 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import count
+from itertools import accumulate, count
+from random import Random
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -136,12 +137,16 @@ class ServerBackend:
         settings: Settings,
         ended: Callable[[], object] = lambda: None,
     ) -> list[Served]:
-        """`settings.concurrency` at a time; an answer begins when it is sent."""
+        """`settings.concurrency` at a time, or at `settings.rate`; an answer begins when it is sent."""
         server = self.servers[method]
         asks = [self._ask(server, messages, settings, repeat) for messages, repeat in requests]
         begin_s = self.clock()
         try:
-            several = asking.in_turn(server, asks, self.clock, settings.concurrency, ended)
+            if settings.rate is None:
+                several = asking.in_turn(server, asks, self.clock, settings.concurrency, ended)
+            else:
+                due_s = arrivals(len(asks), settings.rate, f"{self.seed} {requests[0][1]}")
+                several = asking.when_due(server, asks, self.clock, due_s, ended)
             timed = self._runner.run(_unwrapped(several))
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
@@ -167,6 +172,12 @@ class ServerBackend:
         if self.local is None:
             raise AssertionError("nothing is audited without a target in this process")
         return self.local.audit(messages, answer, settings)
+
+
+def arrivals(num: int, rate: float, seed: str) -> list[float]:
+    """Seconds at which so many are due, the first at once: a Poisson process, the same for the same seed."""
+    random = Random(f"{seed} {rate}")
+    return list(accumulate((random.expovariate(rate) for _ in range(num - 1)), initial=0.0))
 
 
 async def _unwrapped(several: Any) -> list[Timed]:
