@@ -62,7 +62,7 @@ def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
     local = open_local(resolved.judging)
     about = local.describe()
     judge = {name: about.get(name) for name in ("target", "dtype", "device")}
-    backend.local = local
+    backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
     backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
 
 

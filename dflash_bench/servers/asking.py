@@ -48,7 +48,7 @@ async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
         server.has_answered = True
     except AnswerError as error:
         _refuse_if_never_right(server, error)
-        generation = heard.failed(num_prompt, str(error))
+        generation = heard.failed(num_prompt, server.client.shown(str(error)))
     except TimeoutError:
         words = f"no whole answer within {server.client.access.timeout_s:g} s, after {heard.sofar}; see --timeout"
         generation = heard.failed(num_prompt, words)

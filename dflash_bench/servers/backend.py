@@ -60,6 +60,8 @@ class ServerBackend:
         """Raises UserError for a server that cannot be measured."""
         self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
         self.local: Local | None = None
+        self.vocabulary = 2**31
+        """Token ids that `local` knows."""
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
         """Does the user say what thinking is to be, although no template here says that there is such a switch?"""
@@ -162,6 +164,8 @@ class ServerBackend:
     def divergence(
         self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence:
+        if unknown := self._unknown(plain) or self._unknown(other):
+            return unknown
         if self.local is not None:
             return self.local.divergence(messages, plain, other, settings)
         return Divergence(in_common(plain, other), is_judged=False)
@@ -171,7 +175,14 @@ class ServerBackend:
     ) -> Divergence | None:
         if self.local is None:
             raise AssertionError("nothing is audited without a target in this process")
+        if unknown := self._unknown(answer):
+            return unknown
         return self.local.audit(messages, answer, settings)
+
+    def _unknown(self, answer: Sequence[int]) -> Divergence | None:
+        """Where an answer first has a token that the target here does not have, about which no judge can be asked."""
+        places = (place for place, token in enumerate(answer) if token >= self.vocabulary)
+        return next((Divergence(place) for place in places), None)
 
 
 def arrivals(num: int, rate: float, seed: str) -> list[float]:

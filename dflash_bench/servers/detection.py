@@ -155,8 +155,9 @@ async def _counts(client: Client) -> bool:
 
 def described(server: Server, prompts: str) -> Mapping[str, Any]:
     """As `run.json` holds it; `prompts` is how they are sent."""
+    shown, version = server.client.shown, server.about.version
     return {
-        "address": server.client.url, "dialect": server.dialect.name, "version": server.about.version,
+        "address": server.client.url, "dialect": server.dialect.name, "version": version and shown(version),
         "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,
-        "facts": dict(server.about.facts),
+        "facts": {name: shown(fact) if isinstance(fact, str) else fact for name, fact in server.about.facts.items()},
     }  # fmt: skip

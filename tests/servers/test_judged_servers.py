@@ -80,6 +80,14 @@ def test_a_server_that_says_something_else_fails_the_run(served: Main) -> None:
     assert {record.divergence and record.divergence.index for record in records if record.method == "dflash"} == {5}
 
 
+def test_a_token_that_the_target_has_not_is_a_mismatch(served: Main) -> None:
+    code, _, err = served(lambda tokens: [*tokens[:3], 5000, *tokens[4:]])
+    assert (code, err) == (1, "")
+    _, records = store.load(Path("served"))
+    assert {record.audit for record in records if record.method == "dflash"} == {"mismatch"}
+    assert {record.departure and record.departure.index for record in records if record.method == "dflash"} == {3}
+
+
 def test_an_answer_that_breaks_off_is_no_answer_of_the_model(served: Main) -> None:
     code, _, _ = served(lambda tokens: tokens[:-2])
     assert code == 1

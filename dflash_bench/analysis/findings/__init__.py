@@ -136,6 +136,8 @@ def _nothing_drafted(case: Case) -> Seen | None:
     remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
     if not has_draft(case.cell.method):
         remedy = REPEATS
+    if case.identity.get("servers"):
+        remedy = "start its server with a draft, and read in its log whether it loaded it"
     return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy)
 
 
