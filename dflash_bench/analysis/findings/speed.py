@@ -87,8 +87,8 @@ def wide_interval(case: Case) -> Seen | None:
 
 def _why_slow(cell: Cell) -> str:
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
-    if al is not None and not parts:
-        return f"al.pooled is {al:.2f}; what a round costs, the backend does not report"
+    if al is not None and cell.counted_by:
+        return f"al.pooled is {al:.2f}, and a server does not tell what a round costs"
     if al is None or needed is None or not parts:
         return "the backend does not report rounds, so the reason is unknown"
     compared = "below" if al < needed else "not below"
