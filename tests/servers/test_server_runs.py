@@ -204,6 +204,40 @@ def test_a_plain_server_that_drafts_is_no_baseline(
     assert "it is no plain decoding" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    ("plain", "does", "told"),
+    [
+        ({}, {"dialect": "openai", "keeps_prompts": True}, "tokens of prompts that the server had kept"),
+        ({"dialect": "llamacpp"}, {}, "plain decoding was measured on llamacpp b9-abc, and this on vllm 0.32.0"),
+        ({}, {"block": 0}, "dflash: no token was drafted in 4 answers -> start its server with a draft"),
+        ({}, {"dialect": "llamacpp", "has_metrics": False}, "were worked out (llamacpp.timings)"),
+        ({}, {"counts_by_request": True, "faults": {1: "others"}}, "rounds of dflash by vllm.request"),
+        ({}, {"faults": {1: "others"}}, "acceptance is not available for 1 of 4 answers: the server counted"),
+    ],
+)
+def test_what_weakens_a_servers_numbers_is_found(
+    main: Main,
+    prompts: Path,
+    pair: Callable[..., tuple[FakeServer, FakeServer]],
+    plain: dict[str, Any],
+    does: dict[str, Any],
+    told: str,
+) -> None:
+    code, out, _ = main(*words(pair(plain, **does), prompts))
+    assert code == 0
+    assert told in " ".join(out.split())
+
+
+def test_a_run_over_servers_can_have_a_time_limit(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    code, _, err = main(*words(pair(), prompts), "--for", "60s")
+    assert (code, err) == (0, "")
+    assert len(frame.read(Path("run")).rows) == 2 * PROMPTS
+    _, out, _ = main("compare", "run", "--compat", "zlab")
+    assert "servers do not tell what a first draft takes" in out
+
+
 def test_waves_over_servers_are_as_over_our_engine(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
 ) -> None:

@@ -60,7 +60,8 @@ def read(event: Mapping[str, Any], heard: Heard) -> None:
         heard.ids_missing = True
     drafted, accepted = whole(timings.get("draft_n")), whole(timings.get("draft_n_accepted"))
     if drafted is not None and accepted is not None:
-        rounds = max(heard.num_tokens - 1 - accepted, 0)
+        # What was drafted was drafted in a round, even if the end cut all but its drafts.
+        rounds = max(heard.num_tokens - 1 - accepted, 1 if drafted else 0)
         heard.counts = Counts("llamacpp.timings", rounds, drafted, accepted)
 
 

@@ -91,7 +91,7 @@ def _read_meta(meta: Mapping[str, Any], heard: Heard) -> None:
     if accepted is not None:
         heard.counts = Counts("sglang.request", rounds, proposed, accepted)
     elif heard.num_tokens is not None:
-        derived = max(heard.num_tokens - 1 - rounds, 0)
+        derived = max(heard.num_tokens - 1 - rounds, 0) if rounds else 0
         heard.counts = Counts("sglang.derived", rounds, proposed, derived)
 
 
