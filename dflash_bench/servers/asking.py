@@ -78,7 +78,8 @@ async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> 
     if generation.error is not None or generation.counted_by in EXACT:
         return timed
     counts = await _difference(server, before, generation.num_tokens)
-    if isinstance(counts, str) and generation.counted_by is not None:
+    # What the answer itself says comes before what its counters do not.
+    if isinstance(counts, str) and generation.uncounted != TOGETHER:
         return timed
     return replace(timed, generation=_counted(generation, counts))
 
@@ -110,6 +111,8 @@ async def _difference(server: Server, before: Counters | None, num_tokens: int) 
 
 def _counted(generation: Generation, counts: Counts | str | None) -> Generation:
     """With these counts, or why there are none."""
+    if isinstance(counts, Counts) and not counts.are_possible:
+        return replace(generation, uncounted=f"what the server counts cannot be right ({counts.by})")
     if isinstance(counts, Counts):
         return replace(
             generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,

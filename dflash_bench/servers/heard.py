@@ -9,6 +9,7 @@ from typing import Any
 from dflash_bench.records import FinishReason, Generation
 from dflash_bench.servers.client import AnswerError
 
+MOST = 2**31
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "eos": "stop", "limit": "length"}
 """What servers call the two ways in which an answer ends."""
 
@@ -21,6 +22,15 @@ class Counts:
     rounds: int | None
     drafted: int | None
     accepted: int | None
+
+    @property
+    def are_possible(self) -> bool:
+        """Nothing is accepted that was not drafted, nor drafted outside a round."""
+        known = [count for count in (self.rounds, self.drafted, self.accepted) if count is not None]
+        if not all(0 <= count < MOST for count in known):
+            return False
+        more = self.drafted is not None and (self.accepted or 0) > self.drafted
+        return not more and not (self.rounds == 0 and (self.drafted or self.accepted))
 
 
 @dataclass(slots=True)
@@ -143,7 +153,7 @@ class Heard:
 
 def whole(value: Any) -> int | None:
     """A count from a server; None for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
 
 
 def ids_of(value: Any) -> list[int] | None:

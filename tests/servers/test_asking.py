@@ -14,7 +14,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
-from dflash_bench.servers.heard import Heard
+from dflash_bench.servers.heard import Counts, Heard
 
 DIALECTS = ("vllm", "sglang", "llamacpp", "openai")
 CHAT = (Message("user", "What is 6 times 7?"),)
@@ -133,6 +133,25 @@ def test_counters_that_more_than_this_answer_moved_count_nothing(fault: str, rea
     assert (first.total_rounds, third.total_rounds) == (4, 4)
     assert (second.error, second.total_rounds, second.counted_by) == (None, None, None)
     assert reason in (second.uncounted or "")
+
+
+@pytest.mark.parametrize(
+    ("counts", "possible"),
+    [
+        ((3, 12, 6), True), ((3, None, 6), True), ((0, 0, 0), True), ((3, 5, 6), False), ((0, 5, 0), False),
+        ((0, None, 2), False), ((3, 2**31, 6), False),
+    ],
+)  # fmt: skip
+def test_counts_that_cannot_be_right_are_not_available(counts: tuple[int, int | None, int], possible: bool) -> None:
+    assert Counts("vllm.request", *counts).are_possible == possible
+
+
+def test_a_server_that_counts_nonsense_spoils_no_run() -> None:
+    # It accepts more than it drafts.
+    with FakeServer(counts_by_request=True, accepts=(9,), block=2, has_metrics=False) as server:
+        answer = one(server)
+    assert (answer.error, answer.total_rounds, answer.counted_by) == (None, None, None)
+    assert answer.uncounted == "what the server counts cannot be right (vllm.request)"
 
 
 MARKED = {
