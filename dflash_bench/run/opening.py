@@ -66,6 +66,22 @@ def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
     backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
 
 
+LATE_S = 0.01
+
+
+def late(backend: Backend) -> list[str]:
+    """Where this process, and not the server, was what took its time."""
+    from dflash_bench.servers.backend import ServerBackend
+
+    lags = backend.lags if isinstance(backend, ServerBackend) else {}
+    return [
+        f"{place}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its times are partly the "
+        "client's; lower --concurrency or --rate, or ask from a faster machine"
+        for place, lag_s in lags.items()
+        if lag_s > LATE_S
+    ]
+
+
 def wanted_of(request: Request) -> Wanted:
     return Wanted(
         request.device, request.dtype, request.threads, request.device_map, request.attention,

@@ -20,7 +20,7 @@ from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, remote, runner
 from dflash_bench.run.contexts import Contexts
 from dflash_bench.run.items import Backend, Plan
-from dflash_bench.run.opening import add_judge, forwards_of, open_local, open_servers
+from dflash_bench.run.opening import add_judge, forwards_of, late, open_local, open_servers
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
 from dflash_bench.run.request import Request, objectives
@@ -74,9 +74,11 @@ def _run(
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
-            run.mark_finished({})
+            run.mark_finished({"client_lag": late(backend)} if request.servers else {})
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
+    for note in late(backend) if request.servers else ():
+        tell(f"note: {note}")
 
 
 def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: Prepared) -> Plan:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dflash_bench.errors import UserError
 from dflash_bench.records import Generation
@@ -19,6 +20,7 @@ OPTIONAL = "stream_options"
 """A field of the specification that some servers refuse, and then behave as if it had been there."""
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits until a server has counted an answer that it has given."""
+TICK_S = 0.01
 WRONGLY_ASKED = (400, 404, 405, 415, 422)
 EXACT = frozenset(("vllm.request", "sglang.request"))
 """Counts in an answer that need no others."""
@@ -134,9 +136,7 @@ async def when_due(
 
     await server.flush()
     begin_s = clock()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(ask, due)) for ask, due in zip(asks, due_s, strict=True)]
-    return [task.result() for task in tasks]
+    return await _together(server, [one(ask, due) for ask, due in zip(asks, due_s, strict=True)], clock)
 
 
 async def in_turn(
@@ -152,6 +152,27 @@ async def in_turn(
         return timed
 
     await server.flush()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(ask)) for ask in asks]
+    return await _together(server, [one(ask) for ask in asks], clock)
+
+
+async def _together(
+    server: Server, answers: Sequence[Coroutine[Any, Any, Timed]], clock: Callable[[], float]
+) -> list[Timed]:
+    """All of them, and how late this process itself was while they ran."""
+    lags: list[float] = []
+    watch = asyncio.create_task(_watch(lags, clock))
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in answers]
+    finally:
+        watch.cancel()
+    server.lag_s = sorted(lags)[int(0.95 * (len(lags) - 1))] if lags else 0.0
     return [task.result() for task in tasks]
+
+
+async def _watch(lags: list[float], clock: Callable[[], float]) -> None:
+    """A sleep that takes longer than it should shows how long arrivals waited to be noticed."""
+    while True:
+        before = clock()
+        await asyncio.sleep(TICK_S)
+        lags.append(max(0.0, clock() - before - TICK_S))

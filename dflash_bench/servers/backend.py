@@ -67,6 +67,8 @@ class ServerBackend:
         """Does the user say what thinking is to be, although no template here says that there is such a switch?"""
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
+        self.lags: dict[str, float] = {}
+        """By method and settings, how late this process was; see `Server.lag_s`."""
         self.servers: dict[str, Server] = {}
         try:
             wanted = detection.named(dialect)
@@ -152,6 +154,8 @@ class ServerBackend:
             timed = self._runner.run(_unwrapped(several))
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
+        place = f"{method}, {settings}"
+        self.lags[place] = max(self.lags.get(place, 0.0), server.lag_s)
         return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
 
     def _ask(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> Ask:

@@ -38,6 +38,8 @@ class Server:
     """Has it counters of rounds?"""
     refused: set[str] = field(default_factory=set)
     has_answered: bool = False
+    lag_s: float = 0.0
+    """How late this process was in noticing what arrived, when several answers last ran at a time: 95th percentile."""
 
     async def flush(self) -> None:
         """Forget earlier prompts. Raises AnswerError where it does not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from dflash_bench.records import Message, Settings
 from dflash_bench.report import load as words
 from dflash_bench.results import frame
 from dflash_bench.results.identity import settings_to_json
+from dflash_bench.run.opening import late
 from dflash_bench.run.request import objectives
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend, arrivals
@@ -53,6 +55,21 @@ def test_answers_are_sent_when_they_are_due_and_not_when_others_have_ended() -> 
     assert server.num_answers == 30
 
 
+def test_a_client_that_is_late_itself_says_so() -> None:
+    chats = [((Message("user", f"question {number}"),), 0) for number in range(4)]
+
+    with (
+        FakeServer(round_s=0.03) as server,
+        ServerBackend(parse([f"plain={server.url}"]), Access(20.0), 32) as backend,
+    ):
+        backend.serve("ar", chats, Settings(concurrency=4), lambda: time.sleep(0.2))
+        assert [*backend.lags] == ["ar, temperature 0, concurrency 4"]
+        backend.lags["ar, temperature 0, concurrency 4"] = 0.2
+        assert "noticed arrivals up to 200 ms late" in late(backend)[0]
+        backend.lags["ar, temperature 0, concurrency 4"] = 0.001
+        assert late(backend) == []
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "p.jsonl"
@@ -66,7 +83,8 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
             "run", "--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", prompts,
             "--max-new-tokens", 32, "--rate", "50,100", "--slo", "ttft=100ms,tpot=30s", "--out", "run",
         )  # fmt: skip
-        assert (code, err) == (0, "")
+        assert code == 0
+        assert all("noticed arrivals" in line for line in err.splitlines()), err
     read = frame.read(Path("run"))
     assert read.info["identity"]["slo"] == {"ttft_s": 0.1, "tpot_s": 30.0}
     assert sorted(map(str, read.rows["settings"].unique())) == ["temperature 0, rate 100", "temperature 0, rate 50"]
