@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 FinishReason = Literal["stop", "length", "error"]
-Exactness = Literal["exact", "near_tie", "mismatch"]
+Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
+"""`differs`: not exact, and there was no judge to say whether rounding explains it."""
 Audit = Literal["all", "divergent", "none"]
 """Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
 
@@ -46,6 +47,13 @@ class Settings:
     """Answers decoded at the same time: when one has ended, the next one begins."""
     context: int | None = None
     """Tokens that prompts were padded to; None: nothing was put before them."""
+    rate: float | None = None
+    """Answers asked for per second, at random times, however many are under way; None: `concurrency` says when."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Are several answers decoded at the same time?"""
+        return self.concurrency > 1 or self.rate is not None
 
     @property
     def greedy(self) -> bool:
@@ -109,7 +117,7 @@ class Generation:
     Per round i of S: `drafted[i]` tokens proposed (of a tree all its nodes), `accepted[i]` of them
     kept, `emitted[i]` tokens added to `token_ids` (`accepted + 1`, less where a stop or the limit cut
     the round). The first token comes from prefill and belongs to no round. `None` means the backend
-    hides rounds.
+    hides rounds; it may still tell how many there were, and what they drafted and accepted in `total_`.
     `decode_s` starts when the first token exists and includes `draft_prefill_s`.
     `drafted_ids` are the tokens of all rounds one after another, `sum(drafted)` of them; of trees `drafted_parents`
     says beside each which node of its round it follows, -1 for the anchor.
@@ -134,6 +142,38 @@ class Generation:
     """Up to and with the end of thinking; None where the chat template knows no thinking."""
     peak_memory_bytes: int | None = None
     error: str | None = None
+    num_hidden_tokens: int | None = None
+    """Of an answer whose tokens the backend does not name: how many there are. `token_ids` is then empty."""
+    num_first_tokens: int | None = None
+    """Tokens that arrived together as the first; None: one, as always in this process."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that the backend had kept from an earlier one, and did not compute."""
+    total_rounds: int | None = None
+    total_drafted: int | None = None
+    total_accepted: int | None = None
+    counted_by: str | None = None
+    """How these totals were counted: a key of `counted.COUNTED`."""
+    uncounted: str | None = None
+    """Why there are no totals, where rounds are hidden."""
+
+    @property
+    def hides_tokens(self) -> bool:
+        return self.num_hidden_tokens is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.num_hidden_tokens is None else self.num_hidden_tokens
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens that `decode_s` is the time of: those after what arrived first."""
+        return max(self.num_tokens - (self.num_first_tokens or 1), 0)
+
+    def same_answer(self, other: Generation) -> bool:
+        """By tokens, or by text where a backend does not name them."""
+        if self.hides_tokens or other.hides_tokens:
+            return self.text == other.text
+        return self.token_ids == other.token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +195,16 @@ class Divergence:
     """
 
     index: int
-    """In the answer's tokens."""
+    """In the answer's tokens; in the characters of its text where tokens are hidden."""
     gap: float | None = None
     tolerance: float | None = None
+    is_judged: bool = True
+    """False where there was no judge to ask."""
 
     @property
     def verdict(self) -> Exactness:
+        if not self.is_judged:
+            return "differs"
         if self.gap is None or self.tolerance is None:
             return "mismatch"
         return "near_tie" if self.gap <= self.tolerance else "mismatch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
@@ -21,6 +22,12 @@ def shortened(text: str, most: int) -> str:
         return text
     head = most * 2 // 3
     return f"{text[:head]} [...] {text[len(text) - (most - head) :]}"
+
+
+def in_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """With how many same items, letters of texts for instance, both begin."""
+    shorter = min(len(one), len(other))
+    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
 
 def _escape(character: str) -> str:

@@ -16,7 +16,7 @@ from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.results.frame import ALLOWED, Results
-from dflash_bench.results.identity import settings_of, settings_to_json
+from dflash_bench.results.identity import servers_in_words, settings_of, settings_to_json
 
 ALPHA = 0.05
 MIN_EFFECT = 0.02
@@ -33,6 +33,7 @@ UNLIKE = {
     "sampling": "settings.temperature, settings.top_k..., seed",
     "limits": "max_new_tokens, repeats",
     "dtype": "dtype, quantize, attention, network, capture",
+    "engine": "engine, servers.{}: dialect, version, facts, how prompts are sent and kept",
     "device": "device, threads, processor, GPUs",
 }
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
@@ -232,7 +233,12 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     identity, machine = info["identity"], info.get("environment") or {}
     revisions = identity.get("revisions", {})
     drafts = {f"revision of {name}": revision for name, revision in revisions.items() if name != "target"}
-    lengths = {f"tokens {name} drafts": method["num_drafts"] for name, method in identity.get("methods", {}).items()}
+    # A server does not say how many it drafts.
+    lengths = {
+        f"tokens {name} drafts": method["num_drafts"]
+        for name, method in identity.get("methods", {}).items()
+        if method["num_drafts"] is not None
+    }
     suites = identity.get("suites", {})
     return {
         "suite": {f"version of {name}": suite["version"] for name, suite in suites.items()},
@@ -249,6 +255,7 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         # Runs of earlier versions do not say these.
         | {"quantize": identity.get("quantize") or "none", "network": identity.get("network", "transformers")}
         | {"capture": identity.get("capture", "off")},
+        "engine": {"engine": identity.get("engine", "local")} | servers_in_words(identity),
         "device": _named(identity, "device", "threads")
         | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
     }

@@ -1,7 +1,8 @@
 """What becomes of speed when several answers are decoded at a time, and from which concurrency on a draft costs time.
 
-Each level is a closed loop: a place that becomes free is taken by the next prompt at once. So the time to an answer's
-first token is counted from the moment when it had a place, and the throughput includes the end, where places are empty.
+A level of concurrency is a closed loop: a place that becomes free is taken by the next prompt at once. So the time to
+an answer's first token is counted from the moment when it had a place, and the throughput includes the end, where
+places are empty. A level of a rate is an open loop: each answer begins when it is sent.
 """
 
 from __future__ import annotations
@@ -44,6 +45,19 @@ class Level:
     ttft_s: Percentiles
     tpot_s: Percentiles
     speedup: Interval | None
+    rate: float | None = None
+    """Answers asked for per second; None for a level of concurrency."""
+    goodput: Goodput | None = None
+    """None where the run has no objective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Answers that kept to the run's objective (`slo`), per second from the first one's begin to the last one's end,
+    and as a share of all that were asked for, failed ones too."""
+
+    per_s: float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +89,18 @@ class Load:
 def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Load]:
     """Of a run in which several answers were decoded at a time; else none. Plain decoding comes first."""
     all_settings = settings_of(identity)
-    if all(settings.concurrency == 1 for settings in all_settings):
+    if not any(settings.is_shared for settings in all_settings):
         return []
-    others = list(dict.fromkeys(replace(settings, concurrency=1) for settings in all_settings))
+    others = list(dict.fromkeys(_alone(settings) for settings in all_settings))
     known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
     by_place = dict(tuple(rows[rows["error"].isna()].groupby(["suite", "method", "settings"], observed=True)))
     result = []
     for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
         for other in others:
             levels = tuple(
-                _level(by_place, known, (suite, method, settings))
-                for settings in sorted(all_settings, key=lambda one: one.concurrency)
-                if replace(settings, concurrency=1) == other and (suite, method, settings) in known
+                _level(by_place, known, (suite, method, settings), identity.get("slo"))
+                for settings in sorted(all_settings, key=lambda one: (one.rate or 0.0, one.concurrency))
+                if _alone(settings) == other and (suite, method, settings) in known
             )
             if levels:
                 label = next(cell.label for cell in known.values() if cell.suite == suite)
@@ -98,7 +112,11 @@ def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list
 Key = tuple[str, str, Settings]
 
 
-def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key) -> Level:
+def _alone(settings: Settings) -> Settings:
+    return replace(settings, concurrency=1, rate=None)
+
+
+def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
     suite, method, settings = key
     answers = by_place[suite, method, str(settings)]
     throughput = _throughput(answers)
@@ -117,7 +135,17 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key) -> 
         ttft_s=_percentiles(answers["prefill_s"].to_numpy()),
         tpot_s=_percentiles(tpot),
         speedup=known[key].figures.get(SPEEDUP) if method != BASELINE else None,
+        rate=settings.rate,
+        goodput=_goodput(answers, known[key].num_errors, slo) if slo and settings.is_shared else None,
     )
+
+
+def _goodput(answers: Any, num_errors: int, slo: Mapping[str, float]) -> Goodput:
+    """An answer without a token after the first has no time for one, and keeps to any."""
+    tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
+    good = (answers["prefill_s"] <= slo.get("ttft_s", math.inf)) & (tpot_s <= slo.get("tpot_s", math.inf))
+    span = float(answers["end_s"].max() - answers["start_s"].min())
+    return Goodput(int(good.sum()) / span if span > 0 else math.nan, int(good.sum()) / (len(answers) + num_errors))
 
 
 def _throughput(answers: Any) -> float:
@@ -139,7 +167,11 @@ def _percentiles(seconds: Any) -> dict[int, float | None]:
 
 def _crossing(levels: Sequence[Level]) -> Crossing | None:
     intervals = [level.speedup for level in levels]
-    if len(levels) < 2 or any(one is None or one.low is None or one.high is None for one in intervals):
+    if (
+        len(levels) < 2
+        or levels[-1].rate is not None
+        or any(one is None or one.low is None or one.high is None for one in intervals)
+    ):
         return None
     curves = zip(*((one.low, one.value, one.high) for one in intervals if one is not None), strict=True)
     at = [level.concurrency for level in levels]

@@ -122,6 +122,8 @@ class Cell:
     """Answers whose every token is the published model's own choice, out of those that the judge read."""
     passed: Share | None
     figures: Mapping[str, Interval]
+    counted_by: tuple[str, ...] = ()
+    """How a backend that hides rounds counted them: keys of `counted.COUNTED`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
     sums: Any = field(compare=False, repr=False, default=None)
     """`TERMS` per prompt, [prompts, terms]."""
@@ -154,19 +156,28 @@ def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
     `identity` is that of `run.json`: it has the settings of the run, and where prompts came from.
     """
     named = {str(settings): (settings, name) for settings, name in short_names(settings_of(identity)).items()}
-    counts = _counts(rows)
+    counts, counted = _counts(rows), _counted_by(rows)
     sums = prompt_sums(without_errors(rows))
     by_cell = dict(iter(sums.groupby(level=[0, 1, 2, 3], observed=True)))
     places = _places(rows)
     # Two at a time: NumPy resamples prompts without holding the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
         cells = list(pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place)), places))
+    cells = [replace(cell, counted_by=counted.get(tuple(place), ())) for cell, place in zip(cells, places, strict=True)]
     return [_of_run(cell, place, identity, named) for cell, place in zip(cells, places, strict=True)]
 
 
 def _of_run(cell: Cell, place: Place, identity: Mapping[str, Any], named: Mapping[str, tuple[Settings, str]]) -> Cell:
     settings, setting = named[place.settings]
     return replace(cell, source=labels.source_of(identity, cell.suite), settings=settings, setting=setting)
+
+
+def _counted_by(rows: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
+    known = rows[rows["counted_by"].notna()]
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for *place, by in known[[*PLACE, "counted_by"]].drop_duplicates().itertuples(index=False, name=None):
+        found[tuple(place)] = (*found.get(tuple(place), ()), by)
+    return found
 
 
 def _places(rows: Any) -> list[Place]:

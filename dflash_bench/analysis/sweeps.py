@@ -26,8 +26,8 @@ from dflash_bench.records import GREEDY, Settings, context_name
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import OF_SAMPLING
 
-LOAD = "concurrency"
-"""A setting of which no value is the best: what becomes of speed with it is told by `load.py`."""
+LOADS = ("concurrency", "rate")
+"""Settings of which no value is the best: what becomes of speed with them is told by `load.py`."""
 NONE = context_name(None)
 """The context of prompts as they are, before all others."""
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
@@ -90,7 +90,7 @@ def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
     candidates += [
         Sweep(name, "tokens" * (name == "context"), _curves(_by_setting(name, answered), answered))
         for name in SETTINGS
-        if name != LOAD
+        if name not in LOADS
     ]
     return [sweep for sweep in candidates if sweep.curves]
 

@@ -37,6 +37,12 @@ def run(
     target: options.Target = None,
     draft: options.Drafts = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    server: options.Servers = None,
+    dialect: options.Dialect = None,
+    served_model: options.ServedModel = None,
+    api_key_env: options.ApiKeyEnv = None,
+    timeout: options.Timeout = None,
+    env_proxy: options.EnvProxy = False,
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = "0",
     top_k: options.TopK = None,
@@ -44,6 +50,8 @@ def run(
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
     concurrency: options.Concurrency = None,
+    rate: options.Rate = None,
+    slo: options.Slo = None,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     draft_steps: options.DraftSteps = None,
@@ -95,12 +103,13 @@ def run(
         min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
         repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
         concurrency=sweeping.numbers(concurrency, "--concurrency", whole=True) if concurrency else (),
+        rate=sweeping.numbers(rate, "--rate") if rate else (), slo=slo,
         context=sweeping.contexts(context_length, "--context") if context_length else (),
         block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
         repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
         engine=engine, graph=graph, compiler=compiler, quantize=quantize, thinking=thinking,
-        trust_remote_code=trust_remote_code, audit=audit,
-        unsafe_code=unsafe_code,
+        trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code, servers=tuple(server or ()),
+        dialect=dialect, served_model=served_model, api_key_env=api_key_env, timeout=timeout, env_proxy=env_proxy,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":
@@ -124,7 +133,8 @@ def run(
         say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
     else:
         say(report.text(cells, notes, swept, results.info, loaded))
-        say(f"memory, as predicted: {report.memory(results.info)}")
+        if memory := report.memory(results.info):
+            say(f"memory, as predicted: {memory}")
         say(f"saved in {folder}")
     if metrics.mismatched(rows).any():
         sys.exit(1)

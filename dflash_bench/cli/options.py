@@ -15,7 +15,7 @@ def under(heading: str) -> Callable[..., Any]:
 
 _prompts, _models, _answers = under("Prompts"), under("Models"), under("Answers")
 _drafting, _sweeping, _measuring = under("Drafting"), under("Sweeping"), under("Measuring")
-_machine, _results = under("Machine"), under("Results")
+_machine, _results, _servers = under("Machine"), under("Results"), under("Servers")
 
 Suites = Annotated[
     list[str] | None,
@@ -112,6 +112,42 @@ TrustRemoteCode = Annotated[
     ),
 ]
 
+Servers = Annotated[
+    list[str] | None,
+    _servers(
+        metavar="NAME=URL",
+        help="Measure live servers instead of models loaded here: plain=URL for plain decoding, and dflash=URL or "
+        "another method (NAME@LABEL=URL) for each server that drafts. Give --model or --target too, if the same "
+        "weights are here, to send prompts as token ids and judge answers.",
+    ),
+]
+Dialect = Annotated[
+    str | None,
+    _servers(
+        metavar="NAME",
+        help="What the servers speak: vllm, sglang, llamacpp or openai (any compatible server). Default: what their "
+        "pages say.",
+    ),
+]
+ServedModel = Annotated[
+    str | None,
+    _servers(metavar="NAME", help="The model to ask for, where a server has several. Default: the one that it has."),
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    _servers(
+        metavar="VARIABLE",
+        help="The environment variable that holds the servers' key. The key is sent to them, and never shown or saved.",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    _servers(metavar="S", help="Seconds after which an answer that has not ended counts as failed. Default: 600."),
+]
+EnvProxy = Annotated[
+    bool, _servers("--env-proxy", help="Reach the servers through the proxies that environment variables name.")
+]
+
 MaxNewTokens = Annotated[
     int | None, _answers(metavar="N", min=1, help="Stop answers after N tokens. Default: 2048, and fewer for nano.")
 ]
@@ -141,6 +177,22 @@ Concurrency = Annotated[
         metavar="N[,N...]",
         help="Answers decoded at the same time: when one has ended, the next one begins. Several, such as 1,4,16, are "
         "measured one after the other. Default: 1.",
+    ),
+]
+Rate = Annotated[
+    str | None,
+    _servers(
+        metavar="R[,R...]",
+        help="Ask for R answers per second, at random times (Poisson, the same ones for each server), whether earlier "
+        "ones have ended or not.",
+    ),
+]
+Slo = Annotated[
+    str | None,
+    _answers(
+        metavar="ttft=T,tpot=T",
+        help="Count the answers per second that keep to these times, such as ttft=500ms,tpot=50ms (goodput), with "
+        "--rate or --concurrency.",
     ),
 ]
 Seed = Annotated[int | None, _answers(metavar="S", min=0, help="Random seed for sampling at temperatures above 0.")]

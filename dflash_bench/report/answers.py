@@ -23,7 +23,8 @@ COLUMNS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
     "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance",
+    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_hidden_tokens", "num_first_tokens", "total_rounds",
+    "total_accepted",
 )  # fmt: skip
 
 
@@ -141,9 +142,9 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "audit_gap": _short(row["audit_gap"]),
         "audit_tolerance": _short(row["audit_tolerance"]),
         "finish": row["finish_reason"],
-        "tokens": len(row["token_ids"]),
-        "rounds": len(accepted) if row["accepted"] is not None else None,
-        "al": _short(1 + sum(accepted) / len(accepted)) if accepted else None,
+        "tokens": _num_tokens(row),
+        "rounds": len(accepted) if row["accepted"] is not None else row["total_rounds"],
+        "al": _short(_acceptance_length(row)),
         "ms": _short(ms_per_token),
         "speedup": _short(
             plain_ms_per_token / ms_per_token
@@ -161,8 +162,21 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in page_row.items() if value is not None}
 
 
+def _num_tokens(row: dict[str, Any]) -> int:
+    hidden = row["num_hidden_tokens"]
+    return len(row["token_ids"]) if hidden is None else int(hidden)
+
+
+def _acceptance_length(row: dict[str, Any]) -> float | None:
+    if row["accepted"]:
+        return 1 + float(sum(row["accepted"])) / len(row["accepted"])
+    if not row["total_rounds"] or row["total_accepted"] is None:
+        return None
+    return 1 + int(row["total_accepted"]) / int(row["total_rounds"])
+
+
 def _ms_per_token(row: dict[str, Any]) -> float | None:
-    num_tokens = len(row["token_ids"]) - 1
+    num_tokens = _num_tokens(row) - (row["num_first_tokens"] or 1)
     return 1000 * row["decode_s"] / num_tokens if num_tokens > 0 and row["error"] is None else None
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from dflash_bench.analysis.findings import Finding, badges
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
+from dflash_bench.counted import COUNTED
 from dflash_bench.methods import is_lossy
 from dflash_bench.report.tables import ABSENT, number, with_interval
 
@@ -78,6 +79,18 @@ def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """What the marks in the tables of these cells mean."""
     column = next(column for column in RESULTS if column.has_badges)
     return badges.legend([badge for cell in cells for badge in badges_of(column, cell, findings)])
+
+
+def counted(cells: Sequence[Cell]) -> list[str]:
+    """How servers, which hide their rounds, counted them; a line for each way, and none for engines."""
+    ways: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for by in cell.counted_by if cell.method != BASELINE else ():
+            ways.setdefault(by, {})[cell.method] = None
+    return [
+        f"rounds of {', '.join(methods)} by {by}: {COUNTED.get(by, 'a way that is not known here')}"
+        for by, methods in ways.items()
+    ]
 
 
 def formulas(*columns: Column) -> dict[str, str]:

@@ -15,7 +15,7 @@ from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.sweeps import Sweep
 from dflash_bench.report import contexts, curve, load, sweeps
-from dflash_bench.report.columns import RESULTS, ROUNDS, Column, legend, marked
+from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, legend, marked
 from dflash_bench.text import visible
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def text(
     """
     blocks = [
         [*_table(cells, RESULTS, findings), *legend(cells, findings)],
-        _table(cells, ROUNDS, findings, "per round"),
+        [*_table(cells, ROUNDS, findings, "per round"), *(_wrapped(line, "", "  ") for line in counted(cells))],
         *([[_wrapped(line, "", "  ") for line in curve.sentences(info)]] if info else []),
         _finding_lines(findings),
         *([_load_lines(loads)] if loads else []),

@@ -14,10 +14,13 @@ TITLE = "several answers at a time"
 HEADS = [
     "concurrency", "answers", "tps.total", "/ plain", "tps.decode", "ttft ms", "tpot ms", "speedup.decode [95 %]",
 ]  # fmt: skip
+OPEN = "rate /s"
+GOODPUT = "goodput /s"
 LEGEND = (
     "tps.total = tokens of all answers per second, in which any was being decoded; tps.decode = of single answers, the "
     "slowest/median/fastest; ttft = from having a place to the first token, tpot = per token after it: "
-    f"p50/p90/p99, of which p90 is told from {LEAST[90]} answers on, p99 from {LEAST[99]}."
+    f"p50/p90/p99, of which p90 is told from {LEAST[90]} answers on, p99 from {LEAST[99]}; goodput = answers within "
+    "--slo per second, and their share of all."
 )
 
 
@@ -36,16 +39,25 @@ def paragraphs(loads: Sequence[Load]) -> list[str]:
 
 
 def table(loads: Sequence[Load]) -> tuple[list[str], list[list[str]]]:
+    """With goodput where the run has an objective."""
+    levels = [level for load in loads for level in load.levels]
+    is_open, has_goodput = (any(known) for known in zip(*((one.rate, one.goodput) for one in levels), strict=True))
+    heads = [OPEN if is_open else HEADS[0], *HEADS[1:], *([GOODPUT] if has_goodput else [])]
     rows = []
     for load in loads:
-        rows.append([f"{labels.under(load.suite, load.setting)} · {load.method}", *[""] * (len(HEADS) - 1)])
-        rows += [_row(level) for level in load.levels]
-    return HEADS, rows
+        rows.append([f"{labels.under(load.suite, load.setting)} · {load.method}", *[""] * (len(heads) - 1)])
+        rows += [[*_row(level), *([_goodput(level)] if has_goodput else [])] for level in load.levels]
+    return heads, rows
+
+
+def _goodput(level: Level) -> str:
+    return "" if level.goodput is None else f"{number(level.goodput.per_s)} ({level.goodput.share:.0%})"
 
 
 def _row(level: Level) -> list[str]:
     return [
-        f"  {level.concurrency}", f"{level.num_answers:,}", number(level.tokens_per_s, 1),
+        f"  {level.concurrency if level.rate is None else format(level.rate, 'g')}", f"{level.num_answers:,}",
+        number(level.tokens_per_s, 1),
         "" if level.over_plain is None else number(level.over_plain),
         "/".join(number(speed, 1) for speed in (level.slowest, level.median, level.fastest)),
         _milliseconds(level.ttft_s), _milliseconds(level.tpot_s), with_interval(level.speedup) if level.speedup else "",
@@ -62,7 +74,7 @@ def sentences(loads: Sequence[Load]) -> list[str]:
     return [
         f"{load.method} on {labels.under(load.suite, load.setting)} {_answer(load.crossing, load.levels)}."
         for load in loads
-        if load.method != BASELINE
+        if load.method != BASELINE and load.levels[-1].rate is None
     ]
 
 
@@ -97,7 +109,9 @@ def as_json(loads: Sequence[Load]) -> list[dict[str, Any]]:
 
 def _level_json(level: Level) -> dict[str, Any]:
     return {
-        "concurrency": level.concurrency, "num_answers": level.num_answers, "tps_total": level.tokens_per_s,
+        "concurrency": level.concurrency, "rate": level.rate, "num_answers": level.num_answers,
+        "goodput": level.goodput and {"per_s": level.goodput.per_s, "share": level.goodput.share},
+        "tps_total": level.tokens_per_s,
         "over_plain": level.over_plain,
         "tps_decode": {"min": level.slowest, "median": level.median, "max": level.fastest},
         "ttft_s": {f"p{percent}": seconds for percent, seconds in level.ttft_s.items()},

@@ -10,7 +10,7 @@ from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.report import contexts, curve, tables
-from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, formulas, legend, marked
+from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, counted, formulas, legend, marked
 from dflash_bench.text import visible
 
 IN_LATEX = ("prompts", "al.pooled", "tps.decode", "speedup.decode [95 %]", "exact", "passed %")
@@ -37,6 +37,7 @@ def markdown(
         *(["; ".join(marks) + "."] if marks else []),
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
+        *([tables.in_markdown("\n".join(counted(cells)))] if counted(cells) else []),
         tables.in_markdown("\n".join(curve.sentences(info))),
         *contexts.paragraphs(cells),
         *swept,

@@ -98,8 +98,9 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
     lines = {
         "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
         "draft": ", ".join(_draft(name, method, identity) for name, method in _drafting(identity)),
+        "servers": "; ".join(_server(name, server) for name, server in (identity.get("servers") or {}).items()),
         "suite": "; ".join(_suite(name, suite, info) for name, suite in identity.get("suites", {}).items()),
-        "machine": environment.one_line(env).partition(";")[0],
+        "machine": environment.one_line(env).partition(";")[0] + _whose(identity),
         "settings": ", ".join(_settings(identity)),
         "memory": memory(info),
         "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
@@ -149,7 +150,21 @@ def _draft(label: str, method: Mapping[str, Any], identity: Mapping[str, Any]) -
     name = identity.get("drafts", {}).get(draft, {}).get("name", draft)
     source = f" from {name}" if name != draft else ""
     revision = _revision(identity.get("revisions", {}).get(draft))
+    if method["num_drafts"] is None:
+        return f"{label}, as its server was started"
     return f"{label} with {method['num_drafts']} tokens a round{source}{revision}"
+
+
+def _server(label: str, server: Mapping[str, Any]) -> str:
+    version = f"{server['dialect']} {server['version'] or ''}".rstrip()
+    model = f" with {server['model']}" if server["model"] else ""
+    how = f"prompts as {server['prompts']}, prefix cache {server['prefix_cache']}"
+    return f"{label} from {version}{model} at {server['address']} ({how})"
+
+
+def _whose(identity: Mapping[str, Any]) -> str:
+    """Servers may be elsewhere, and do not say on what they compute."""
+    return " (of the client; the servers' is not known)" if identity.get("servers") else ""
 
 
 def _revision(text: str | None) -> str:

@@ -14,7 +14,7 @@ from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
 
-COLUMNS = ("suite", "prompt_id", "turn", "repeat", "method", "error", "token_ids")
+COLUMNS = ("suite", "prompt_id", "turn", "repeat", "method", "error", "num_hidden_tokens", "token_ids")
 
 
 class Question(NamedTuple):
@@ -45,9 +45,10 @@ def plain_answers(folder: Path, run_settings: Sequence[Settings], left_out: Mapp
 
 
 def _is_plain(batch: Any) -> Any:
-    """The mask of good first answers by plain decoding, [rows]."""
+    """The mask of good first answers by plain decoding whose tokens are known, [rows]."""
     from pyarrow import compute
 
     first = compute.equal(batch.column("turn"), 0)
     good = compute.and_(first, compute.is_null(batch.column("error")))
+    good = compute.and_(good, compute.is_null(batch.column("num_hidden_tokens")))
     return compute.and_(good, compute.equal(batch.column("method"), BASELINE)).to_numpy(zero_copy_only=False)

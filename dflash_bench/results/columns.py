@@ -41,6 +41,9 @@ COLUMNS = {
     "drafted_ids": "list of int32", "drafted_parents": "list of int16", "num_thinking_tokens": "int32",
     "start_s": "double", "end_s": "double", "context": "int32",
     "quantize": "string",
+    "num_hidden_tokens": "int32", "num_first_tokens": "int32", "num_cached_tokens": "int32",
+    "total_rounds": "int32", "total_drafted": "int32", "total_accepted": "int32",
+    "counted_by": "string", "uncounted": "string", "rate": "double",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -50,8 +53,14 @@ SINCE_3 = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "thinking", "seed", "concurrency", "source",
     "drafted_ids", "drafted_parents", "num_thinking_tokens", "start_s", "end_s",
 )
+SINCE_6 = (
+    "num_hidden_tokens", "num_first_tokens", "num_cached_tokens", "total_rounds", "total_drafted", "total_accepted",
+    "counted_by", "uncounted", "rate",
+)
 # fmt: on
-SINCE = dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3) | {"context": 4, "quantize": 5}
+SINCE = (
+    dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3) | {"context": 4, "quantize": 5} | dict.fromkeys(SINCE_6, 6)
+)
 """The schema version that introduced a column; in parts of an older one it reads as null."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
 """Columns of schema 1 that are no longer read: the engine was its own judge then."""

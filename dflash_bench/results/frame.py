@@ -30,11 +30,17 @@ KEPT = (
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
+    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted",
 )  # fmt: skip
 """Columns taken over as they are stored."""
-NAMES = ("suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit")
+NAMES = (
+    "suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit", "counted_by",
+    "uncounted",
+)  # fmt: skip
 """Columns with few different values: kept as pandas categories."""
-COLUMNS = (*KEPT, *SETTINGS, *LISTS, "token_ids")
+TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
+"""Columns that the sums of lists are completed from."""
+COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids")
 ALLOWED = ("damaged", *whole.REMEDIES)
 """The flaws that `--allow` lets a reader ignore."""
 
@@ -183,7 +189,8 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
             "decode_s": sums["round_s"],
         }
     else:
-        of_answer = _num_tokens(batch)
+        of_answer = num_tokens(batch)
+        sums |= _totals(batch, sums, of_answer["decode_tokens"])
     sums |= of_answer | {"stretch": segments.stretches}
     for name, values in sums.items():
         column = pa.array(values)
@@ -200,10 +207,30 @@ def _setting_names(numbers: Any, run_settings: Sequence[Settings]) -> Any:
     return pa.DictionaryArray.from_arrays(codes, list(map(str, run_settings)))
 
 
-def _num_tokens(batch: Any) -> dict[str, Any]:
+def num_tokens(batch: Any) -> dict[str, Any]:
+    """Of each answer, and of these the ones that `decode_s` is the time of, [rows]."""
     counts = lengths_of(batch.column("token_ids"))
+    hidden, first = (_numbers(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
+    counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
     # An answer is empty if its first token was a stop.
-    return {"num_tokens": counts, "decode_tokens": np.maximum(counts - 1, 0)}
+    return {"num_tokens": counts, "decode_tokens": np.maximum(counts - np.where(np.isnan(first), 1, first), 0)}
+
+
+def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
+    """What a backend that hides rounds says of all of them together; every token after the first is from one.
+
+    It may count only rounds that draft: where there was none, the plain steps are not known.
+    """
+    rounds, drafted, accepted = (_numbers(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
+    known = rounds > 0
+    shown = {"num_rounds": rounds, "num_accepted": accepted, "num_emitted": decoded}
+    shown = {name: np.where(known, values, np.nan) for name, values in shown.items()} | {"num_drafted": drafted}
+    return {name: np.where(np.isnan(sums[name]), values, sums[name]) for name, values in shown.items()}
+
+
+def _numbers(batch: Any, name: str) -> Any:
+    """NaN where it is null, [rows]."""
+    return batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
 
 
 def _without_wholes(table: Any) -> Any:

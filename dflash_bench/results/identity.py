@@ -37,8 +37,9 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
 
 
 def _settings(entry: Mapping[str, Any]) -> Settings:
-    """Before schema 4 no prompt was padded, answers were decoded one at a time, and nothing said so."""
-    stored: dict[str, Any] = {"concurrency": 1, "context": None, **entry}
+    """Before schema 4 no prompt was padded, answers were decoded one at a time, and nothing said so; before 6, there
+    were no rates."""
+    stored: dict[str, Any] = {"concurrency": 1, "context": None, "rate": None, **entry}
     return Settings(**{name: stored[name] for name in NAMES})
 
 
@@ -80,6 +81,18 @@ def columns_of_method(identity: Identity, label: str) -> dict[str, Any]:
 
 def columns_of_suite(identity: Identity, suite: str) -> dict[str, Any]:
     return {"source": identity.get("suites", {}).get(suite, {}).get("source")}
+
+
+def servers_in_words(identity: Identity) -> dict[str, str]:
+    """What each server is, without its address: the same one may move."""
+    return {f"server of {label}": _server(server) for label, server in (identity.get("servers") or {}).items()}
+
+
+def _server(server: Mapping[str, Any]) -> str:
+    facts = [f"{name} {value}" for name, value in sorted(server["facts"].items())]
+    version = f"{server['dialect']} {server['version'] or ''}".rstrip()
+    how = f"prompts as {server['prompts']}", f"prefix cache {server['prefix_cache']}"
+    return ", ".join([version, *how, *facts])
 
 
 def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:

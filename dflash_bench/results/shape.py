@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "thinking": (bool, None),
     "concurrency?": int,
     "context?": (int, None),
+    "rate?": (float, None),
 }
 IDENTITY: dict[str, Any] = {
     "model": str,
@@ -53,7 +54,7 @@ IDENTITY: dict[str, Any] = {
     "temperature?": float,
     "settings?": [SETTINGS],
     "dtype": str,
-    "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": int}},
+    "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": (int, None)}},
     "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
     "revisions?": {ANY: (str, None)},
     "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str, "contexts?": {ANY: str}}},
@@ -68,6 +69,19 @@ IDENTITY: dict[str, Any] = {
     "audit?": str,
     "code?": (str, None),
     "plan?": str,
+    "servers?": {
+        ANY: {
+            "address": str,
+            "dialect": str,
+            "version": (str, None),
+            "model": (str, None),
+            "prompts": str,
+            "prefix_cache": str,
+            "facts": dict,
+        }
+    },
+    "slo?": ({"ttft_s?": float, "tpot_s?": float}, None),
+    "judge?": ({"target": str, "dtype": str}, None),
 }
 FORWARDS: dict[str, Any] = {
     "rows": int,

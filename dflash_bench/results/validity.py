@@ -16,10 +16,12 @@ from dflash_bench.records import SCHEMA_VERSION, Exactness, FinishReason
 
 COUNTS = ("drafted", "accepted", "emitted")
 SECONDS = ("draft_s", "verify_s", "round_s")
+TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
+TOTALS = ("total_rounds", "total_drafted", "total_accepted")
 COLUMNS = (
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", *COUNTS, *SECONDS, "error",
     "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", "order",
+    "audit", "audit_index", "audit_gap", "audit_tolerance", "order", *TOKENS, *TOTALS,
 )  # fmt: skip
 VERDICTS = {
     "exactness": ("first_divergence", "divergence_gap", "divergence_tolerance"),
@@ -58,13 +60,32 @@ def _checked(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:
         # The first token comes from prefill; if that was a stop, which is not part of the answer, there is none.
         uneven = (tokens != 1 + decoded) & ((tokens > 0) | (decoded > 0))
         yield "its rounds do not add up to its tokens", rounds.whole & uneven & succeeded
-        decoded = np.maximum(decoded, tokens - 1)
+        hidden, first = (_counts(batch.column(name)) for name in TOKENS[:2])
+        yield "it hides its tokens, and has some", (hidden >= 0) & (tokens > 0) & succeeded
+        tokens = np.maximum(tokens, hidden)
+        yield "more tokens arrived with the first than it has", (first > np.maximum(tokens, 1)) & succeeded
+        decoded = np.where(first > 0, tokens - first, np.maximum(decoded, tokens - 1))
+    for name in (*TOKENS, *TOTALS):
+        negative = batch.column(name).fill_null(0).to_numpy(zero_copy_only=False) < 0
+        yield f"{name} is negative", negative & succeeded
+    totals = [_counts(batch.column(name)) for name in TOTALS]
+    yield "its totals of rounds contradict each other", _wrong_totals(*totals) & succeeded
     for name, worked in (("prefill_s", True), ("decode_s", decoded > 0), ("draft_prefill_s", False)):
         seconds = batch.column(name)
         known = _known(seconds) | (name != "draft_prefill_s")
         values = seconds.fill_null(float("nan")).to_numpy(zero_copy_only=False)
         impossible = ~((values > 0) | ((values == 0) & ~np.asarray(worked))) | ~np.isfinite(values)
         yield f"{name} is {NO_TIME}", impossible & known & succeeded
+
+
+def _wrong_totals(rounds: Any, drafted: Any, accepted: Any) -> Any:
+    """More accepted than drafted, or some of them without a round."""
+    return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
+
+
+def _counts(column: Any) -> Any:
+    """-1 for null."""
+    return column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _ends(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:

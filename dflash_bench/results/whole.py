@@ -132,7 +132,8 @@ def _contradictions(
     labelled = rows.codes["exactness"] >= 0
     equal = rows.digests == rows.digests[other]
     exact = rows.codes["exactness"] == rows.code("exactness", "exact")
-    judged = compared & labelled
+    # Hidden tokens were compared by their texts, which are not read again here.
+    judged = compared & labelled & ~rows.hidden & ~rows.hidden[other]
     yield "marked exact, but its tokens differ from the plain answer's", np.flatnonzero(judged & exact & ~equal)
     yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
     greedy = np.array([*(one.greedy for one in settings), False])[rows.settings]
@@ -140,7 +141,7 @@ def _contradictions(
     absent = greedy & compared & ~answers.is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
     wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)
-    yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited)
+    yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited & ~rows.hidden)
 
 
 def _unscored(identity: Mapping[str, Any], answers: Answers, rows: Rows) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,8 @@ from dflash_bench.results.identity import settings_numbers
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
+FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
+"""Columns of which only matters whether they hold something."""
 COLUMNS = (*KEY, *SETTINGS, *validity.COLUMNS, "passed", "token_ids")
 """The columns that `witness` needs."""
 
@@ -43,7 +45,7 @@ def witness(batches: Sequence[Any], run_settings: Sequence[Settings]) -> Witness
     for batch in batches:
         columns = {name: batch.column(name) for name in KEY}
         columns |= {name: batch.column(name).dictionary_encode() for name in NAMES}
-        columns |= {name: compute.is_valid(batch.column(name)) for name in ("error", "passed", "audit")}
+        columns |= {name: compute.is_valid(batch.column(name)) for name in FLAGS}
         columns["settings"] = pa.array(settings_numbers(batch, run_settings))
         tables.append(pa.table(columns))
         digests.append(validity.digests(batch))
@@ -73,9 +75,7 @@ class Rows:
             table.column(name).fill_null(-1).to_numpy().astype(np.int64) for name in ("turn", "repeat")
         )
         self.settings = table.column("settings").to_numpy()
-        self.failed, self.scored, self.audited = (
-            table.column(name).to_numpy() for name in ("error", "passed", "audit")
-        )
+        self.failed, self.scored, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
         self.digests = np.concatenate([part.digests for part in witnesses])
 
     def code(self, name: str, value: str) -> int:

@@ -176,7 +176,7 @@ def _log_ratio(records: Sequence[Record], method: str, settings: Settings) -> fl
     costs = []
     for name in (BASELINE, method):
         generations = [record.generation for record in records if (record.method, record.settings) == (name, settings)]
-        decoded_s, tokens = sum(one.decode_s for one in generations), sum(len(one.token_ids) - 1 for one in generations)
+        decoded_s, tokens = sum(one.decode_s for one in generations), sum(one.num_decoded for one in generations)
         if any(one.error for one in generations) or decoded_s <= 0 or tokens <= 0:
             return None
         costs.append(decoded_s / tokens)

@@ -15,6 +15,7 @@ from dflash_bench.results.store import Run
 from dflash_bench.run.items import Backend, Item, Plan, Watcher
 from dflash_bench.tasks import scoring
 from dflash_bench.tasks.scoring.answers import Score
+from dflash_bench.text import in_common
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +93,20 @@ class Conversation:
         return self._audited(record, messages)
 
     def _compared(self, record: Record, expected: Generation, messages: Sequence[Message]) -> Record:
-        tokens = record.generation.token_ids
-        if tokens == expected.token_ids:
+        answer = record.generation
+        if answer.same_answer(expected):
             return replace(record, exactness="exact")
-        divergence = self.backend.divergence(messages, expected.token_ids, tokens, self.item.settings)
+        if answer.hides_tokens or expected.hides_tokens:
+            index = in_common(answer.text, expected.text)
+            divergence = Divergence(index, is_judged=False)
+        else:
+            divergence = self.backend.divergence(messages, expected.token_ids, answer.token_ids, self.item.settings)
         return replace(record, exactness=divergence.verdict, divergence=divergence)
 
     def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
         if self.plan.audit == "none" or (self.plan.audit == "divergent" and record.divergence is None):
+            return record
+        if record.generation.hides_tokens:
             return record
         tokens, turn = record.generation.token_ids, record.turn
         # Equal answers are read once; on resuming, the stored plain answer's audit serves too.
@@ -114,7 +121,7 @@ class Conversation:
     def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
         """Another plain answer: the first repeat's, the one decoded alone if this was decoded beside others, the
         warm-up's, or one made for this and then thrown away."""
-        if self.item.settings.concurrency > 1 and turn == 0:
+        if self.item.settings.is_shared and turn == 0:
             alone = self.run.stored.get(self._alone.key(BASELINE, turn))
             if alone is not None:
                 return alone.generation
@@ -130,7 +137,7 @@ class Conversation:
 
     @property
     def _alone(self) -> Item:
-        return replace(self.item, settings=replace(self.item.settings, concurrency=1))
+        return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Record) -> Record:
         """The last turn's answer is the one that is scored; equal texts are scored once."""

@@ -43,7 +43,8 @@ class Backend(Protocol):
         settings: Settings,
         ended: Callable[[], object],
     ) -> Sequence[Served]:
-        """Answers to chats, each with its repeat, `settings.concurrency` at a time; `ended` is told of each."""
+        """Answers to chats, each with its repeat, `settings.concurrency` at a time, or each when it is due at
+        `settings.rate`; `ended` is told of each."""
         ...
 
     def divergence(

@@ -13,12 +13,14 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models import quantizing
 from dflash_bench.models.presets import Preset
+from dflash_bench.run import remote
 from dflash_bench.run.items import Backend
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, drafts_of
 
 if TYPE_CHECKING:
     from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.servers.backend import ServerBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,44 @@ def open_local(resolved: Resolved) -> LocalBackend:
     """The engine of this process, with the models of a resolved request. Raises UserError for what cannot be had."""
     wanted = wanted_of(resolved.request)
     return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, resolved.request.seed or 0)
+
+
+def open_servers(resolved: Resolved) -> ServerBackend:
+    """Each is asked who it is. Raises UserError for one that cannot be measured."""
+    from dflash_bench.servers.backend import ServerBackend
+
+    request = resolved.request
+    backend = ServerBackend(
+        remote.addresses_of(request), remote.access_of(request), resolved.max_new_tokens, request.seed or 0,
+        dialect=request.dialect, model=request.served_model,
+    )  # fmt: skip
+    backend.asks_to_think = request.thinking is not None
+    return backend
+
+
+def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
+    """The same target in this process makes the prompts' token ids, and judges the answers."""
+    local = open_local(resolved.judging)
+    about = local.describe()
+    judge = {name: about.get(name) for name in ("target", "dtype", "device")}
+    backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
+    backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
+
+
+LATE_S = 0.01
+
+
+def late(backend: Backend) -> list[str]:
+    """Where this process, and not the server, was what took its time."""
+    from dflash_bench.servers.backend import ServerBackend
+
+    lags = backend.lags if isinstance(backend, ServerBackend) else {}
+    return [
+        f"{place}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its times are partly the "
+        "client's; lower --concurrency or --rate, or ask from a faster machine"
+        for place, lag_s in lags.items()
+        if lag_s > LATE_S
+    ]
 
 
 def wanted_of(request: Request) -> Wanted:

@@ -19,8 +19,8 @@ from dflash_bench.tasks.suites import chats
 @dataclass(frozen=True, slots=True)
 class Prepared:
     contexts: Contexts
-    memory: dict[str, int | None]
-    """As `run.json` holds it."""
+    memory: dict[str, int | None] | None
+    """As `run.json` holds it; None where nothing is loaded."""
 
 
 def prepare(resolved: Resolved) -> Prepared:

@@ -32,9 +32,9 @@ class Tally:
         if generation.error is not None:
             return
         self.seconds += generation.decode_s
-        self.num_tokens += max(len(generation.token_ids) - 1, 0)
-        self.num_rounds += len(generation.accepted or ())
-        self.num_accepted += sum(generation.accepted or ())
+        self.num_tokens += generation.num_decoded
+        self.num_rounds += len(generation.accepted or ()) or generation.total_rounds or 0
+        self.num_accepted += sum(generation.accepted or ()) or generation.total_accepted or 0
 
     def __str__(self) -> str:
         speed = f"{self.num_tokens / self.seconds:.1f} tok/s" if self.seconds else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +75,23 @@ class Request:
     trust_remote_code: bool = False
     unsafe_code: bool = False
     audit: str | None = None
+    servers: tuple[str, ...] = ()
+    """NAME=URL"""
+    dialect: str | None = None
+    served_model: str | None = None
+    api_key_env: str | None = None
+    """The variable of the environment that holds the key; the key itself is nowhere in a request."""
+    timeout: float | None = None
+    env_proxy: bool = False
+    rate: tuple[float, ...] = ()
+    slo: str | None = None
+    """What a good answer keeps to, such as ttft=500ms,tpot=50ms."""
 
     @property
     def name(self) -> str:
         """Of the model, for people."""
+        if self.servers and self.model is None and self.target is None:
+            return "server"
         return self.model or (self.target or "nano").partition("@")[0]
 
     @property
@@ -132,6 +146,7 @@ def _refuse_unknown_values(request: Request) -> None:
     if request.budget is not None:
         budget.seconds(request.budget)
     _refuse_concurrency(request)
+    _refuse_rates(request)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
     if request.threads is not None and request.threads > (os.cpu_count() or 1):
@@ -188,6 +203,34 @@ def _refuse_concurrency(request: Request) -> None:
         raise UserError(
             "--for measures prompt by prompt, and --concurrency all prompts of a suite together; use --limit instead"
         )
+
+
+def _refuse_rates(request: Request) -> None:
+    if request.rate and not request.servers:
+        raise UserError("--rate has no effect without --server: the engine here takes the next prompt when it can")
+    if any(not math.isfinite(value) or value <= 0 for value in request.rate):
+        raise UserError(f"--rate is a number of answers per second above 0, not {_listed(request.rate)}")
+    if request.rate and request.concurrency:
+        raise UserError("--rate and --concurrency both say when a prompt is sent; give one of them")
+    if request.rate and request.budget is not None:
+        raise UserError(
+            "--for measures prompt by prompt, and --rate all prompts of a suite together; use --limit instead"
+        )
+    if request.slo is not None:
+        objectives(request.slo)
+        if not request.rate and max(request.concurrency, default=1) == 1:
+            raise UserError("--slo has no effect without --rate or --concurrency: it counts answers per second")
+
+
+def objectives(text: str) -> dict[str, float]:
+    """Seconds by `ttft_s` and `tpot_s`, of `ttft=500ms,tpot=0.05s` or one of them. Raises UserError otherwise."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(ttft|tpot)=([0-9]{1,6}(?:\.[0-9]{1,6})?)(ms|s)", part)
+        if match is None or float(match[2]) == 0 or f"{match[1]}_s" in limits:
+            raise UserError(f"--slo takes times with their units, such as ttft=500ms,tpot=50ms, not '{text[:40]}'")
+        limits[f"{match[1]}_s"] = float(match[2]) / (1000 if match[3] == "ms" else 1)
+    return limits
 
 
 def _refuse_unknown_sampling(request: Request) -> None:

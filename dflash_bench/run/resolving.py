@@ -14,7 +14,7 @@ from dflash_bench.methods import Method
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import CODE_SCORERS, Audit, Settings, is_greedy
-from dflash_bench.run import sweeping
+from dflash_bench.run import remote, sweeping
 from dflash_bench.run.request import THINKING, Request, check
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
 from dflash_bench.tasks.suites import Loaded
@@ -38,6 +38,11 @@ class Resolved:
         return drafts_of(self.methods)
 
     @property
+    def judging(self) -> Resolved:
+        """The same with plain decoding alone, which is what a target does beside servers."""
+        return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
+
+    @property
     def max_new_tokens(self) -> int:
         return self.request.max_new_tokens or self.model.max_new_tokens
 
@@ -48,6 +53,7 @@ class Resolved:
 
 def methods_and_model(request: Request) -> tuple[Request, list[Method], Preset]:
     """What is cheap to know; the request comes back with its sweep written out. Raises UserError."""
+    remote.check(request)
     request, chosen = swept(request, methods_of(request))
     check(request)
     return request, chosen, model_of(request, chosen)
@@ -77,6 +83,8 @@ def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
 
 def methods_of(request: Request) -> list[Method]:
     """Those to measure, plain decoding first."""
+    if request.servers:
+        return remote.methods_of(request)
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
     for name, text, drafter in (
         ("block", request.block_size, "--method dflash, or another that leaves its block open"),
@@ -96,6 +104,8 @@ def swept(request: Request, chosen: Sequence[Method]) -> tuple[Request, list[Met
     of_methods, of_settings = sweeping.divided(axes, chosen)
     if request.one_at_a_time and not axes:
         raise UserError("--one-at-a-time has no effect without --over")
+    if of_methods and request.servers:
+        raise UserError(f"--over {of_methods[0].name}: a server drafts as it was started; start one for each value")
     if request.one_at_a_time and of_settings:
         raise UserError(
             "--one-at-a-time varies options of methods, and all methods run under all settings; "
@@ -112,6 +122,8 @@ def swept(request: Request, chosen: Sequence[Method]) -> tuple[Request, list[Met
 
 def model_of(request: Request, chosen: Sequence[Method]) -> Preset:
     """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
+    if request.servers:
+        return remote.model_of(request)
     drafts = presets.parse_drafts(request.drafts)
     for draft in drafts:
         if draft not in drafts_of(chosen):
@@ -146,11 +158,11 @@ def settings_of(request: Request, modes: Sequence[bool | None]) -> list[Settings
         getattr(request, name) or (getattr(usual, name),)
         for name in ("top_k", "top_p", "min_p", "repetition_penalty", "concurrency")
     ]
-    everything = product(modes, request.temperatures, *values, request.context or (None,))
-    for mode, temperature, top_k, top_p, min_p, penalty, beside, context in everything:
+    everything = product(modes, request.temperatures, *values, request.context or (None,), request.rate or (None,))
+    for mode, temperature, top_k, top_p, min_p, penalty, beside, context, rate in everything:
         if is_greedy(temperature):
             top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
-        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside, context))
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside, context, rate))
     return list(dict.fromkeys(several))
 
 
@@ -183,5 +195,7 @@ def _cage(request: Request, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
 
 
 def _audit(request: Request) -> Audit:
-    """What is drawn at random has no one right token to be audited against."""
+    """What is drawn at random has no one right token to be audited against, and without a target nobody knows it."""
+    if request.servers and not remote.has_target(request):
+        return "none"
     return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperatures)) else "none"

@@ -31,7 +31,7 @@ def execute(plan: Plan, backend: Backend, run: Run, watcher: Watcher, items: Ite
             watcher.begins(item.suite, "warming up")
             warm[item.suite] = _warm_up(plan, backend, item)
         conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], named[item.settings])
-        if item.settings.concurrency > 1:
+        if item.settings.is_shared:
             waves.setdefault((item.suite, item.repeat, item.settings), []).append(conversation)
             continue
         for turn in range(len(item.prompt.turns)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +17,13 @@ from dflash_bench.records import SCHEMA_VERSION, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
-from dflash_bench.run import budget, items, runner
+from dflash_bench.run import budget, items, remote, runner
+from dflash_bench.run.contexts import Contexts
 from dflash_bench.run.items import Backend, Plan
-from dflash_bench.run.opening import captured_of, forwards_of, open_local
+from dflash_bench.run.opening import add_judge, captured_of, forwards_of, late, open_local, open_servers
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
-from dflash_bench.run.request import Request
+from dflash_bench.run.request import Request, objectives
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.suites import Loaded, chats
@@ -33,8 +35,32 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     # Before what is slow: a download, and the models.
     (store.check_resumable if resume else store.check_new)(folder)
     resolved = resolve(request, methods, model)
-    prepared = prepare(resolved)
-    backend = open_local(resolved)
+    with ExitStack() as stack:
+        prepared, backend = _opened(resolved, stack)
+        _run(resolved, prepared, backend, folder, resume, tell)
+
+
+def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend]:
+    """What can be found out cheaply comes before weights are loaded; servers are left when the stack is closed."""
+    if not resolved.request.servers:
+        return prepare(resolved), open_local(resolved)
+    backend = stack.enter_context(open_servers(resolved))
+    if not remote.has_target(resolved.request):
+        return Prepared(Contexts(0, 0), None), backend
+    prepared = prepare(resolved.judging)
+    add_judge(backend, resolved)
+    return prepared, backend
+
+
+def _run(
+    resolved: Resolved,
+    prepared: Prepared,
+    backend: Backend,
+    folder: Path,
+    resume: bool,
+    tell: Callable[[str], object],
+) -> None:
+    request, model = resolved.request, resolved.model
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
     plan = _plan(resolved, settings, prepared)
@@ -50,9 +76,11 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
-            run.mark_finished({"captures": captured_of(backend)})
+            run.mark_finished({"client_lag": late(backend)} if request.servers else {"captures": captured_of(backend)})
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
+    for note in late(backend) if request.servers else ():
+        tell(f"note: {note}")
 
 
 def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: Prepared) -> Plan:
@@ -95,7 +123,7 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) 
         "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
         # Measured anew by each process that works on the run, and so no part of what they must have in common.
-        "forwards": forwards_of(backend),
+        "forwards": None if resolved.request.servers else forwards_of(backend),
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
     }
@@ -113,6 +141,7 @@ def _identity(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepar
         "repeats": plan.repeats,
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
+        **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }
 

@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import over_time, speed
+from dflash_bench.analysis.findings import over_time, serving, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -132,10 +132,13 @@ def _nothing_drafted(case: Case) -> Seen | None:
     if case.is_baseline or not never_drafts(case):
         return None
     num_rounds = int(case.good["num_rounds"].sum())
+    where = f"{num_rounds} rounds" if num_rounds else answers(case.good)
     remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
     if not has_draft(case.cell.method):
         remedy = REPEATS
-    return case.seen("nothing_drafted", f"no token was drafted in {num_rounds} rounds", remedy)
+    if case.identity.get("servers"):
+        remedy = "start its server with a draft, and read in its log whether it loaded it"
+    return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy)
 
 
 def _other_mode(case: Case) -> Seen | None:
@@ -165,7 +168,8 @@ def _saturated(case: Case) -> Seen | None:
     # No round keeps all nodes of a tree, which are alternatives; every round of a lossy method keeps everything.
     if is_tree(case.cell.method) or is_probe(case.cell.method) or is_lossy(case.cell.method):
         return None
-    num_drafting, num_whole = (int(case.good[name].sum()) for name in ("num_drafting", "num_whole"))
+    # A backend that hides rounds tells of none which of its drafts were kept whole.
+    num_drafting, num_whole = (int(case.good[name].fillna(0).sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
     text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) accept the whole draft"
@@ -198,7 +202,9 @@ def _code_not_run(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, _failed, _no_baseline, _lossy, _near_ties, _nothing_drafted, _other_mode, _other_target,
-    speed.dead_draft, speed.unknown_text, speed.slower_than_plain, speed.unclear, _saturated, over_time.first_is_slow,
-    over_time.outliers, over_time.drift, _truncated, _few_prompts, speed.wide_interval, _code_not_run,
+    _mismatch, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy, _near_ties, _nothing_drafted,
+    _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain, speed.unclear,
+    _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
+    speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
+    serving.uncounted, serving.derived_rounds,
 )  # fmt: skip

@@ -17,6 +17,9 @@ SPEED_REMEDIES = {
     "verify": "{fewer}: on this device, verifying so many tokens at once costs too much",
     "other": "the time is not spent in the models: try --threads 1, and keep the machine free of other work",
 }
+SERVED = (
+    "start its server with fewer drafted tokens, or measure the same draft here to see where a round spends its time"
+)
 TRAINED = "check that the draft was trained for this model: revision, chat template, tapped layers"
 TRAINED_ON_THIS = (
     "check that it was trained for exactly this target, chat template and thinking mode, and on texts like these "
@@ -84,6 +87,8 @@ def wide_interval(case: Case) -> Seen | None:
 
 def _why_slow(cell: Cell) -> str:
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
+    if al is not None and cell.counted_by:
+        return f"al.pooled is {al:.2f}, and a server does not tell what a round costs"
     if al is None or needed is None or not parts:
         return "the backend does not report rounds, so the reason is unknown"
     compared = "below" if al < needed else "not below"
@@ -98,6 +103,8 @@ def _how_faster(case: Case) -> str:
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
     if case.first_kept is not None and case.first_kept < FIRST_KEPT and (needed is None or al is None or al < needed):
         return KNOWS_NOT
+    if case.identity.get("servers"):
+        return SERVED
     if not parts or al is None or needed is None:
         return f"{tokens_a_round(cell, 'fewer')}, and run a local model to see where a round spends its time"
     remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if al < needed else "other"]
@@ -124,4 +131,6 @@ def _parts(cell: Cell) -> dict[str, float]:
 
 
 def never_drafts(case: Case) -> bool:
-    return bool(case.good["num_rounds"].sum()) and not case.good["num_drafting"].sum()
+    """Where the backend tells how many tokens were drafted, and there was something to draft."""
+    drafted = case.good["num_drafted"].sum(min_count=1)
+    return bool(case.good["decode_tokens"].sum()) and bool(drafted == 0)

@@ -72,6 +72,8 @@ def notes(rows: Any) -> Iterator[str]:
             "but it never printed such figures"
         )
     good = without_errors(rows)
+    if (good["counted_by"].notna() | good["uncounted"].notna()).any():
+        yield "servers do not tell what a first draft takes: tps.zlab and speedup.zlab leave none out"
     # A round that overshoots the limit is cut, and ends its loop just as ours.
     is_exact = good["num_emitted"] == good["num_accepted"] + good["num_rounds"]
     num_exact = int(((good["finish_reason"] == "length") & is_exact).sum())

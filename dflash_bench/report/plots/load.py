@@ -25,9 +25,9 @@ THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
 
 def load(material: Material) -> Any:
     """Both side by side, a row for each suite."""
-    loads = material.loads
+    loads = [one for one in material.loads if one.levels[-1].rate is None]
     if not loads:
-        raise NothingToPlotError("this run decoded one answer at a time")
+        raise NothingToPlotError("this run has no levels of concurrency")
     suites = list(dict.fromkeys(_suite(one) for one in loads))
     methods = list(dict.fromkeys(one.method for one in loads))
     names = [(suite, figure_id) for suite in suites for figure_id in (THROUGHPUT, SPEEDUP)]

@@ -1,0 +1,86 @@
+"""What `--server` makes of a request: its methods are those of the servers, and a target here only judges them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import Method
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
+from dflash_bench.run.request import Request
+from dflash_bench.servers import address
+from dflash_bench.servers.address import Access, Address
+
+DIALECTS = ("vllm", "sglang", "llamacpp", "openai")
+"""As `servers.detection` has them, which loads an HTTP client."""
+OF_SERVERS = ("dialect", "served_model", "api_key_env", "timeout", "env_proxy")
+OF_ENGINES = {
+    "methods": "--method", "drafts": "--draft", "block_size": "--block-size", "draft_steps": "--draft-steps",
+    "one_at_a_time": "--one-at-a-time", "engine": "--engine", "graph": "--graph", "compiler": "--compile",
+    "quantize": "--quantize",
+}  # fmt: skip
+OF_TARGETS = {
+    "device": "--device", "device_map": "--device-map", "dtype": "--dtype", "attention": "--attention",
+    "threads": "--threads", "trust_remote_code": "--trust-remote-code", "audit": "--audit", "context": "--context",
+}  # fmt: skip
+"""What a server decides itself, so that it can only be said of a target here."""
+
+
+def check(request: Request) -> None:
+    """Raises UserError for options without effect, with servers or without."""
+    if not request.servers:
+        for name in OF_SERVERS:
+            if getattr(request, name) not in (None, False):
+                raise UserError(f"--{name.replace('_', '-')} has no effect without --server")
+        return
+    for name, flag in OF_ENGINES.items():
+        if getattr(request, name) not in (None, False, ()):
+            raise UserError(
+                f"{flag} has no effect with --server: how a server drafts is said where it is started, and its method "
+                "is the NAME of NAME=URL"
+            )
+    if not has_target(request):
+        for name, flag in OF_TARGETS.items():
+            if getattr(request, name) not in (None, False, ()):
+                raise UserError(
+                    f"{flag} has no effect with --server alone: give --model or --target too, the same weights as the "
+                    "server's, to make its prompts and judge its answers here"
+                )
+    if request.dialect is not None and request.dialect not in DIALECTS:
+        raise unknown("dialect", request.dialect, list(DIALECTS))
+    if request.timeout is not None and not (math.isfinite(request.timeout) and request.timeout > 0):
+        raise UserError(f"--timeout is a number of seconds above 0, not {request.timeout:g}")
+    addresses_of(request)
+    access_of(request)
+
+
+def has_target(request: Request) -> bool:
+    """Are the weights here, too?"""
+    return request.model is not None or request.target is not None
+
+
+def addresses_of(request: Request) -> list[Address]:
+    return address.parse(request.servers)
+
+
+def methods_of(request: Request) -> list[Method]:
+    return [one.method for one in addresses_of(request)]
+
+
+def model_of(request: Request) -> Preset:
+    """Without drafts: the servers have their own."""
+    if not has_target(request):
+        return Preset("", {})
+    return replace(presets.combine(request.model, request.target, {}), drafts={})
+
+
+def access_of(request: Request) -> Access:
+    """Raises UserError for a variable that holds no key."""
+    usual = Access()
+    key = None if request.api_key_env is None else os.environ.get(request.api_key_env, "").strip()
+    if key == "":
+        raise UserError(f"--api-key-env: the variable {request.api_key_env} is not set, or empty")
+    return Access(request.timeout or usual.timeout_s, key, request.env_proxy)

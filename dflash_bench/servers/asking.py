@@ -1,0 +1,178 @@
+"""One answer from one server: asked, timed, counted. What goes wrong becomes the error of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash_bench.errors import UserError
+from dflash_bench.records import Generation
+from dflash_bench.servers import counters
+from dflash_bench.servers.client import AnswerError, StatusError
+from dflash_bench.servers.counters import Counters
+from dflash_bench.servers.detection import Server
+from dflash_bench.servers.dialects.dialect import Ask
+from dflash_bench.servers.heard import Counts, Heard
+
+OPTIONAL = "stream_options"
+"""A field of the specification that some servers refuse, and then behave as if it had been there."""
+SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Waits until a server has counted an answer that it has given."""
+TICK_S = 0.01
+WRONGLY_ASKED = (400, 404, 405, 415, 422)
+EXACT = frozenset(("vllm.request", "sglang.request"))
+"""Counts in an answer that need no others."""
+
+
+TOGETHER = "the server counts no rounds in its answers, and several answers ran at a time"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """`begin_s` and `end_s` are on the clock that was given."""
+
+    generation: Generation
+    begin_s: float
+    end_s: float
+
+
+async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
+    """Beside whatever else is being asked. Raises UserError if the server has gone."""
+    heard = Heard(clock, ask.max_new_tokens)
+    heard.begin()
+    num_prompt = None if ask.prompt_ids is None else len(ask.prompt_ids)
+    try:
+        async with asyncio.timeout(server.client.access.timeout_s):
+            await _listen(server, ask, heard)
+        generation = _counted(heard.generation(num_prompt), heard.counts)
+        server.has_answered = True
+    except AnswerError as error:
+        _refuse_if_never_right(server, error)
+        generation = heard.failed(num_prompt, server.client.shown(str(error)))
+    except TimeoutError:
+        words = f"no whole answer within {server.client.access.timeout_s:g} s, after {heard.sofar}; see --timeout"
+        generation = heard.failed(num_prompt, words)
+    end_s = heard.now_s if generation.error is None else clock()
+    return Timed(generation, heard.begin_s, end_s)
+
+
+def _refuse_if_never_right(server: Server, error: AnswerError) -> None:
+    """What a server does not understand from the first answer on would fail all of them."""
+    if isinstance(error, StatusError) and error.status in WRONGLY_ASKED and not server.has_answered:
+        raise UserError(
+            f"--server {server.client.name}: {server.client.url} refuses what it is asked ({error}); name another "
+            f"--dialect than {server.dialect.name}, or correct what it names"
+        ) from error
+
+
+async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
+    """With nothing kept of earlier prompts, and counted by the server's counters where the answer does not say."""
+    try:
+        await server.flush()
+    except AnswerError as error:
+        failed = Heard(clock, ask.max_new_tokens).failed(None, f"its prefix cache could not be emptied: {error}")
+        return Timed(failed, clock(), clock())
+    before = await server.counters()
+    timed = await answer(server, ask, clock)
+    generation = timed.generation
+    if generation.error is not None or generation.counted_by in EXACT:
+        return timed
+    counts = await _difference(server, before, generation.num_tokens)
+    # What the answer itself says comes before what its counters do not.
+    if isinstance(counts, str) and generation.uncounted != TOGETHER:
+        return timed
+    return replace(timed, generation=_counted(generation, counts))
+
+
+async def _listen(server: Server, ask: Ask, heard: Heard) -> None:
+    path, body = server.dialect.call(ask)
+    for _ in range(2):
+        sent = {name: value for name, value in body.items() if name not in server.refused}
+        try:
+            async for event in server.client.events(path, sent, heard.begin, heard.arrived):
+                server.dialect.read(event, heard)
+        except StatusError as error:
+            if error.status not in (400, 422) or OPTIONAL not in error.reason or OPTIONAL in server.refused:
+                raise
+            server.refused.add(OPTIONAL)
+        else:
+            return
+
+
+async def _difference(server: Server, before: Counters | None, num_tokens: int) -> Counts | str:
+    after = None
+    for wait_s in SETTLES_S:
+        await asyncio.sleep(wait_s)
+        after = await server.counters()
+        if before is None or after is None or counters.lag(before, after, num_tokens) <= 0:
+            break
+    return counters.difference(before, after, num_tokens)
+
+
+def _counted(generation: Generation, counts: Counts | str | None) -> Generation:
+    """With these counts, or why there are none."""
+    if isinstance(counts, Counts) and not counts.are_possible:
+        return replace(generation, uncounted=f"what the server counts cannot be right ({counts.by})")
+    if isinstance(counts, Counts):
+        return replace(
+            generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
+            counted_by=counts.by, uncounted=None,
+        )  # fmt: skip
+    return replace(generation, uncounted=counts or TOGETHER)
+
+
+async def when_due(
+    server: Server, asks: Sequence[Ask], clock: Callable[[], float], due_s: Sequence[float], ended: Callable[[], object]
+) -> list[Timed]:
+    """An open loop: each is sent so many seconds after the begin, whether others have ended or not."""
+
+    async def one(ask: Ask, due: float) -> Timed:
+        await asyncio.sleep(max(0.0, begin_s + due - clock()))
+        timed = await answer(server, ask, clock)
+        ended()
+        return timed
+
+    await server.flush()
+    begin_s = clock()
+    return await _together(server, [one(ask, due) for ask, due in zip(asks, due_s, strict=True)], clock)
+
+
+async def in_turn(
+    server: Server, asks: Sequence[Ask], clock: Callable[[], float], at_a_time: int, ended: Callable[[], object]
+) -> list[Timed]:
+    """A closed loop: so many are in flight, and when one has ended the next one is sent."""
+    places = asyncio.Semaphore(at_a_time)
+
+    async def one(ask: Ask) -> Timed:
+        async with places:
+            timed = await answer(server, ask, clock)
+        ended()
+        return timed
+
+    await server.flush()
+    return await _together(server, [one(ask) for ask in asks], clock)
+
+
+async def _together(
+    server: Server, answers: Sequence[Coroutine[Any, Any, Timed]], clock: Callable[[], float]
+) -> list[Timed]:
+    """All of them, and how late this process itself was while they ran."""
+    lags: list[float] = []
+    watch = asyncio.create_task(_watch(lags, clock))
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in answers]
+    finally:
+        watch.cancel()
+    server.lag_s = sorted(lags)[int(0.95 * (len(lags) - 1))] if lags else 0.0
+    return [task.result() for task in tasks]
+
+
+async def _watch(lags: list[float], clock: Callable[[], float]) -> None:
+    """A sleep that takes longer than it should shows how long arrivals waited to be noticed."""
+    while True:
+        before = clock()
+        await asyncio.sleep(TICK_S)
+        lags.append(max(0.0, clock() - before - TICK_S))

@@ -1,0 +1,207 @@
+"""Servers as a backend: a server for each method, asked over HTTP and timed here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import accumulate, count
+from random import Random
+from typing import Any, Protocol
+from uuid import uuid4
+
+from dflash_bench.errors import UserError
+from dflash_bench.records import GREEDY, Divergence, Generation, Message, Served, Settings
+from dflash_bench.servers import asking, detection
+from dflash_bench.servers.address import Access, Address
+from dflash_bench.servers.asking import Timed
+from dflash_bench.servers.client import AnswerError
+from dflash_bench.servers.detection import Server
+from dflash_bench.servers.dialects.dialect import Ask
+from dflash_bench.text import in_common
+
+NO_IDS = "chat"
+"""How prompts are sent where the server renders them: as messages."""
+
+
+class Local(Protocol):
+    """The same target in this process: it makes token ids of prompts, and judges answers."""
+
+    @property
+    def has_thinking(self) -> bool: ...
+
+    def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]: ...
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None: ...
+
+    def divergence(
+        self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
+    ) -> Divergence: ...
+
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None: ...
+
+
+class ServerBackend:
+    """Answers each method by its server. Close it, or use it in a `with`."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        access: Access,
+        max_new_tokens: int,
+        seed: int = 0,
+        *,
+        dialect: str | None = None,
+        model: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Raises UserError for a server that cannot be measured."""
+        self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
+        self.local: Local | None = None
+        self.vocabulary = 2**31
+        """Token ids that `local` knows."""
+        self.about: Mapping[str, Any] = {}
+        self.asks_to_think = False
+        """Does the user say what thinking is to be, although no template here says that there is such a switch?"""
+        self._salt, self._number = uuid4().hex, count()
+        self._runner = asyncio.Runner()
+        self.lags: dict[str, float] = {}
+        """By method and settings, how late this process was; see `Server.lag_s`."""
+        self.servers: dict[str, Server] = {}
+        try:
+            wanted = detection.named(dialect)
+            for address in addresses:
+                server = self._runner.run(detection.connect(address, access, wanted, model))
+                self.servers[address.method.label] = server
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            self._runner.run(server.client.close())
+        self.servers = {}
+        self._runner.close()
+
+    def __enter__(self) -> ServerBackend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def has_thinking(self) -> bool:
+        return self.asks_to_think if self.local is None else self.local.has_thinking
+
+    def describe(self) -> Mapping[str, Any]:
+        methods: dict[str, Any] = {
+            label: {"name": server.method.name, "draft": None, "options": {}, "num_drafts": None}
+            for label, server in self.servers.items()
+        }
+        servers = {
+            label: detection.described(server, "token ids" if self._sends_ids(server) else NO_IDS)
+            for label, server in self.servers.items()
+        }
+        types = {str(server.about.facts.get("dtype")) for server in self.servers.values()}
+        dtype = types.pop() if len(types) == 1 and "None" not in types else "unknown"
+        names = [server.model for server in self.servers.values()]
+        own: dict[str, Any] = {"model": names[0] or "server"} if self.local is None else {}
+        own |= {"engine": "server", "network": "server", "methods": methods, "servers": servers, "dtype": dtype}
+        return {**own, **self.about}
+
+    def _sends_ids(self, server: Server) -> bool:
+        return self.local is not None and server.dialect.takes_ids
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        """Raises UserError also for settings that a server has no words for."""
+        if self.local is not None:
+            self.local.check_chats(chats, settings)
+        usual = asdict(Settings())
+        for server in self.servers.values():
+            for name in server.dialect.lacks:
+                if any(getattr(one, name) != usual[name] for one in settings):
+                    raise UserError(
+                        f"--server {server.method.label}: the {server.dialect.name} dialect cannot say "
+                        f"--{name.replace('_', '-')}; leave it out, or name the server's own dialect with --dialect"
+                    )
+
+    def generate(
+        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+    ) -> Generation:
+        server = self.servers[method]
+        ask = self._ask(server, messages, settings, repeat)
+        return self._runner.run(asking.answer_alone(server, ask, self.clock)).generation
+
+    def serve(
+        self,
+        method: str,
+        requests: Sequence[tuple[Sequence[Message], int]],
+        settings: Settings,
+        ended: Callable[[], object] = lambda: None,
+    ) -> list[Served]:
+        """`settings.concurrency` at a time, or at `settings.rate`; an answer begins when it is sent."""
+        server = self.servers[method]
+        asks = [self._ask(server, messages, settings, repeat) for messages, repeat in requests]
+        begin_s = self.clock()
+        try:
+            if settings.rate is None:
+                several = asking.in_turn(server, asks, self.clock, settings.concurrency, ended)
+            else:
+                due_s = arrivals(len(asks), settings.rate, f"{self.seed} {requests[0][1]}")
+                several = asking.when_due(server, asks, self.clock, due_s, ended)
+            timed = self._runner.run(_unwrapped(several))
+        except AnswerError as error:
+            raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
+        place = f"{method}, {settings}"
+        self.lags[place] = max(self.lags.get(place, 0.0), server.lag_s)
+        return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
+
+    def _ask(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> Ask:
+        ids = self.local.encode(messages, settings) if self.local is not None and server.dialect.takes_ids else None
+        said = [(message.role, message.content) for message in messages]
+        seed = zlib.crc32(repr((self.seed, repeat, said)).encode())
+        salt = f"{self._salt}-{next(self._number)}"
+        return Ask(server.model, messages, ids, settings, self.max_new_tokens, seed, salt)
+
+    def divergence(
+        self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings = GREEDY
+    ) -> Divergence:
+        if unknown := self._unknown(plain) or self._unknown(other):
+            return unknown
+        if self.local is not None:
+            return self.local.divergence(messages, plain, other, settings)
+        return Divergence(in_common(plain, other), is_judged=False)
+
+    def audit(
+        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
+    ) -> Divergence | None:
+        if self.local is None:
+            raise AssertionError("nothing is audited without a target in this process")
+        if unknown := self._unknown(answer):
+            return unknown
+        return self.local.audit(messages, answer, settings)
+
+    def _unknown(self, answer: Sequence[int]) -> Divergence | None:
+        """Where an answer first has a token that the target here does not have, about which no judge can be asked."""
+        places = (place for place, token in enumerate(answer) if token >= self.vocabulary)
+        return next((Divergence(place) for place in places), None)
+
+
+def arrivals(num: int, rate: float, seed: str) -> list[float]:
+    """Seconds at which so many are due, the first at once: a Poisson process, the same for the same seed."""
+    random = Random(f"{seed} {rate}")
+    return list(accumulate((random.expovariate(rate) for _ in range(num - 1)), initial=0.0))
+
+
+async def _unwrapped(several: Any) -> list[Timed]:
+    """What a group of tasks raises, without the group around it, if it is one for users."""
+    try:
+        result: list[Timed] = await several
+    except BaseExceptionGroup as group:
+        for error in group.exceptions:
+            if isinstance(error, UserError):
+                raise error from group
+        raise
+    return result

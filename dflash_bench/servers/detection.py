@@ -1,0 +1,165 @@
+"""Which dialect a server speaks, which model it serves, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.methods import Method
+from dflash_bench.servers import counters
+from dflash_bench.servers.address import Access, Address
+from dflash_bench.servers.client import AnswerError, Client, StatusError
+from dflash_bench.servers.counters import Counters
+from dflash_bench.servers.dialects.dialect import About, Dialect, Pages
+from dflash_bench.servers.dialects.llamacpp import LLAMACPP
+from dflash_bench.servers.dialects.openai import MODELS, OPENAI
+from dflash_bench.servers.dialects.sglang import SGLANG
+from dflash_bench.servers.dialects.vllm import VLLM
+from dflash_bench.servers.heard import table
+
+DIALECTS: dict[str, Dialect] = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, OPENAI)}
+"""The most particular first: all of them have the pages of the last."""
+
+
+@dataclass(slots=True)
+class Server:
+    """One that answers; `refused` are fields that it does not take."""
+
+    method: Method
+    client: Client
+    dialect: Dialect
+    about: About
+    model: str | None
+    flushes: bool
+    counts: bool
+    """Has it counters of rounds?"""
+    refused: set[str] = field(default_factory=set)
+    has_answered: bool = False
+    lag_s: float = 0.0
+    """How late this process was in noticing what arrived, when several answers last ran at a time: 95th percentile."""
+
+    async def flush(self) -> None:
+        """Forget earlier prompts. Raises AnswerError where it does not."""
+        if self.flushes and self.dialect.flush is not None:
+            await self.client.page(self.dialect.flush, "POST")
+
+    async def counters(self) -> Counters | None:
+        """None for a server without them."""
+        if not self.counts:
+            return None
+        try:
+            return counters.parse(await self.client.page(counters.METRICS))
+        except AnswerError:
+            return None
+
+    @property
+    def prefix_cache(self) -> str:
+        """What is done about prompts that it keeps."""
+        return "flushed" if self.flushes else self.dialect.prefix_cache
+
+
+def named(name: str | None) -> Dialect | None:
+    """The dialect that a user names. Raises UserError for an unknown one."""
+    if name is not None and name not in DIALECTS:
+        raise unknown("dialect", name, list(DIALECTS))
+    return None if name is None else DIALECTS[name]
+
+
+async def connect(address: Address, access: Access, dialect: Dialect | None, model: str | None) -> Server:
+    """Raises UserError for a server that does not answer, is not ready, or speaks a dialect that nothing here knows."""
+    client = Client(address.method.label, address.url, access)
+    try:
+        wanted = [dialect] if dialect else list(DIALECTS.values())
+        paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))
+        pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
+        chosen, about = _recognised(client, wanted, pages)
+        served = _model(client, pages, model)
+        server = Server(address.method, client, chosen, about, served, flushes=False, counts=False)
+        server.flushes = await _flushes(server)
+        server.counts = await _counts(client)
+    except BaseException:
+        await client.close()
+        raise
+    return server
+
+
+async def _page(client: Client, path: str) -> Any | None:
+    """The JSON of a path; None where there is none."""
+    where = f"--server {client.name}: {client.url}"
+    try:
+        return json.loads(await client.page(path))
+    except StatusError as error:
+        if error.status in (401, 403):
+            raise UserError(
+                f"{where} wants a key ({error}); put it in a variable, and give --api-key-env NAME"
+            ) from error
+        if error.status == 503:
+            raise UserError(f"{where} is not ready ({error}); wait until it has loaded its model") from error
+        if 300 <= error.status < 400:
+            raise UserError(f"{where}: {error}") from error
+        return None
+    except AnswerError as error:
+        raise UserError(f"{where}: {error}") from error
+    except (ValueError, RecursionError):
+        return None
+
+
+def _recognised(client: Client, wanted: list[Dialect], pages: Pages) -> tuple[Dialect, About]:
+    for dialect in wanted:
+        about = dialect.identify(pages)
+        if about is not None:
+            return dialect, about
+    if len(wanted) == 1:
+        # What the user names is spoken, whatever the server says of itself.
+        return wanted[0], About()
+    raise UserError(
+        f"--server {client.name}: {client.url} answers {MODELS} as no server does that is known here; correct the "
+        f"address, or say with --dialect what it is like ({', '.join(DIALECTS)})"
+    )
+
+
+def _model(client: Client, pages: Pages, wanted: str | None) -> str | None:
+    """The name to ask for. Raises UserError for one that is not served, and where there are several to choose from."""
+    data = table(pages.get(MODELS)).get("data")
+    listed = [table(one).get("id") for one in data] if isinstance(data, list) else []
+    served = [client.shown(name) for name in listed if isinstance(name, str)]
+    where = f"--server {client.name}: {client.url}"
+    if wanted is not None:
+        if served and wanted not in served:
+            raise UserError(f"{where} has no model '{wanted}'; it serves {', '.join(served)}")
+        return wanted
+    if len(served) > 1:
+        raise UserError(f"{where} serves several models; name one with --served-model: {', '.join(served)}")
+    return served[0] if served else None
+
+
+async def _flushes(server: Server) -> bool:
+    """Can it be made to forget earlier prompts? vLLM can only in its development mode."""
+    if server.dialect.flush is None:
+        return False
+    try:
+        await server.client.page(server.dialect.flush, "POST")
+    except AnswerError:
+        return False
+    return True
+
+
+async def _counts(client: Client) -> bool:
+    try:
+        known = counters.parse(await client.page(counters.METRICS))
+    except AnswerError:
+        return False
+    return known is not None and known.count_rounds
+
+
+def described(server: Server, prompts: str) -> Mapping[str, Any]:
+    """As `run.json` holds it; `prompts` is how they are sent."""
+    shown, version = server.client.shown, server.about.version
+    return {
+        "address": server.client.url, "dialect": server.dialect.name, "version": version and shown(version),
+        "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,
+        "facts": {name: shown(fact) if isinstance(fact, str) else fact for name, fact in server.about.facts.items()},
+    }  # fmt: skip

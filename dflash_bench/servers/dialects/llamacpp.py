@@ -1,0 +1,68 @@
+"""llama.cpp's server: /completion with token ids, or its OpenAI path where we have no tokenizer; counts in timings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_bench.servers.dialects import openai
+from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
+from dflash_bench.servers.dialects.vllm import thinking
+from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
+
+PROPS = "/props"
+FAR = 1 << 20
+"""Tokens that a repetition penalty looks back: all of them."""
+STOPS = {"eos": "stop", "word": "stop", "limit": "length"}
+
+
+def identify(pages: Pages) -> About | None:
+    props = table(pages.get(PROPS))
+    if "default_generation_settings" not in props:
+        return None
+    build = props.get("build_info")
+    facts = {name: props[name] for name in ("total_slots", "model_path") if isinstance(props.get(name), str | int)}
+    return About(build if isinstance(build, str) else None, facts)
+
+
+def call(ask: Ask) -> tuple[str, dict[str, Any]]:
+    """All settings are said: what it does by itself is top_k 40, top_p 0.95 and min_p 0.05."""
+    settings = ask.settings
+    body: dict[str, Any] = {
+        "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
+        "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty,
+        "seed": ask.seed % 2**31, "cache_prompt": False, "stream": True, "return_tokens": True,
+    }  # fmt: skip
+    if settings.repetition_penalty != 1:
+        body["repeat_last_n"] = FAR
+    if ask.prompt_ids is None:
+        return "/v1/chat/completions", openai.common(ask) | body | thinking(ask) | {"messages": ask.chat}
+    return "/completion", body | {"prompt": list(ask.prompt_ids), "n_predict": ask.max_new_tokens}
+
+
+def read(event: Mapping[str, Any], heard: Heard) -> None:
+    if event.get("error") is not None or "choices" in event:
+        openai.read(event, heard)
+    else:
+        finish = STOPS.get(str(event.get("stop_type"))) if event.get("stop") is True else None
+        # The last event repeats no token, and those before name what they bring.
+        heard.delta(text_of(event.get("content")), ids_of(event.get("tokens")), finish)
+        heard.num_prompt_tokens = whole(event.get("tokens_evaluated")) or heard.num_prompt_tokens
+    timings = table(event.get("timings"))
+    if (num := whole(timings.get("predicted_n"))) is not None:
+        heard.num_tokens = num
+    if (cached := whole(timings.get("cache_n"))) is not None:
+        heard.num_cached_tokens = cached
+    if heard.finish is None or heard.num_tokens is None:
+        return
+    # A token of half a character is not sent by itself, and its id never.
+    if len(heard.token_ids) < heard.num_tokens:
+        heard.ids_missing = True
+    drafted, accepted = whole(timings.get("draft_n")), whole(timings.get("draft_n_accepted"))
+    if drafted is not None and accepted is not None:
+        # What was drafted was drafted in a round, even if the end cut all but its drafts.
+        rounds = max(heard.num_tokens - 1 - accepted, 1 if drafted else 0)
+        heard.counts = Counts("llamacpp.timings", rounds, drafted, accepted)
+
+
+LLAMACPP = Dialect("llamacpp", (PROPS,), identify, call, read, prefix_cache="off")

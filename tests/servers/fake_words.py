@@ -1,0 +1,128 @@
+"""What the fake server says: its settings, and one answer in the words of each dialect."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FAULTS = (
+    "hangup", "reset", "cut", "429", "500", "503", "redirect", "slow", "bad_json", "bad_utf8", "no_object", "no_usage",
+    "endless", "duplicate", "one_piece", "error_event", "bad_ids", "odd_finish", "counters_back", "others",
+)  # fmt: skip
+MODEL = "fake-model"
+END = 1
+"""The token that ends an answer, which has no text."""
+Answerer = Callable[[str, int], Sequence[int]]
+
+
+def tokens_of(prompt: str, most: int) -> list[int]:
+    """5 to 14 tokens that depend on the prompt alone; the last one ends the text."""
+    size = 5 + zlib.crc32(prompt.encode()) % 10
+    tokens = [2 + zlib.crc32(f"{place} {prompt}".encode()) % 97 for place in range(size - 1)]
+    return [*tokens, END][:most]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join("" if token == END else f" t{token}" for token in tokens)
+
+
+@dataclass
+class Behaviour:
+    """`accepts` is what the rounds of each answer accept, over and over; all zero is plain decoding."""
+
+    dialect: str = "vllm"
+    accepts: Sequence[int] = (0,)
+    block: int = 0
+    """Tokens drafted a round; 0 is a server that does not speculate."""
+    ttft_s: float = 0.0
+    round_s: float = 0.0
+    answer: Answerer = tokens_of
+    text: Callable[[Sequence[int]], str] = text_of
+    ends: frozenset[int] = frozenset((END,))
+    faults: dict[int, str] = field(default_factory=dict)
+    """By the number of the answer, counted from 0."""
+    has_metrics: bool = True
+    resets_cache: bool = True
+    keeps_prompts: bool = False
+    """Does it say that it had the prompt before, unless its cache was reset?"""
+    gives_ids: bool = True
+    counts_by_request: bool = False
+    refuses: tuple[str, ...] = ()
+    """Fields that it answers with 422."""
+    models: tuple[str, ...] = (MODEL,)
+    key: str | None = None
+    is_loading: bool = False
+    spec_names: str = "new"
+    """How SGLang's meta_info names drafts: new, or none (only spec_verify_ct)."""
+    has_cumulative_ids: bool = True
+
+
+@dataclass
+class Said:
+    """One answer in the words of a dialect."""
+
+    does: Behaviour
+    path: str
+    tokens: Sequence[int]
+    rounds: Sequence[int]
+    hits: int
+    num_prompt: int
+    finish: str
+
+    def piece(self, piece: Sequence[int], num: int, is_last: bool = False) -> Any:
+        text, finish = self.does.text(piece), self.finish if is_last else None
+        ids = list(piece) if self.does.gives_ids else None
+        if self.path == "/generate":
+            so_far = list(self.tokens[:num]) if self.does.has_cumulative_ids else list(piece)
+            meta: dict[str, Any] = {"id": "x", "prompt_tokens": self.num_prompt, "completion_tokens": num}
+            meta |= {"cached_tokens": self.hits, "finish_reason": finish and {"type": finish, "matched": END}}
+            whole = self.does.text(self.tokens[:num])
+            return {"text": whole, "output_ids": so_far, "meta_info": meta | (self.spec_meta() if is_last else {})}
+        if self.path == "/completion":
+            return {"index": 0, "content": text, "tokens": ids or [], "stop": False, "id_slot": 0}
+        if self.path == "/v1/completions":
+            choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
+        else:
+            choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+        if self.does.dialect == "vllm":
+            choice["token_ids"] = ids
+        if self.does.dialect == "sglang" and is_last:
+            choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
+        return {"id": "c", "object": "chunk", "choices": [choice]}
+
+    def spec_meta(self) -> dict[str, Any]:
+        if not self.does.block:
+            return {}
+        meta: dict[str, Any] = {"spec_verify_ct": len(self.rounds)}
+        if self.does.spec_names == "new":
+            meta |= {"spec_accepted_drafts": sum(self.rounds)}
+            meta |= {"spec_proposed_drafts": len(self.rounds) * self.does.block}
+        return meta
+
+    def end(self, fault: str) -> list[Any]:
+        usage: dict[str, Any] = {"prompt_tokens": self.num_prompt, "completion_tokens": len(self.tokens)}
+        if self.hits:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.hits}
+        timings = {"cache_n": self.hits, "prompt_n": self.num_prompt, "predicted_n": len(self.tokens)}
+        if self.does.block:
+            timings |= {"draft_n": len(self.rounds) * self.does.block, "draft_n_accepted": sum(self.rounds)}
+        if self.path == "/completion":
+            stop = {"stop": "eos", "length": "limit"}.get(self.finish, "none")
+            last: dict[str, Any] = {"content": "", "tokens": [], "stop": True, "stop_type": stop}
+            last |= {"tokens_evaluated": self.num_prompt}
+            return [last if fault == "no_usage" else last | {"timings": timings}]
+        if self.path == "/generate":
+            return [b"data: [DONE]\n\n"]
+        event: dict[str, Any] = {"choices": [], "usage": usage}
+        if self.does.dialect == "llamacpp":
+            event["timings"] = timings
+        if self.does.counts_by_request:
+            event["metrics"] = {
+                "speculative_decoding": {
+                    "num_spec_steps": len(self.rounds), "num_accepted_draft_tokens": sum(self.rounds),
+                    "num_draft_tokens": len(self.rounds) * self.does.block,
+                }
+            }  # fmt: skip
+        return [*([] if fault == "no_usage" else [event]), b"data: [DONE]\n\n"]

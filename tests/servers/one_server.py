@@ -1,0 +1,44 @@
+"""What tests of asking share: a tokenizer in place of a target, and one server behind a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fake_server import FakeServer
+
+from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
+from dflash_bench.servers.address import Access, parse
+from dflash_bench.servers.backend import ServerBackend
+
+CHAT = (Message("user", "What is 6 times 7?"),)
+
+
+class Tokenizer:
+    """In place of a target in this process: encodes, and judges nothing."""
+
+    has_thinking = False
+
+    def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]:
+        return [ord(letter) for message in messages for letter in message.content]
+
+    def check_chats(self, chats: object, settings: object) -> None:
+        pass
+
+    def divergence(self, *_: object) -> Divergence:
+        raise AssertionError
+
+    def audit(self, *_: object) -> None:
+        raise AssertionError
+
+
+def backend(server: FakeServer, local: bool = True, max_new_tokens: int = 64, **changes: Any) -> ServerBackend:
+    access = Access(**{"timeout_s": 20.0, **changes.pop("access", {})})
+    opened = ServerBackend(parse([f"plain={server.url}"]), access, max_new_tokens, **changes)
+    opened.local = Tokenizer() if local else None
+    return opened
+
+
+def one(server: FakeServer, settings: Settings = GREEDY, **changes: Any) -> Generation:
+    with backend(server, **changes) as opened:
+        return opened.generate("ar", CHAT, settings)

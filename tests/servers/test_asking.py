@@ -1,0 +1,238 @@
+"""Answers of servers in every dialect: what is counted equals what the server did, and every fault is a marked row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_server import END, FAULTS, FakeServer, tokens_of
+from one_server import CHAT, backend, one
+
+from dflash_bench.errors import UserError
+from dflash_bench.records import Message, Settings
+from dflash_bench.servers.heard import Heard
+
+DIALECTS = ("vllm", "sglang", "llamacpp", "openai")
+
+
+@pytest.fixture(params=DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+def sent_prompt(server: FakeServer) -> Any:
+    """Of the last answer that was asked for."""
+    body = next(body for _, body, _ in reversed(server.asked) if body)
+    return body.get("prompt") or body.get("input_ids") or body["messages"]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_tokens_and_totals_are_those_of_the_server(dialect: str, local: bool) -> None:
+    with FakeServer(dialect=dialect, accepts=(3, 0, 5), block=7) as server:
+        answer = one(server, local=local)
+    sent = sent_prompt(server)
+    sends_ids = local and dialect != "openai"
+    assert sent == ([*map(ord, CHAT[0].content)] if sends_ids else [{"role": "user", "content": CHAT[0].content}])
+    tokens = tokens_of(json.dumps(sent), 64)
+    rounds = server._rounds(len(tokens))
+    assert answer.error is None
+    assert answer.num_tokens == len(tokens)
+    assert answer.token_ids == (tuple(tokens) if sends_ids or dialect == "vllm" else ())
+    assert answer.text == "".join(f" t{token}" for token in tokens if token != END)
+    assert answer.finish_reason == "stop"
+    totals = answer.total_rounds, answer.total_drafted, answer.total_accepted
+    if dialect == "openai":
+        assert totals == (None, None, None)
+        assert "counts no rounds" in (answer.uncounted or "")
+    else:
+        assert totals == (len(rounds), 7 * len(rounds), sum(rounds))
+    assert answer.prefill_s > 0
+    assert answer.decode_s > 0
+
+
+MARKED = {
+    "hangup": "hung up without a word on /v1/completions, 3 times",
+    "reset": "the connection broke",
+    "cut": "the stream ended before the answer did, after 2 tokens",
+    "429": "HTTP 429: fault 429",
+    "500": "HTTP 500: fault 500",
+    "503": "HTTP 503: fault 503",
+    "redirect": "HTTP 307: /v1/completions leads to another address",
+    "slow": "no whole answer within 1 s, after 0 pieces; see --timeout",
+    "bad_json": "an event of the stream is not JSON",
+    "bad_utf8": "the stream is not UTF-8",
+    "no_object": "an event of the stream is not an object: [1, 2]",
+    "endless": "it went on after 12 tokens",
+    "duplicate": "the stream has 9 tokens, but the server counts 8",
+    "one_piece": "in one piece instead of a stream",
+    "error_event": "the server broke off: out of blocks",
+    "bad_ids": "should be token ids",
+    "odd_finish": "the reason 'abort'",
+}
+
+
+def test_every_fault_is_tried() -> None:
+    assert {*MARKED} | {"no_usage", "others", "counters_back"} == {*FAULTS}
+
+
+@pytest.mark.parametrize("fault", MARKED)
+def test_a_fault_is_the_error_of_its_answer_and_of_no_other(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_bench.servers.client.WAITS_S", (0.0, 0.0))
+    faults = dict.fromkeys((1, 2, 3) if fault == "hangup" else (1,), fault)
+    timeout_s = 1.0 if fault == "slow" else 20.0
+    with (
+        FakeServer(faults=faults, answer=lambda *_: range(10, 18)) as server,
+        backend(server, access={"timeout_s": timeout_s}, max_new_tokens=12) as opened,
+    ):
+        answers = [opened.generate("ar", CHAT) for _ in range(3)]
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    bad = answers[1]
+    assert MARKED[fault] in (bad.error or "")
+    assert (bad.finish_reason, bad.prefill_s, bad.decode_s, bad.total_rounds) == ("error", 0.0, 0.0, None)
+    assert answers[0].token_ids == answers[2].token_ids == tuple(range(10, 18))
+    # Nothing was asked again but what ended before a single byte.
+    assert server.num_answers == (5 if fault == "hangup" else 3)
+
+
+def test_an_answer_whose_tokens_cannot_be_counted_failed_and_ids_need_no_usage() -> None:
+    for dialect, error in (("vllm", None), ("openai", "neither token ids nor usage")):
+        with FakeServer(dialect=dialect, faults={0: "no_usage"}) as server:
+            answer = one(server)
+        assert (answer.error is None) == (error is None)
+        assert (error or "") in (answer.error or "")
+
+
+def test_a_server_that_has_gone_ends_the_run_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_bench.servers.client.WAITS_S", (0.0,))
+    with FakeServer() as server:
+        opened = backend(server)
+        opened.generate("ar", CHAT)
+    with opened, pytest.raises(UserError, match=r"no server for ar answers at http://127.*--resume"):
+        opened.generate("ar", CHAT)
+    with pytest.raises(UserError, match=r"start it, or correct --server ar=URL"):
+        backend(server)
+
+
+def test_a_server_that_understands_nothing_is_refused_and_one_that_did_fails_answers() -> None:
+    with FakeServer(refuses=("cache_salt",)) as server, backend(server) as opened:
+        with pytest.raises(
+            UserError, match=r"refuses what it is asked \(HTTP 422: Unsupported.*another --dialect than v"
+        ):
+            opened.generate("ar", CHAT)
+        server.does.refuses = ()
+        assert opened.generate("ar", CHAT).error is None
+        server.does.refuses = ("cache_salt",)
+        assert "HTTP 422" in (opened.generate("ar", CHAT).error or "")
+
+
+def test_times_are_those_of_the_stream_and_of_tokens() -> None:
+    """A round brings three tokens every 50 ms: 9 tokens after the first one take three rounds."""
+    with FakeServer(ttft_s=0.1, round_s=0.05, accepts=(2,), block=2, answer=lambda *_: range(10, 20)) as server:
+        answer = one(server)
+    assert answer.num_decoded == 9
+    assert answer.prefill_s >= 0.1
+    assert answer.prefill_s + answer.decode_s >= 0.1 + 3 * 0.05
+
+
+def test_what_arrives_in_one_piece_has_no_time_between() -> None:
+    ticks = iter([1.0, 1.5, 2.0, 4.0])
+    heard = Heard(lambda: next(ticks), 20)
+    heard.begin()
+    heard.arrived()
+    heard.delta("", None)  # the role, which is no token
+    heard.arrived()
+    heard.delta("a", [1])
+    heard.delta("bc", [2, 3])
+    heard.arrived()
+    heard.delta("de", [4, 5], "stop")
+    answer = heard.generation(7)
+    assert (answer.prefill_s, answer.decode_s) == (1.0, 2.0)
+    assert (answer.num_tokens, answer.num_first_tokens, answer.num_decoded) == (5, 3, 2)
+
+
+def test_an_answer_in_a_single_piece_has_no_time_a_token() -> None:
+    heard = Heard(iter([1.0, 2.0]).__next__, 20)
+    heard.begin()
+    heard.arrived()
+    heard.delta("all of it", None, "length")
+    heard.num_tokens = 5
+    answer = heard.generation(None)
+    assert (answer.num_hidden_tokens, answer.num_first_tokens, answer.num_decoded) == (5, 5, 0)
+    assert (answer.prefill_s, answer.decode_s) == (1.0, 0.0)
+
+
+def test_settings_that_change_sampling_are_all_said(dialect: str) -> None:
+    settings = Settings(temperature=0.7, top_p=0.9)
+    with FakeServer(dialect=dialect) as server:
+        one(server, settings)
+    body = next(body for _, body, _ in reversed(server.asked) if body)
+    said = body.get("sampling_params", body)
+    assert (said["temperature"], said["top_p"]) == (0.7, 0.9)
+    if dialect != "openai":
+        assert said["top_k"] in (0, -1)
+        assert said["min_p"] == 0.0
+    assert dialect != "llamacpp" or body["cache_prompt"] is False
+
+
+def test_a_field_that_a_server_refuses_is_left_out_once_it_has_said_so() -> None:
+    with FakeServer(dialect="openai", refuses=("stream_options",)) as server, backend(server) as opened:
+        answers = [opened.generate("ar", CHAT) for _ in range(2)]
+    assert [answer.error for answer in answers] == [None, None]
+    assert ["stream_options" in body for _, body, _ in server.asked if body] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("does", "how", "hits"),
+    [
+        ({"dialect": "vllm"}, "flushed", None),
+        ({"dialect": "vllm", "resets_cache": False}, "salted", None),
+        ({"dialect": "sglang"}, "flushed", 0),
+        ({"dialect": "llamacpp"}, "off", None),
+        ({"dialect": "openai"}, "unknown", "all"),
+    ],
+)
+def test_prompts_that_a_server_keeps_are_forgotten_or_seen(does: dict[str, Any], how: str, hits: int | None) -> None:
+    with FakeServer(keeps_prompts=does["dialect"] != "llamacpp", **does) as server, backend(server) as opened:
+        _, second = (opened.generate("ar", CHAT) for _ in range(2))
+        assert opened.describe()["servers"]["ar"]["prefix_cache"] == how
+    if hits == "all":
+        assert second.num_cached_tokens == len(json.dumps(sent_prompt(server)))
+    else:
+        assert not second.num_cached_tokens
+
+
+def test_several_at_a_time_are_as_many_as_asked_and_none_is_lost_or_doubled() -> None:
+    chats = [((Message("user", f"question {number}"),), 0) for number in range(40)]
+    with (
+        FakeServer(round_s=0.005, faults={7: "500", 9: "reset"}, accepts=(1,), block=3) as server,
+        backend(server) as opened,
+    ):
+        ended: list[int] = []
+        served = opened.serve("ar", chats, Settings(concurrency=8), lambda: ended.append(1))
+        alone = [opened.generate("ar", messages) for messages, _ in chats]
+    assert (len(served), len(ended), server.most_at_once) == (40, 40, 8)
+    assert sum(one.generation.error is not None for one in served) == 2
+    assert server.num_answers == 80
+    for one_served, other in zip(served, alone, strict=True):
+        assert one_served.start_s <= one_served.end_s
+        if one_served.generation.error is None:
+            assert one_served.generation.token_ids == other.token_ids
+            # The server counts all of them together.
+            assert one_served.generation.total_rounds is None
+            assert "several" in (one_served.generation.uncounted or "")
+
+
+def test_a_thousand_streams_at_once_each_give_their_own_answer() -> None:
+    chats = [((Message("user", f"question {number}"),), 0) for number in range(1000)]
+    with FakeServer(ttft_s=0.5, counts_by_request=True, accepts=(2, 0), block=4) as server, backend(server) as opened:
+        served = opened.serve("ar", chats, Settings(concurrency=1000))
+    assert server.num_answers == 1000
+    assert server.most_at_once > 900
+    for (messages, _), one_served in zip(chats, served, strict=True):
+        prompt = json.dumps([*map(ord, messages[0].content)])
+        assert one_served.generation.token_ids == tuple(tokens_of(prompt, 64))
+        rounds = server._rounds(one_served.generation.num_tokens)
+        assert one_served.generation.total_rounds == len(rounds)
+        assert one_served.generation.total_accepted == sum(rounds)

@@ -1,0 +1,99 @@
+"""Servers beside the same target in this process: it makes the token ids of prompts, and judges what comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from fake_server import FakeServer
+
+from dflash_bench.models import chat, targets
+from dflash_bench.models.presets import NANO
+from dflash_bench.records import Message
+from dflash_bench.results import asked, store
+
+Main = Callable[..., tuple[int, str, str]]
+ASKED = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()
+Tokens = dict[str, list[int]]
+
+
+@pytest.fixture
+def engine(main: Main) -> Mapping[str, list[int]]:
+    """What our engine answers, by the ids of the prompt as JSON; the run is in the folder `engine`."""
+    assert main("run", *ASKED, "--method", "dflash", "--out", "engine")[0] == 0
+    tokenizer = targets.tokenizer_of(NANO / "target", False)
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
+    return {
+        json.dumps(chat.encoded(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
+            *record.generation.token_ids
+        ]
+        for record in store.load(Path("engine"))[1]
+        if record.method == "ar"
+    }
+
+
+@pytest.fixture
+def served(main: Main, engine: Tokens) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """A run over servers that say what `bent` makes of the engine's answers under dflash."""
+
+    def run(bent: Callable[[list[int]], list[int]] = list, *more: object) -> tuple[int, str, str]:
+        ends = frozenset(tokens[-1] for tokens in engine.values() if len(tokens) < 24)
+        plain = FakeServer(answer=lambda prompt, _: engine[prompt], ends=ends)
+        other = FakeServer(
+            answer=lambda prompt, _: bent(engine[prompt]), ends=ends, accepts=(2,), block=3, round_s=0.002
+        )
+        with plain, other:
+            servers = ("--server", f"plain={plain.url}", "--server", f"dflash={other.url}")
+            return main("run", *ASKED, *servers, "--out", "served", *more)
+
+    yield run
+
+
+def test_a_server_that_says_what_the_model_says_is_exact_and_audited(main: Main, served: Main, engine: Tokens) -> None:
+    code, _, err = served()
+    assert (code, err) == (0, "")
+    info, records = store.load(Path("served"))
+    assert {record.audit for record in records} == {"exact"}
+    assert {record.exactness for record in records if record.method == "dflash"} == {"exact"}
+    identity = info["identity"]
+    assert identity["servers"]["ar"]["prompts"] == "token ids"
+    assert (identity["model"], identity["target"], identity["dtype"]) == ("nano", "nano", "unknown")
+    assert (identity["judge"]["dtype"], identity["audit"]) == ("float32", "all")
+    # Beside a run of our own engine: what differs is named, and allowed.
+    code, _, err = main("compare", "engine", "served")
+    assert (code, "engine: engine local and server" in err) == (2, True)
+    code, out, err = main("compare", "engine", "served", *"--allow engine --allow dtype --allow device".split())
+    assert code == 0, err
+    plain_answers = out.partition("plain decoding's answers to first turns")[2]
+    assert "3/3" in plain_answers
+
+
+def test_a_server_that_says_something_else_fails_the_run(served: Main) -> None:
+    code, out, _ = served(lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
+    assert code == 1
+    assert "3 of 3 answers are not the published model's own output" in " ".join(out.split())
+    _, records = store.load(Path("served"))
+    verdicts = {(record.method, record.exactness, record.audit) for record in records if record.method == "dflash"}
+    assert verdicts == {("dflash", "mismatch", "mismatch")}
+    assert {record.divergence and record.divergence.index for record in records if record.method == "dflash"} == {5}
+
+
+def test_a_token_that_the_target_has_not_is_a_mismatch(served: Main) -> None:
+    code, _, err = served(lambda tokens: [*tokens[:3], 5000, *tokens[4:]])
+    assert (code, err) == (1, "")
+    _, records = store.load(Path("served"))
+    assert {record.audit for record in records if record.method == "dflash"} == {"mismatch"}
+    assert {record.departure and record.departure.index for record in records if record.method == "dflash"} == {3}
+
+
+def test_an_answer_that_breaks_off_is_no_answer_of_the_model(served: Main) -> None:
+    code, _, _ = served(lambda tokens: tokens[:-2])
+    assert code == 1
+
+
+def test_only_divergent_answers_are_audited_if_so_asked(served: Main) -> None:
+    code, _, _ = served(list, "--audit", "divergent")
+    assert code == 0
+    assert {record.audit for record in store.load(Path("served"))[1]} == {None}

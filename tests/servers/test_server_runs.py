@@ -1,0 +1,282 @@
+"""`run --server`: a live server measured as our engine is, from the command line to what is read of it later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import MODEL, FakeServer, tokens_of
+
+from dflash_bench.analysis import metrics
+from dflash_bench.results import frame, store
+from dflash_bench.run import remote
+from dflash_bench.servers.detection import DIALECTS
+
+Main = Callable[..., tuple[int, str, str]]
+PROMPTS = 4
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in range(PROMPTS)))
+    return path
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., tuple[FakeServer, FakeServer]]]:
+    """A server that decodes plainly, and one that accepts 2, 0 and 4 of 5 drafted tokens."""
+    with ExitStack() as stack:
+
+        def start(plain: dict[str, Any] | None = None, **changes: Any) -> tuple[FakeServer, FakeServer]:
+            same = {name: changes[name] for name in ("dialect", "answer", "gives_ids") if name in changes}
+            first = FakeServer(**{"round_s": 0.002, **same, **(plain or {})})
+            second = FakeServer(**{"round_s": 0.002, "accepts": (2, 0, 4), "block": 5, **changes})
+            return stack.enter_context(first), stack.enter_context(second)
+
+        yield start
+
+
+def words(servers: Sequence[FakeServer], prompts: Path, out: str = "run", *more: object) -> list[object]:
+    plain, dflash = servers
+    return [
+        "run", "--server", f"dflash={dflash.url}", "--server", f"plain={plain.url}", "--prompts", prompts,
+        "--max-new-tokens", 32, "--out", out, *more,
+    ]  # fmt: skip
+
+
+def test_the_dialects_that_a_user_may_name_are_those_that_are_spoken() -> None:
+    assert {*remote.DIALECTS} == {*DIALECTS}
+
+
+def test_a_run_over_servers_holds_what_they_did(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], tmp_path: Path
+) -> None:
+    servers = pair()
+    code, out, err = main(*words(servers, prompts))
+    assert (code, err) == (0, "")
+    info, records = store.load(tmp_path / "run")
+    assert [(record.prompt_id, record.method) for record in records] == [
+        (str(n), method) for n in range(PROMPTS) for method in (("ar", "dflash") if n % 2 == 0 else ("dflash", "ar"))
+    ]  # fmt: skip
+    for record in records:
+        n = int(record.prompt_id)
+        tokens = tokens_of(json.dumps([{"role": "user", "content": f"What is {n} times 7?"}]), 32)
+        rounds = servers[record.method == "dflash"]._rounds(len(tokens))
+        assert record.generation.token_ids == tuple(tokens)
+        drafted = (len(rounds), 5 * len(rounds), sum(rounds)) if record.method == "dflash" else (0, 0, 0)
+        totals = record.generation.total_rounds, record.generation.total_drafted, record.generation.total_accepted
+        assert totals == drafted
+        assert record.generation.counted_by == "vllm.counters"
+        assert record.exactness == ("exact" if record.method == "dflash" or n in (0, 1, 3) else None)
+        assert record.audit is None
+    identity = info["identity"]
+    assert (identity["model"], identity["engine"], identity["audit"]) == (MODEL, "server", "none")
+    assert identity["servers"]["dflash"] == {
+        "address": servers[1].url, "dialect": "vllm", "version": "0.32.0", "model": MODEL, "prompts": "chat",
+        "prefix_cache": "flushed", "facts": {},
+    }  # fmt: skip
+    assert "rounds of dflash by vllm.counters: differences of vllm:spec_decode_num_drafts (S)" in " ".join(out.split())
+    assert "memory, as predicted" not in out
+
+
+def test_figures_are_those_of_the_rounds(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    servers = pair(counts_by_request=True)
+    main(*words(servers, prompts))
+    read = frame.read(Path("run"))
+    cells = {cell.method: cell for cell in metrics.summarise(read.rows, read.info["identity"])}
+    rounds = []
+    for n in range(PROMPTS):
+        chat = json.dumps([{"role": "user", "content": f"What is {n} times 7?"}])
+        rounds.append(servers[1]._rounds(len(tokens_of(chat, 32))))
+    num, accepted = sum(map(len, rounds)), sum(map(sum, rounds))
+    value = cells["dflash"].value
+    assert value("al.pooled") == pytest.approx(1 + accepted / num)
+    assert value("accept_rate") == pytest.approx(accepted / (5 * num))
+    assert value("al.request_mean") == pytest.approx(sum(1 + sum(of) / len(of) for of in rounds) / PROMPTS)
+    assert cells["dflash"].exact == (PROMPTS, PROMPTS)
+    assert cells["dflash"].counted_by == ("vllm.request",)
+
+
+def test_all_commands_read_such_a_run(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    servers = pair()
+    for out in ("one", "two"):
+        assert main(*words(servers, prompts, out))[0] == 0
+    for command in (
+        ("compare", "one"), ("compare", "one", "two"), ("report", "one", "--format", "markdown"),
+        ("report", "one", "--format", "csv"), ("report", "one"), ("card", "one"), ("plot", "one"),
+        ("baseline", "one", "-o", "base.json"),
+    ):  # fmt: skip
+        code, _, err = main(*command)
+        assert code == 0, (command, err)
+    _, out, _ = main("check", "two", "--baseline", "base.json")
+    judged = [
+        line.split() for line in out.splitlines() if any(name in line for name in ("mismatch", "al.pooled", "exact"))
+    ]
+    # Speed is that of a busy machine; the rest is the same twice.
+    assert len(judged) >= 4
+    assert {line[0] for line in judged} == {"ok"}, out
+    _, text, _ = main("card", "one")
+    assert "(of the client; the servers' is not known)" in text
+    assert "dflash, as its server was started" in text
+
+
+def test_an_interrupted_run_goes_on_and_asks_for_nothing_twice(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = pair()
+    with monkeypatch.context() as patched:
+        patched.setattr("dflash_bench.results.store.Run.append", _stopping(3))
+        code, _, err = main(*words(servers, prompts))
+    assert (code, "--resume" in err) == (130, True)
+    asked = servers[1].num_answers
+    assert main(*words(servers, prompts), "--resume")[0] == 0
+    assert frame.read(Path("run")).info["state"] == "complete"
+    # One more to warm up, and those that were not saved.
+    assert servers[1].num_answers <= asked + 1 + PROMPTS
+    code, _, err = main(*words((servers[1], servers[0]), prompts), "--resume")
+    assert (code, "servers.ar.address was" in err) == (2, True)
+
+
+def _stopping(after: int) -> Callable[..., None]:
+    append, calls = store.Run.append, iter(range(after))
+
+    def stopping(run: store.Run, records: Sequence[Any]) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        append(run, records)
+
+    return stopping
+
+
+def test_a_failed_answer_is_a_row_and_fails_the_run(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    code, out, err = main(*words(pair(faults={2: "500"}), prompts))
+    assert (code, "1 of 8 answers failed" in err) == (1, True)
+    assert "the first error: HTTP 500: fault 500" in " ".join(out.split())
+    rows = frame.read(Path("run")).rows
+    assert rows["error"].notna().sum() == 1
+    assert main(*words(pair(faults={2: "500"}), prompts, "run2", "--allow", "failed"))[0] == 0
+
+
+def test_answers_that_differ_are_said_to_and_not_judged_without_a_judge(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    def other(prompt: str, most: int) -> list[int]:
+        tokens = tokens_of(prompt, most)
+        return [*tokens[:2], 55, *tokens[3:]] if " 2 times" in prompt else tokens
+
+    code, out, _ = main(*words(pair(answer=other, plain={"answer": tokens_of}), prompts))
+    assert code == 0
+    assert "1 of 4 answers differ from the plain answer, first prompt 2 turn 0" in " ".join(out.split())
+    assert "give --model or --target" in out
+    _, records = store.load(Path("run"))
+    (record,) = [record for record in records if record.exactness == "differs"]
+    assert (record.method, record.prompt_id, record.divergence and record.divergence.index) == ("dflash", "2", 2)
+
+
+def test_without_ids_texts_are_compared_and_that_is_said(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    code, out, _ = main(*words(pair(dialect="openai"), prompts))
+    words_of = " ".join(out.split())
+    assert code == 0
+    assert "3 of 4 answers were compared by their text, as the server names no tokens; also" in words_of
+    assert "acceptance is not available for 4 of 4 answers: the server counts no rounds" in words_of
+    rows = frame.read(Path("run")).rows
+    assert (rows["num_tokens"] == rows["num_hidden_tokens"]).all()
+    assert (rows["num_tokens"] > 4).all()
+
+
+def test_a_plain_server_that_drafts_is_no_baseline(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    _, out, _ = main(*words(pair(plain={"accepts": (1,), "block": 2}), prompts))
+    assert "it is no plain decoding" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("plain", "does", "told"),
+    [
+        ({}, {"dialect": "openai", "keeps_prompts": True}, "tokens of prompts that the server had kept"),
+        ({"dialect": "llamacpp"}, {}, "plain decoding was measured on llamacpp b9-abc, and this on vllm 0.32.0"),
+        ({}, {"block": 0}, "dflash: no token was drafted in 4 answers -> start its server with a draft"),
+        ({}, {"dialect": "llamacpp", "has_metrics": False}, "were worked out (llamacpp.timings)"),
+        ({}, {"counts_by_request": True, "faults": {1: "others"}}, "rounds of dflash by vllm.request"),
+        ({}, {"faults": {1: "others"}}, "acceptance is not available for 1 of 4 answers: the server counted"),
+    ],
+)
+def test_what_weakens_a_servers_numbers_is_found(
+    main: Main,
+    prompts: Path,
+    pair: Callable[..., tuple[FakeServer, FakeServer]],
+    plain: dict[str, Any],
+    does: dict[str, Any],
+    told: str,
+) -> None:
+    code, out, _ = main(*words(pair(plain, **does), prompts))
+    assert code == 0
+    assert told in " ".join(out.split())
+
+
+def test_a_run_over_servers_can_have_a_time_limit(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    code, _, err = main(*words(pair(), prompts), "--for", "60s")
+    assert (code, err) == (0, "")
+    assert len(frame.read(Path("run")).rows) == 2 * PROMPTS
+    _, out, _ = main("compare", "run", "--compat", "zlab")
+    assert "servers do not tell what a first draft takes" in out
+
+
+def test_waves_over_servers_are_as_over_our_engine(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    servers = pair(counts_by_request=True)
+    code, out, err = main(*words(servers, prompts, "run", "--concurrency", "1,4"))
+    assert code == 0
+    assert all("noticed arrivals" in line for line in err.splitlines()), err
+    assert servers[1].most_at_once == 4
+    rows = frame.read(Path("run")).rows
+    assert rows.groupby("settings", observed=True).size().tolist() == [2 * PROMPTS] * 2
+    assert rows["error"].isna().all()
+    assert "tps.total" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--method", "dflash"), "--method has no effect with --server"),
+        (("--draft", "dflash=x"), "--draft has no effect with --server"),
+        (("--engine", "lean"), "--engine has no effect with --server"),
+        (("--dtype", "float32"), "--dtype has no effect with --server alone: give --model or --target too"),
+        (("--context", "1k"), "--context has no effect with --server alone"),
+        (("--over", "block=4,8"), "--over block: a server drafts as it was started"),
+        (("--dialect", "x"), "unknown dialect 'x'"),
+        (("--timeout", "0"), "--timeout is a number of seconds above 0, not 0"),
+        (("--api-key-env", "NO_SUCH_KEY"), "the variable NO_SUCH_KEY is not set, or empty"),
+    ],
+)
+def test_options_without_effect_on_a_server_are_refused_before_it_is_asked(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], more: tuple[str, ...], message: str
+) -> None:
+    servers = pair()
+    code, _, err = main(*words(servers, prompts), *more)
+    assert (code, message in err) == (2, True), err
+    assert servers[0].asked == []
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("flag", [("--dialect", "vllm"), ("--timeout", "5"), ("--served-model", "x"), ("--env-proxy",)])
+def test_options_of_servers_have_no_effect_without_one(main: Main, flag: tuple[str, ...]) -> None:
+    code, _, err = main("run", "--suite", "gsm8k", *flag)
+    assert (code, f"{flag[0]} has no effect without --server" in err) == (2, True)
