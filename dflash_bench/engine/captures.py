@@ -16,21 +16,19 @@ from dflash_bench.engine.replays import Replay
 NUM_WARM_UPS = 2
 """Libraries choose kernels and workspaces in the first calls, which must not be part of a graph."""
 
-# Nothing that a guard could ask about ever changes: a replay is always of the same buffers.
-COMPILING: dict[str, Any] = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-
 
 def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
     """All graphs share one pool of memory: what one of them returns must be used before another is replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(NUM_WARM_UPS):
-            function(*inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
-        results = function(*inputs)
+    with torch.cuda.device(inputs[0].device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                function(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_pool()):
+            results = function(*inputs)
 
     def replay() -> tuple[Tensor, ...]:
         graph.replay()
@@ -58,7 +56,11 @@ def traced(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
     """Compiled by torch's inductor, as one piece; takes up to half a minute, and seconds where it is cached."""
     operations = _operations(function, inputs)
-    compiled: Any = torch.compile(operations, dynamic=False, fullgraph=True, options=COMPILING)
+    options: dict[str, Any] = {"cpp_wrapper": True}
+    # Nothing that a guard could ask about ever changes: a replay is always of the same buffers.
+    if skip_guards := getattr(torch.compiler, "skip_all_guards_unsafe", None):
+        options["guard_filter_fn"] = skip_guards
+    compiled: Any = torch.compile(operations, dynamic=False, fullgraph=True, options=options)
     return lambda: tuple(compiled(*inputs))
 
 
