@@ -26,10 +26,10 @@ SIZES = {"nano": (24, 64), "smollm2": (6, 48)}
 HEAD = """
 ## Beside llama.cpp
 
-{version}, one thread, the same weights in float32 as GGUF files, embedded questions of gsm8k, all arms in turn. Each
-engine measures its own time after the first token; ours includes the draft's reading of the prompt, llama.cpp's does
-not. "flash": with flash attention, its default, which computes attention in float16 on a CPU. "equal": answers with the
-same tokens as our plain decoding.
+{version}, one thread, embedded questions of gsm8k, all arms in turn; the same weights in float32, as
+files by `dflash-bench convert --to gguf`. Each engine measures its own time after the first token; ours includes the
+draft's reading of the prompt, llama.cpp's does not. "flash": with flash attention, its default, which computes
+attention in float16 on a CPU. "equal": answers with the same tokens as our plain decoding.
 
 | model | method | ours, tok/s | llama.cpp, tok/s (equal) | ... flash (equal) | ours / llama.cpp | ours / flash |
 | --- | --- | ---: | ---: | ---: | ---: | ---: |

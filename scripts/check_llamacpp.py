@@ -51,7 +51,7 @@ COMPARABLE = ("dflash", "eagle3")
 """Methods that draft the same there. llama.cpp's n-gram lookup takes other matches than ours."""
 COUNTING = (
     "It differs from ours in the last round of an answer only; all of our counts on this page but those in the first",
-    "column of this table are put its way. It drafts no more than may still be emitted besides the bonus token, while we",
+    "column of this table are put its way. It drafts no more than may still be emitted besides the bonus token, and we",
     "draft and count a whole block. A stop token that was drafted ends the round as the bonus token does, and does not",
     "count as accepted, unless it is the last of the draft.",
 )
