@@ -284,6 +284,7 @@ def test_other_types_of_weights_are_refused(tmp_path: Path) -> None:
 def test_no_file_is_overwritten_and_no_target_has_a_target(tmp_path: Path) -> None:
     (tmp_path / "here.gguf").write_text("mine")
     refusals = [
+        (str(tmp_path / "here.gguf"), tmp_path / "nano.gguf", None, "is a GGUF file already"),
         ("nano", tmp_path / "here.gguf", None, "exists already; name a new file"),
         ("nano", tmp_path / "nano", None, r"name one that ends in \.gguf"),
         ("nano", tmp_path / "no" / "nano.gguf", None, "is not a folder"),

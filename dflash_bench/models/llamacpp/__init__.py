@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from dflash_bench.errors import UserError
-from dflash_bench.models import files, formats, hub, pairing, presets, targets
+from dflash_bench.models import files, formats, gguf, hub, pairing, presets, targets
 from dflash_bench.models.llamacpp import draft, file, target, vocabulary
 from dflash_bench.models.llamacpp.networks import Network
 
@@ -23,6 +23,8 @@ def convert(reference: str, destination: Path, of_target: str | None) -> list[st
         raise UserError(f"{destination} exists already; name a new file")
     if not destination.parent.is_dir():
         raise UserError(f"{destination.parent} is not a folder; make it, or name another place")
+    if gguf.is_file(reference):
+        raise UserError(f"{reference} is a GGUF file already")
     if reference in presets.table():
         folder, is_draft = targets.find_target(reference), False
     else:
