@@ -1,8 +1,9 @@
 """Speed of our own decoding loop, as ratios measured in one run on one thread with the nano models.
 
 How fast is plain decoding beside `transformers.generate`, and DFlash beside transformers' own DFlash, with the same
-weights? What does a DFlash round cost in plain steps, and how much of both is not arithmetic? All arms take turns
-prompt by prompt, so that drift affects them equally.
+weights? How fast are both beside llama.cpp, if `scripts/check_llamacpp` has set it up? What does a DFlash round cost in
+plain steps, and how much of both is not arithmetic? All arms take turns prompt by prompt, so that drift affects them
+equally.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_llamacpp
 import torch
 from assistant import assistant
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +32,7 @@ from dflash_bench.records import Generation, Message
 from dflash_bench.tasks import suites
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64
+LLAMACPP = Path(os.environ.get("LLAMACPP_VENV") or Path(__file__).parent.parent / ".venv-llamacpp")
 LIMITS = {
     "plain decoding, our tokens/s over those of `transformers.generate`": (2.0, "at least"),
     "DFlash, our tokens/s over those of transformers' own DFlash": (2.2, "at least"),
@@ -106,6 +109,7 @@ def main() -> int:
         good = figure >= limit if kind == "at least" else figure <= limit
         missed += not good
         text += f"| {what} | {figure:.2f} | {kind} {limit:g}{'' if good else ', missed'} |\n"
+    text += bench_llamacpp.page(LLAMACPP / "bin" / "python")
     print(text)
     for path in map(Path, sys.argv[1:]):
         path.write_text(text)

@@ -1,11 +1,8 @@
 """Our engine against a real vLLM server: the same nano weights, prompts and settings, one request at a time.
 
-Tokens must equal those of our plain decoding. Acceptance must agree within sampling error, position by position
-(two-proportion intervals, 95 % over all positions together) and as a whole (the ratio of both al.pooled, resampled over
-prompts, which is much sharper because both answered the same prompts).
-
-If vLLM's norm kernel uses one layer's weight for all layers (its CPU build does), a DFlash draft is run twice: by vLLM
-as released, and with that one function computed layer by layer. Only the second must agree with ours; both are shown.
+`comparison.py` says what must agree. If vLLM's norm kernel uses one layer's weight for all layers (its CPU build does),
+a DFlash draft is run twice: by vLLM as released, and with that one function computed layer by layer. Only the second
+must agree with ours; both are shown.
 """
 
 from __future__ import annotations
@@ -19,115 +16,38 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 import torch
+from comparison import (
+    Answer,
+    Comparison,
+    Counts,
+    agreement,
+    answers,
+    counts,
+    positions,
+    prompts,
+    show,
+    summary_rows,
+    verdict,
+    write,
+)
 from vllm_server import Server, ServerError
 
 from dflash_bench import methods
-from dflash_bench.analysis import stats
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
 from dflash_bench.records import Generation, Message
-from dflash_bench.tasks import suites
 
 NUM_PROMPTS, MAX_NEW_TOKENS, MODEL = 64, 128, "nano"
-LEVEL = 0.95
 PLUGINS = Path(__file__).parent / "vllm_plugin"
 AS_RELEASED, NORM_PER_LAYER = "vLLM", "vLLM, norm per layer"
 KERNEL_ERROR = 1e-4
 """A float32 norm is within 1e-6 of the formula; one with another layer's weight is wrong in its first digit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """One answer's tokens, its number of rounds, and how many rounds accepted each position of the draft."""
-
-    tokens: tuple[int, ...]
-    num_rounds: int
-    accepted_at: tuple[int, ...]
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One prompt under one method; `verdict` is None if vLLM's tokens equal those of our plain decoding."""
-
-    ours: Counts
-    theirs: Counts
-    verdict: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`excused`, if not empty, is a measured fault of vLLM; then acceptance may differ, but tokens still may not."""
-
-    method: str
-    engine: str
-    num_drafts: int
-    answers: tuple[Answer, ...]
-    excused: str = ""
-
-    @property
-    def equal(self) -> list[Answer]:
-        """The answers with the same text; only their acceptance is compared."""
-        return [answer for answer in self.answers if answer.verdict is None]
-
-    @property
-    def num_identical(self) -> int:
-        return sum(answer.ours == answer.theirs for answer in self.equal)
-
-    def positions(self) -> list[tuple[int, float, float, float]]:
-        """(position counted from 1, our share of rounds, theirs, the allowed difference)."""
-        mine, other = ([getattr(answer, side) for answer in self.equal] for side in ("ours", "theirs"))
-        n, m = (sum(counts.num_rounds for counts in side) for side in (mine, other))
-        z = NormalDist().inv_cdf(1 - (1 - LEVEL) / (2 * self.num_drafts))
-        rows = []
-        for k in range(self.num_drafts):
-            x, y = (sum(counts.accepted_at[k] for counts in side) for side in (mine, other))
-            both = (x + y) / (n + m)
-            rows.append((k + 1, x / n, y / m, z * (both * (1 - both) * (1 / n + 1 / m)) ** 0.5))
-        return rows
-
-    def ratio(self) -> stats.Interval:
-        """Their al.pooled over ours."""
-        both = [(answer.theirs, answer.ours) for answer in self.equal]
-        columns = [[float(n) for c in sides for n in (c.num_rounds + c.num_accepted, c.num_rounds)] for sides in both]
-        (interval,) = stats.intervals(np.array(columns), [stats.ratio([0, 3], [1, 2])])
-        assert interval is not None, "every answer has rounds"
-        return interval
-
-    def mismatches(self) -> list[str]:
-        return [
-            f"prompt {i}: {answer.verdict}"
-            for i, answer in enumerate(self.answers)
-            if answer.verdict is not None and "mismatch" in answer.verdict
-        ]
-
-    def problems(self) -> list[str]:
-        problems = self.mismatches()
-        if not any(answer.theirs.num_accepted for answer in self.equal):
-            return [*problems, "vLLM accepted no draft at all"]
-        problems += [
-            f"position {k}: {ours:.3f} here, {theirs:.3f} in vLLM, more than {bound:.3f} apart"
-            for k, ours, theirs, bound in self.positions()
-            if abs(ours - theirs) > bound
-        ]
-        ratio = self.ratio()
-        if ratio.low is None or ratio.high is None or not ratio.low <= 1 <= ratio.high:
-            bounds = "none" if ratio.low is None else f"[{ratio.low:.4f}, {ratio.high:.4f}]"
-            problems.append(f"al.pooled of vLLM is {ratio.value:.4f} of ours, interval {bounds}")
-        return problems
 
 
 def main() -> int:
@@ -210,25 +130,6 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def prompts(limit: int) -> list[list[Message]]:
-    """The first turns of embedded prompts, equally many from every suite."""
-    known = suites.expand(["paper"])
-    per_suite = -(-limit // len(known))
-    loaded = [suites.load_prompts(suite, "embedded", per_suite).prompts for suite in known]
-    mixed = [suite_prompts[i] for i in range(per_suite) for suite_prompts in loaded if i < len(suite_prompts)]
-    return [[*prompt.opening, Message("user", prompt.turns[0])] for prompt in mixed[:limit]]
-
-
-def answers(backend: LocalBackend, method: str, messages: Sequence[list[Message]]) -> list[Generation]:
-    out = []
-    for i, message in enumerate(messages):
-        out.append(backend.generate(method, message))
-        show(f"ours {method}", i + 1, len(messages))
-        if out[-1].error:
-            raise SystemExit(f"check_vllm: our {method} failed: {out[-1].error}")
-    return out
-
-
 def compare(
     server: Server,
     backend: LocalBackend,
@@ -246,26 +147,6 @@ def compare(
         compared.append(Answer(counts(drafted[i], num_drafts), theirs, verdict(backend, message, plain[i], theirs)))
         show(f"vLLM {method}", i + 1, len(messages))
     return tuple(compared)
-
-
-def counts(generation: Generation, num_drafts: int) -> Counts:
-    accepted = generation.accepted or ()
-    at = tuple(sum(count > k for count in accepted) for k in range(num_drafts))
-    return Counts(generation.token_ids, len(accepted), at)
-
-
-def verdict(backend: LocalBackend, message: list[Message], plain: Generation, theirs: Counts) -> str | None:
-    if theirs.tokens == plain.token_ids:
-        return None
-    divergence = backend.divergence(message, plain.token_ids, theirs.tokens)
-    return f"{divergence.verdict} at {divergence}"
-
-
-def show(what: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{what} {done}/{total} ", end="\n" if done == total else "", file=sys.stderr, flush=True)
-    elif done % 16 == 0 or done == total:
-        print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
 
 
 def markdown(compared: Sequence[Comparison], versions: dict[str, Any]) -> str:
@@ -292,55 +173,8 @@ def markdown(compared: Sequence[Comparison], versions: dict[str, Any]) -> str:
     ]
     for comparison in compared:
         title = comparison.method + ("" if comparison.engine == AS_RELEASED else f" ({comparison.engine})")
-        lines += ["", f"## {title}: share of rounds that accept the draft at a position", ""]
-        lines += ["| position | here | vLLM | difference | allowed |", "| ---: | ---: | ---: | ---: | ---: |"]
-        lines += [
-            f"| {k} | {ours:.4f} | {theirs:.4f} | {theirs - ours:+.4f} | {bound:.4f} |"
-            for k, ours, theirs, bound in comparison.positions()
-        ]
+        lines += positions(comparison, "vLLM", title)
     return "\n".join(lines) + "\n"
-
-
-def summary_rows(comparison: Comparison) -> list[str]:
-    rows = []
-    for engine, side in (("here", "ours"), (comparison.engine, "theirs")):
-        all_counts = [getattr(answer, side) for answer in comparison.equal]
-        num_rounds = sum(c.num_rounds for c in all_counts)
-        pooled = 1 + sum(c.num_accepted for c in all_counts) / num_rounds
-        emitted = sum(len(c.tokens) - 1 for c in all_counts) / num_rounds
-        equal = f"{len(comparison.equal)}/{len(comparison.answers)}"
-        rows.append(
-            f"| {comparison.method} | {comparison.num_drafts} | {engine} | {len(comparison.answers)} | {equal} "
-            f"| {num_rounds} | {pooled:.4f} | {emitted:.4f} |"
-        )
-    return rows
-
-
-def agreement(compared: Sequence[Comparison]) -> list[str]:
-    lines = []
-    for comparison in compared:
-        ratio = comparison.ratio()
-        problems = comparison.problems()
-        why = f" A known fault: {comparison.excused}." if comparison.excused else ""
-        lines.append(
-            f"- {comparison.method}, {comparison.engine}: its al.pooled is {ratio.value:.4f} of ours, "
-            f"[{ratio.low:.4f}, {ratio.high:.4f}] (95 %, over prompts); "
-            f"all counts are the same in {comparison.num_identical} of {len(comparison.equal)} answers; "
-            f"{'they agree' if not problems else 'THEY DISAGREE: ' + '; '.join(problems)}.{why}"
-        )
-        lines += [
-            f"- {comparison.method}, {comparison.engine}, prompt {i}: {a.verdict}"
-            for i, a in enumerate(comparison.answers)
-            if a.verdict
-        ]
-    return lines
-
-
-def write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)
-    print(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

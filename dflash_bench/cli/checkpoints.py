@@ -77,18 +77,25 @@ def inspect(
 
 @app.command(cls=Command)
 def convert(
-    source: Annotated[str, Argument(metavar="SRC", help="A draft: a folder or a hub id.")],
-    destination: Annotated[Path, Argument(metavar="DST", help="A folder that does not exist yet.")],
-    to: Annotated[str, Option(metavar="FORMAT", help="The format to write: zlab, speculators, deepspec or safeailab.")],
+    source: Annotated[
+        str,
+        Argument(metavar="SRC", help="A draft, or for gguf also a target: a folder or a hub id, or nano or a preset."),
+    ],
+    destination: Annotated[
+        Path, Argument(metavar="DST", help="A folder that does not exist yet; for gguf a file, NAME.gguf.")
+    ],
+    to: Annotated[
+        str, Option(metavar="FORMAT", help="The format to write: zlab, speculators, deepspec, safeailab or gguf.")
+    ],
     target: Annotated[
         str | None,
         Option(
             metavar="T",
-            help="The draft's target; needed where the new format includes the target's embedding and head.",
+            help="The draft's target; needed where the new format includes its embedding and head, or its tokenizer.",
         ),
     ] = None,
 ) -> None:
-    """Convert a draft to another publisher's format.
+    """Convert a draft to another publisher's format, or a target or a draft to llama.cpp's.
 
     Weights stay the same bit for bit. A draft with parts that the format cannot hold is refused, with the parts named.
     """

@@ -1,4 +1,7 @@
-"""Converts a draft from one format to another, bit for bit; an error names anything the other format cannot hold."""
+"""Converts a draft from one format to another, bit for bit; an error names anything the other format cannot hold.
+
+llama.cpp's format is the only one for targets too; it is written elsewhere (`models.llamacpp`).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ import torch
 from torch import Tensor
 
 from dflash_bench.errors import UserError
-from dflash_bench.models import files, formats, targets
+from dflash_bench.models import files, formats, llamacpp, targets
 from dflash_bench.models.formats.checkpoint import Checkpoint, Format
 
+GGUF = "gguf"
+"""llama.cpp's format: one file, for targets too."""
 SHARED = {"dflash": (targets.EMBEDDING, targets.HEAD), "eagle3": (targets.EMBEDDING,)}
 """Tensors that a draft may take from its target; EAGLE-3 always has its own head."""
 
@@ -29,6 +34,8 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
     If the new format includes the target's embedding and head, they are taken from `target`. If it leaves them to the
     target, they are dropped, provided that `target` shows they are copies.
     """
+    if to == GGUF:
+        return llamacpp.convert(reference, destination, target)
     if destination.exists():
         raise UserError(f"{destination} exists already; name a new folder")
     folder = targets.find_draft(reference)
