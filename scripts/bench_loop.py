@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from assistant import assistant
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_bench import methods
+from dflash_bench.engine.captures import why_no_compiler
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
@@ -32,11 +34,15 @@ from dflash_bench.records import Generation, Message
 from dflash_bench.tasks import suites
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64
+TimedArm = Callable[[list[Message]], float]
+MISSED = ", missed"
 LLAMACPP = Path(os.environ.get("LLAMACPP_VENV") or Path(__file__).parent.parent / ".venv-llamacpp")
 LIMITS = {
     "plain decoding, our tokens/s over those of `transformers.generate`": (2.0, "at least"),
     "DFlash, our tokens/s over those of transformers' own DFlash": (2.2, "at least"),
     "plain decoding, our forward's tokens/s over those of transformers' forward in our loop": (1.0, "at least"),
+    "plain decoding compiled (`--compile inductor`), over `transformers.generate`": (2.5, "at least"),
+    "DFlash compiled, over transformers' own DFlash": (2.2, "at least"),
     "time of a DFlash round, in plain steps": (1.5, "at most"),
     "share of a plain step outside arithmetic": (0.35, "at most"),
     "share of a DFlash round outside arithmetic": (0.35, "at most"),
@@ -60,31 +66,17 @@ which {block_arithmetic:.2f} ms are. With transformers' forward a plain step tak
 
 def main() -> int:
     torch.set_num_threads(1)
-    chosen = methods.chosen(["dflash"])
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
-    preset = loading.preset("nano")
-    ours = open_backend(models, preset, chosen, MAX_NEW_TOKENS)
-    published = open_backend(models, preset, chosen, MAX_NEW_TOKENS, engine="transformers")
-    theirs = assistant(models.drafts["dflash"])
+    ours = opened(models)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
     chats = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
-    kept: dict[str, list[Generation]] = {name: [] for name in ("plain", "dflash", "published")}
-    arms: dict[str, Callable[[list[Message]], float]] = {
-        "plain": lambda m: per_token(kept["plain"], ours.generate("ar", m)),
-        "dflash": lambda m: per_token(kept["dflash"], ours.generate("dflash", m)),
-        "published": lambda m: per_token(kept["published"], published.generate("ar", m)),
-        "generate": lambda m: generate(models, ours, m),
-        "their dflash": lambda m: generate(models, ours, m, assistant_model=theirs, speculation_type="dflash"),
-    }
-    for chat in chats[:2]:
-        for arm in arms.values():
-            arm(chat)
-    for several in kept.values():
-        several.clear()
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for number, chat in enumerate(chats):
-        for name in list(arms) if number % 2 else list(arms)[::-1]:
-            seconds[name].append(arms[name](chat))
+    kept: dict[str, list[Generation]] = defaultdict(list)
+    arms = arms_of(models, ours, kept)
+    no_compiler = why_no_compiler(torch.device("cpu"))
+    if no_compiler is None:
+        arms |= compiled_arms(models, kept)
+    seconds = in_turn(arms, chats, kept)
+    refuse_wrong(kept)
     # Both are timed as rounds: a plain step is a round that drafts nothing.
     step, block, slow = (
         [statistics.median(generation.round_s or ()) for generation in kept[name]]
@@ -95,6 +87,8 @@ def main() -> int:
         paired(seconds["generate"], seconds["plain"]),
         paired(seconds["their dflash"], seconds["dflash"]),
         paired(seconds["published"], seconds["plain"]),
+        paired(seconds["generate"], seconds["compiled"]) if no_compiler is None else None,
+        paired(seconds["their dflash"], seconds["compiled dflash"]) if no_compiler is None else None,
         paired(block, step),
         1 - arithmetic["ar"] / statistics.median(step),
         1 - arithmetic["dflash"] / statistics.median(block),
@@ -104,16 +98,67 @@ def main() -> int:
         step=milliseconds(step), block=milliseconds(block), published=milliseconds(slow),
         step_arithmetic=1000 * arithmetic["ar"], block_arithmetic=1000 * arithmetic["dflash"],
     )  # fmt: skip
-    missed = 0
-    for (what, (limit, kind)), figure in zip(LIMITS.items(), figures, strict=True):
-        good = figure >= limit if kind == "at least" else figure <= limit
-        missed += not good
-        text += f"| {what} | {figure:.2f} | {kind} {limit:g}{'' if good else ', missed'} |\n"
-    text += bench_llamacpp.page(LLAMACPP / "bin" / "python")
+    lines = [line(what, figure, no_compiler) for what, figure in zip(LIMITS, figures, strict=True)]
+    text += "".join(lines) + bench_llamacpp.page(LLAMACPP / "bin" / "python")
     print(text)
     for path in map(Path, sys.argv[1:]):
         path.write_text(text)
-    return 1 if missed else 0
+    return 1 if any(MISSED in one for one in lines) else 0
+
+
+def opened(models: loading.Models, **how: Any) -> LocalBackend:
+    return open_backend(models, loading.preset("nano"), methods.chosen(["dflash"]), MAX_NEW_TOKENS, **how)
+
+
+def arms_of(models: loading.Models, ours: LocalBackend, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
+    """Each answers a chat, and returns its seconds per token; answers of ours are kept."""
+    published = opened(models, engine="transformers")
+    theirs = assistant(models.drafts["dflash"])
+    return {
+        "plain": lambda chat: per_token(kept["plain"], ours.generate("ar", chat)),
+        "dflash": lambda chat: per_token(kept["dflash"], ours.generate("dflash", chat)),
+        "published": lambda chat: per_token(kept["published"], published.generate("ar", chat)),
+        "generate": lambda chat: generate(models, ours, chat),
+        "their dflash": lambda chat: generate(models, ours, chat, assistant_model=theirs, speculation_type="dflash"),
+    }
+
+
+def compiled_arms(models: loading.Models, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
+    compiled = opened(models, capture="inductor")
+    return {
+        "compiled": lambda chat: per_token(kept["compiled"], compiled.generate("ar", chat)),
+        "compiled dflash": lambda chat: per_token(kept["compiled dflash"], compiled.generate("dflash", chat)),
+    }
+
+
+def in_turn(
+    arms: dict[str, TimedArm], chats: Sequence[list[Message]], kept: dict[str, list[Generation]]
+) -> dict[str, list[float]]:
+    """Seconds per token by arm, of each chat; before anything is timed, passes of all lengths are compiled."""
+    for chat in chats:
+        for arm in arms.values():
+            arm(chat)
+    for several in kept.values():
+        several.clear()
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number, chat in enumerate(chats):
+        for name in list(arms) if number % 2 else list(arms)[::-1]:
+            seconds[name].append(arms[name](chat))
+    return seconds
+
+
+def refuse_wrong(kept: dict[str, list[Generation]]) -> None:
+    answers = {name: [generation.token_ids for generation in several] for name, several in kept.items()}
+    if wrong := [name for name, ids in answers.items() if ids != answers["plain"]]:
+        raise SystemExit(f"other tokens than plain decoding's, so that no speed counts: {', '.join(wrong)}")
+
+
+def line(what: str, figure: float | None, no_compiler: str | None) -> str:
+    limit, kind = LIMITS[what]
+    if figure is None:
+        return f"| {what} | not measured, {no_compiler} | {kind} {limit:g} |\n"
+    good = figure >= limit if kind == "at least" else figure <= limit
+    return f"| {what} | {figure:.2f} | {kind} {limit:g}{'' if good else MISSED} |\n"
 
 
 class Recorder(TorchDispatchMode):

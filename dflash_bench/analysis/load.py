@@ -121,7 +121,8 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
     answers = by_place[suite, method, str(settings)]
     throughput = _throughput(answers)
     plain = by_place.get((suite, BASELINE, str(settings)))
-    decoded = answers[answers["decode_tokens"] > 0]
+    # An answer that came in one piece has no time between its tokens.
+    decoded = answers[(answers["decode_tokens"] > 0) & (answers["decode_s"] > 0)]
     tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()
     speeds = 1 / tpot if len(tpot) else np.array([math.nan])
     return Level(

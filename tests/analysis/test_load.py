@@ -51,6 +51,8 @@ def test_throughput_is_over_the_time_in_which_any_answer_was_decoded() -> None:
     assert [level.concurrency for level in drafted.levels] == [1, 4, 16]
     assert drafted.levels[1].tokens_per_s == pytest.approx(4 * 11 / 5.0)
     assert drafted.levels[1].over_plain == pytest.approx(4 * 11 / 5.0 / (11 / 2.0))
+    # One that came in one piece says nothing of the time between tokens.
+    assert drafted.levels[1].fastest == pytest.approx(10 / 0.5)
     assert plain.method == "ar" and plain.levels[0].over_plain is None and plain.crossing is None
 
 
