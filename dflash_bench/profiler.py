@@ -75,7 +75,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
     from dflash_bench.engine import profiling
     from dflash_bench.engine.architecture import context_length
     from dflash_bench.engine.counting import size_of
-    from dflash_bench.engine.networks import name_of, target_of
+    from dflash_bench.engine.networks import in_words, target_of
 
     profiling.check(drafting)
     kind = None if dtype == "auto" else getattr(torch, dtype)
@@ -91,7 +91,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
     _check_memory(asked, cut, subject.drafts, profiling.free_bytes(torch.device(device)), device)
     tell("making random weights" if asked.random_weights else "loading the models")
     models = _models(asked, preset, drafting, subject, device, kind)
-    target = target_of(models.target, request.engine)
+    target = target_of(models.target, request.engine, packs=request.capture != "inductor")
     is_cut = cut.num_layers < subject.num_layers
     workload = profiling.Workload(asked.batches, asked.contexts, asked.widths)
     measured, captured = profiling.measure(models, target, drafting, workload, is_cut, tell, request.capture)
@@ -99,7 +99,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
         "model": request.name, "target": preset.target, "methods": [method.label for method in drafting],
         "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": asked.random_weights,
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
-        "engine": name_of(target), "capture": captured,
+        "engine": in_words(target), "capture": captured,
     }  # fmt: skip
     return judged(about, measured, subject.full, acceptance)
 

@@ -86,6 +86,13 @@ class Captures(Protocol):
 
 
 @runtime_checkable
+class Packs(Protocol):
+    """A drafter whose large weights can get a second layout (`packing.py`)."""
+
+    def pack(self) -> None: ...
+
+
+@runtime_checkable
 class StandAlone(Drafter, Protocol):
     """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dflash_bench.engine.architecture import decoder_layers, final_norm
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.lean_layers import ACTIVATIONS, Experts, Tables, layer_of, norm_of
+from dflash_bench.engine.packing import Product, packed_head
 
 COVERED = ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 TABLES = ("default", "linear", "llama3", "yarn")
@@ -62,7 +63,8 @@ class Lean:
 
     def __init__(self, model: Any) -> None:
         config = model.config
-        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
+        self.head: Product = model.get_output_embeddings()
         self.norm, self.rotary = norm_of(final_norm(model)), model.get_decoder().rotary_emb
         layers = decoder_layers(model)
         window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
@@ -74,8 +76,14 @@ class Lean:
             layer_of(layer, kind, *heads, _activation(config), scale) for layer, kind in zip(layers, kinds, strict=True)
         ]
         self.has_experts = any(isinstance(layer.feed, Experts) for layer in self.layers)
+        self.is_packed = False
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
+
+    def pack(self) -> None:
+        """Large weights get a second layout (`packing.py`); what is changed in the first one counts no more."""
+        self.layers = [layer.packed() for layer in self.layers]
+        self.head, self.is_packed = packed_head(self.head), True
 
     def tap(self, taps: Sequence[int]) -> None:
         self._order, self._taps = tuple(taps), frozenset(taps)
@@ -111,8 +119,7 @@ class Lean:
 
     def logits(self, x: Tensor) -> Tensor:
         """Of what the last layer said [B, N, H]."""
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
     def through(
         self, tokens: Tensor, positions: Tensor, masks: Tensor | Mapping[str, Tensor] | None

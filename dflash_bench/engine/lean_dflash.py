@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.lean_layers import Norm, Tables, layer_of, linear_of, norm_of, turn
+from dflash_bench.engine.lean_layers import Linear, Norm, Tables, layer_of, linear_of, norm_of, packed, turn
+from dflash_bench.engine.packing import Packed
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.layout import joined
 
@@ -30,8 +31,13 @@ class LeanDFlash:
             self.kv_bias = biases[:, None, num_queries:]
         k_norms = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
         self.key_norm = Norm(k_norms, config.rms_norm_eps, k_norms.dtype)
-        self.fc, self.context_norm, self.norm = linear_of(draft.fc), norm_of(draft.hidden_norm), norm_of(draft.norm)
+        self.fc: Linear | Packed = linear_of(draft.fc)
+        self.context_norm, self.norm = norm_of(draft.hidden_norm), norm_of(draft.norm)
         self.layers = [layer_of(layer, "full", config.num_heads, config.num_kv_heads, "silu") for layer in layers]
+
+    def pack(self) -> None:
+        """Large weights get a second layout (`packing.py`); the context's stay, of which few are read at a time."""
+        self.fc, self.layers = packed(self.fc), [layer.packed() for layer in self.layers]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """`DFlashDraft.context`, as the cache stores it: [layers, 2, B, kv_heads, N, D]."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.lean_layers import Tables, layer_of, linear_of, norm_of
+from dflash_bench.engine.lean_layers import Linear, Tables, layer_of, linear_of, norm_of, packed
+from dflash_bench.engine.packing import Packed, Product, packed_head
 from dflash_bench.models.eagle3 import Eagle3Draft
 
 
@@ -16,10 +17,15 @@ class LeanEagle3:
     def __init__(self, draft: Eagle3Draft) -> None:
         self.config = config = draft.config
         self.layer = layer_of(draft.midlayer, "full", config.num_heads, config.num_kv_heads, "silu")
-        self.hidden_norm, self.norm, self.head = norm_of(draft.midlayer.hidden_norm), norm_of(draft.norm), draft.lm_head
-        self.fc = linear_of(draft.fc)
+        self.hidden_norm, self.norm = norm_of(draft.midlayer.hidden_norm), norm_of(draft.norm)
+        self.head: Product = draft.lm_head
+        self.fc: Linear | Packed = linear_of(draft.fc)
         self.input_norm = norm_of(draft.input_norm) if config.norm_before_fc else None
         self.fc_norms = [norm_of(norm) for norm in draft.fc_norm] if config.fc_norm else []
+
+    def pack(self) -> None:
+        """Large weights get a second layout (`packing.py`)."""
+        self.fc, self.layer, self.head = packed(self.fc), self.layer.packed(), packed_head(self.head)
 
     def fuse(self, features: Tensor) -> Tensor:
         """As `Eagle3Draft.fuse`."""
@@ -42,5 +48,4 @@ class LeanEagle3:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Eagle3Draft.logits`."""
-        out: Tensor = self.head(hidden if self.config.norm_output else self.norm(hidden))
-        return out
+        return self.head(hidden if self.config.norm_output else self.norm(hidden))

@@ -7,7 +7,7 @@ twice. Query heads that share keys are rows of one attention problem.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.packing import Packed, can_pack
 from dflash_bench.models.layout import joined
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -69,6 +70,13 @@ class Linear:
         return torch.addmm(x if self.bias is None else x + self.bias, update, self.weight)
 
 
+def packed(linear: Linear | Packed) -> Linear | Packed:
+    """In its second layout, if that is faster."""
+    if isinstance(linear, Packed) or not can_pack(linear.weight):
+        return linear
+    return Packed(linear.weight.t(), linear.bias)
+
+
 class FeedForward(Protocol):
     """Reads the normed stream [tokens, H]."""
 
@@ -76,11 +84,13 @@ class FeedForward(Protocol):
 
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor: ...
 
+    def packed(self) -> FeedForward: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | Packed
+    down: Linear | Packed
     activation: Callable[[Tensor], Tensor]
 
     def __call__(self, normed: Tensor) -> Tensor:
@@ -88,6 +98,9 @@ class Gated:
 
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor:
         return self.down.added_to(x, self._wide(normed))
+
+    def packed(self) -> Gated:
+        return replace(self, gate_up=packed(self.gate_up), down=packed(self.down))
 
     def _wide(self, normed: Tensor) -> Tensor:
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
@@ -107,6 +120,9 @@ class Experts:
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor:
         return x + self(normed)
 
+    def packed(self) -> Experts:
+        return self
+
 
 def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     """Norms heads [..., N, heads, D] and rotates them by their positions, in place."""
@@ -118,10 +134,10 @@ def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
 class Attention:
     """From the normed stream to what its heads saw; `output` is left to the caller, who adds to the stream."""
 
-    qkv: Linear
+    qkv: Linear | Packed
     head_norm: Norm | None
     """Of queries and keys, [heads, D]."""
-    output: Linear
+    output: Linear | Packed
     num_heads: int
     num_kv: int
     head_dim: int
@@ -147,6 +163,9 @@ class Attention:
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(rows * width, -1)
 
+    def packed(self) -> Attention:
+        return replace(self, qkv=packed(self.qkv), output=packed(self.output))
+
     def folded(self, mask: Tensor | None) -> Tensor | None:
         """A mask [B, 1, N or 1, visible], repeated for the query heads that share keys [B, 1, G * N or 1, visible]."""
         return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, self.num_heads // self.num_kv, 1)
@@ -170,6 +189,10 @@ class Layer:
         """The stream [B * N, H] behind this layer; the rest as for `Attention`."""
         attended = self.attention(index, self.input_norm(x), shape, tables, mask, cache)
         return self.fed(self.mixed(x, attended))
+
+    def packed(self) -> Layer:
+        """With its large weights in their second layout (`packing.py`)."""
+        return replace(self, attention=self.attention.packed(), feed=self.feed.packed())
 
     def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
         output = self.attention.output

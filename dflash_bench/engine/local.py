@@ -18,7 +18,7 @@ from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Drafter, Foresees
 from dflash_bench.engine.generations import Decoded
 from dflash_bench.engine.judge import Judge
-from dflash_bench.engine.networks import name_of, target_of
+from dflash_bench.engine.networks import in_words, pack_like, target_of
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.sequences import DecodingError, Limits
 from dflash_bench.engine.target import Target
@@ -45,14 +45,16 @@ def open_backend(
     `engine` says by whose code the target is computed (`networks.py`), and `capture` how its passes are captured
     (`capturing.py`); the judge always asks the publisher's code.
     """
-    target = target_of(models.target, engine)
+    # What compiles has a layout of its own.
+    target = target_of(models.target, engine, packs=capture != "inductor")
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
+    pack_like(target, drafters.values(), models.drafts.values())
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    computed = {"network": name_of(target), "capture": capture_passes(target, drafters.values(), capture)}
+    computed = {"network": in_words(target), "capture": capture_passes(target, drafters.values(), capture)}
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
     return LocalBackend(target, models.tokenizer, drafters, limits, seed, about)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
+from dflash_bench.engine.drafter import Drafter, Packs
 from dflash_bench.engine.lean import Lean, why_not
+from dflash_bench.engine.packing import has_room
 from dflash_bench.engine.published import Published
 from dflash_bench.engine.target import Target
 from dflash_bench.errors import UserError
@@ -17,8 +21,10 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Of a difference, relative to the largest logit."""
 
 
-def target_of(model: Any, engine: str | None = None) -> Target:
+def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Target:
     """The target, computed as `engine` says; by itself by ours where that is covered and says the same.
+
+    With `packs` our own has a second layout of large weights, if there is room; they must not be changed afterwards.
 
     Raises UserError where ours is asked for, and does not cover the target, or says something else.
     """
@@ -27,7 +33,10 @@ def target_of(model: Any, engine: str | None = None) -> Target:
     reason = why_not(model)
     if reason is not None:
         return _fallen_back(engine, model, f"does not cover this target: {reason}")
-    target = Target(model, network=Lean(model))
+    network = Lean(model)
+    if packs and has_room(model):
+        network.pack()
+    target = Target(model, network=network)
     difference = _difference(Target(model), target)
     if not difference <= TOLERANCES.get(model.dtype, TOLERANCES[torch.float32]):
         reason = f"by {difference:.1e} of its largest logit over {PROBED} tokens"
@@ -43,12 +52,30 @@ def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
 
 def alike(target: Target, model: Any) -> Target:
     """A draft's own language model, computed by the same code as the target where that covers it."""
-    return target_of(model, "transformers" if name_of(target) == "transformers" else None)
+    return target_of(model, "transformers" if name_of(target) == "transformers" else None, is_packed(target))
 
 
 def name_of(target: Target) -> str:
     """As `--engine` calls what computes it."""
     return "transformers" if isinstance(target.network, Published) else "lean"
+
+
+def pack_like(target: Target, drafters: Iterable[Drafter], drafts: Iterable[nn.Module]) -> None:
+    """Large weights of the drafts get a second layout too, if the target's have one, and there is room."""
+    if not is_packed(target) or not has_room(*drafts):
+        return
+    for drafter in drafters:
+        if isinstance(drafter, Packs):
+            drafter.pack()
+
+
+def in_words(target: Target) -> str:
+    """For people, and to tell one run from another."""
+    return f"{name_of(target)}, packed weights" if is_packed(target) else name_of(target)
+
+
+def is_packed(target: Target) -> bool:
+    return isinstance(target.network, Lean) and target.network.is_packed
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from dflash_bench.engine.counting import draft_passes, size_of
 from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters import dflash, eagle3
+from dflash_bench.engine.networks import pack_like
 from dflash_bench.engine.passes import ladder, prepare, some_tokens
 from dflash_bench.engine.rates import medians_s, rates_of
 from dflash_bench.engine.sampling import Sampling
@@ -80,6 +81,7 @@ def measure(
     drafts: list[Drafting] = []
     hosts: list[Hosting] = []
     drafters = [(method, BUILDERS[method.name](models, target, method)) for method in methods]
+    pack_like(target, [drafter for _, drafter in drafters], models.drafts.values())
     captured = capture_passes(target, [drafter for _, drafter in drafters], capture)
     widths = sorted({1, *workload.widths, *(drafter.num_drafts + 1 for _, drafter in drafters)})
     places = [(rows, context) for rows in workload.batches for context in workload.contexts]

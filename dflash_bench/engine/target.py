@@ -8,7 +8,7 @@ with a recurrent state roll it back (`recurrent.py`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -120,9 +120,10 @@ class Target:
         return module
 
     @property
-    def head(self) -> nn.Module:
-        module: nn.Module = self.model.get_output_embeddings()
-        return module
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """From what the last norm says [..., H] to logits [..., V]."""
+        head: Callable[[Tensor], Tensor] = getattr(self.network, "head", None) or self.model.get_output_embeddings()
+        return head
 
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:

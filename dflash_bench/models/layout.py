@@ -14,12 +14,22 @@ import torch
 from torch import Tensor, nn
 
 MOST_ELEMENTS = 1 << 18
+SPARE = 4
+"""A second layout of large weights must not take more than one part in so many of the memory that is left."""
+
+
+def is_large(shape: Sequence[int]) -> bool:
+    return prod(shape) > MOST_ELEMENTS
+
+
+def may_be_held_twice(num_bytes: int, free_bytes: int | None) -> bool:
+    """`free_bytes` are those left when they have been loaded once; None if unknown."""
+    return free_bytes is not None and num_bytes * SPARE <= free_bytes
 
 
 def by_columns(matrices: Tensor) -> Tensor:
     """Matrices [..., rows, columns] with the same values, stored in the faster order."""
-    small = matrices.shape[-2] * matrices.shape[-1] <= MOST_ELEMENTS
-    if not small or matrices.dtype != torch.float32 or matrices.device.type != "cpu":
+    if is_large(matrices.shape[-2:]) or matrices.dtype != torch.float32 or matrices.device.type != "cpu":
         return matrices
     return matrices.mT.contiguous().mT
 

@@ -19,6 +19,7 @@ from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.eagle3 import Eagle3Config
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import medusa
+from dflash_bench.models.layout import is_large, may_be_held_twice
 
 HEAD = "lm_head.weight"
 MOST_NODES = 63
@@ -36,6 +37,8 @@ class Footprint:
     """Of a draft for the target's features; of a block-diffusion model how it reads blocks; None of other models."""
     loading_bytes: int = 0
     """Weights as the checkpoint has them, where they are quantised on loading."""
+    layout_bytes: int = 0
+    """What a second layout of large weights takes at most, on a CPU (`engine/packing.py`); 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,29 @@ class Demand:
         none, one = self.held(0).total, self.held(1).total
         return (num_bytes - none) // (one - none)
 
+    def packed(self, free_bytes: int) -> Demand:
+        """With a second layout of the target's weights, and then of the drafts', where there is room for that."""
+        drafts = list(self.drafts.values())
+        left = free_bytes - self.target.weights_bytes - sum(draft.weights_bytes for draft in drafts)
+        of_target, of_drafts = self.target.layout_bytes, sum(draft.layout_bytes for draft in drafts)
+        if not of_target or not may_be_held_twice(of_target, left):
+            return self
+        has_room = may_be_held_twice(of_drafts, left - of_target)
+        return replace(
+            self,
+            target=_with_layout(self.target),
+            drafts={name: _with_layout(one) for name, one in self.drafts.items()} if has_room else self.drafts,
+        )
+
     def without_drafts(self) -> Demand:
         return Demand(self.target, {}, [method for method in self.methods if method.draft is None], self.rows)
 
     def _round(self, method: Method) -> tuple[int, int]:
         return round_of(method, self.drafts[method.draft].config if method.draft else None)
+
+
+def _with_layout(footprint: Footprint) -> Footprint:
+    return replace(footprint, weights_bytes=footprint.weights_bytes + footprint.layout_bytes)
 
 
 def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None) -> tuple[int, int]:
@@ -142,7 +163,8 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     if checkpoint.target_head:
         # Its rows of the target's head are copied out of that.
         tensors += (config.draft_vocab_size or 0) * config.hidden_size * dtype.itemsize
-    return Footprint(tensors, _place(layers, config.num_kv_heads, config.head_dim, dtype), config)
+    place = _place(layers, config.num_kv_heads, config.head_dim, dtype)
+    return Footprint(tensors, place, config, layout_bytes=_layout(checkpoint.tensors, tensors))
 
 
 def _of_language_model(
@@ -159,7 +181,7 @@ def _of_language_model(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     place, weights = _place(layers, heads, head_dim, dtype), _weights(tensors, dtype)
     if quantize is None:
-        return Footprint(weights, place)
+        return Footprint(weights, place, layout_bytes=_layout(tensors, weights))
     return Footprint(_quantized(tensors, dtype, quantize), place, loading_bytes=weights)
 
 
@@ -173,6 +195,10 @@ def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
         tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in tensors.values()
     )
+
+
+def _layout(tensors: Mapping[str, Tensor], weights_bytes: int) -> int:
+    return weights_bytes if any(is_large(tensor.shape) for tensor in tensors.values()) else 0
 
 
 def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> int:

@@ -38,6 +38,11 @@ class Wanted:
     quantize: str | None = None
     is_small: bool = False
 
+    @property
+    def packs(self) -> bool:
+        """May large weights be held in a second layout on a CPU?"""
+        return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
+
 
 def open_local(resolved: Resolved) -> LocalBackend:
     """The engine of this process, with the models of a resolved request. Raises UserError for what cannot be had."""

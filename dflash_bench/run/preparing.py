@@ -55,6 +55,8 @@ def prepare(resolved: Resolved) -> Prepared:
     demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize)
     demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
     free = _free_bytes(device, spread)
+    if free is not None and device == "cpu" and wanted.packs:
+        demand = demand.packed(free)
     held = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)

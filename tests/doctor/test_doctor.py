@@ -94,7 +94,7 @@ def test_a_quantised_target_is_tried_as_it_was() -> None:
 
 
 def test_the_other_mode_of_thinking_is_named() -> None:
-    seen = examined("dflash", limit=8, max_new_tokens=64, thinking="on")
+    seen = examined("dflash", limit=8, max_new_tokens=32, thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
 
 

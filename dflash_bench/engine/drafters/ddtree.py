@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dflash_bench.engine.costs import Pace
 from dflash_bench.engine.drafters.dflash import DFlashDrafter, PacedDrafter
+from dflash_bench.engine.packing import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.errors import UserError
@@ -49,7 +50,7 @@ class DDTreeDrafter(DFlashDrafter):
         self,
         draft: DFlashDraft,
         embedding: nn.Module,
-        head: nn.Module,
+        head: Product,
         nodes: int,
         top_k: int | None = None,
         block_size: int | None = None,
@@ -83,7 +84,7 @@ class AutoDDTreeDrafter(PacedDrafter, DDTreeDrafter):
         self,
         draft: DFlashDraft,
         embedding: nn.Module,
-        head: nn.Module,
+        head: Product,
         nodes: int,
         top_k: int | None = None,
         block_size: int | None = None,

@@ -15,6 +15,7 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.cached import CachedDrafter
 from dflash_bench.engine.drafters.picking import Picker
 from dflash_bench.engine.lean_dflash import LeanDFlash
+from dflash_bench.engine.packing import Product, packed_head
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
@@ -50,7 +51,7 @@ class DFlashDrafter(CachedDrafter):
         self,
         draft: DFlashDraft,
         embedding: nn.Module,
-        head: nn.Module,
+        head: Product,
         block_size: int | None = None,
         rule: str = "match",
         steps: int = 1,
@@ -61,9 +62,13 @@ class DFlashDrafter(CachedDrafter):
         super().__init__(draft, self.block_size)
         self.network = LeanDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
-        self.head = draft.lm_head if self.config.own_head else head
+        self.head: Product = draft.lm_head if self.config.own_head else head
         self.num_drafts = self.num_slots
         self.picker = Picker(rule, draft.target_ids, self.config.draft_vocab_size)
+
+    def pack(self) -> None:
+        self.network.pack()
+        self.head = packed_head(self.head)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
@@ -113,8 +118,7 @@ class DFlashDrafter(CachedDrafter):
             # The block is written behind the context and covers whatever stale context lies there.
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
-        logits: Tensor = self.head(hidden[:, -self.num_slots :])
-        return logits
+        return self.head(hidden[:, -self.num_slots :])
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """`_through` where all that changes is in tensors."""
@@ -161,7 +165,7 @@ class AutoDFlashDrafter(PacedDrafter):
     """
 
     def __init__(
-        self, draft: DFlashDraft, embedding: nn.Module, head: nn.Module, rule: str = "match", steps: int = 1
+        self, draft: DFlashDraft, embedding: nn.Module, head: Product, rule: str = "match", steps: int = 1
     ) -> None:
         super().__init__(draft, embedding, head, None, rule, steps)
         self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu", margin=MARGIN)

@@ -26,6 +26,9 @@ class DFlashNGramDrafter:
         self.taps = block.taps
         self.num_drafts = max(block.num_drafts, copy)
 
+    def pack(self) -> None:
+        self.block.pack()
+
     def begin(self, num_rows: int, capacity: int) -> None:
         self.block.begin(num_rows, capacity)
         self.lookup.begin(num_rows, capacity)

@@ -33,6 +33,9 @@ class Eagle3Drafter(CachedDrafter):
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.num_drafts = num_drafts
 
+    def pack(self) -> None:
+        self.network.pack()
+
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)
         self.hidden = self.weight.new_zeros(num_rows, 1, self.config.hidden_size)
