@@ -48,7 +48,8 @@ LIMITS = {
     "share of a DFlash round outside arithmetic": (0.35, "at most"),
 }
 """Goals, not what was reached."""
-ARITHMETIC = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "_scaled_dot_product_flash_attention_for_cpu")
+PRODUCTS = ("linear", "mm", "addmm", "mv", "bmm", "baddbmm", "scaled_dot_product_attention")
+"""Where nothing is differentiated, operations that others are made of are recorded whole."""
 HEAD = """# Our own loop
 
 {machine}.
@@ -169,7 +170,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ARITHMETIC:
+        if func.overloadpacket.__name__ in PRODUCTS:
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
