@@ -1,0 +1,249 @@
+"""Every cause that `crosscheck` emulates is named where a server has it, and no other one is.
+
+The servers' faults are planted in checkpoints or in the engine's parts, and not by the code that emulates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from serving import Said, chats, checked, decoded, engine, names, server
+from torch import Tensor
+
+from dflash_bench.analysis.crosscheck import drafts_a_round, named
+from dflash_bench.crosscheck import session
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.lean_dflash import LeanDFlash
+from dflash_bench.engine.verify import Draft
+from dflash_bench.records import Settings
+from dflash_bench.report.crosscheck import sentence
+
+Emulated = tuple[int, list[Any]] | None
+EMULATED: dict[tuple[str, str, str], Emulated] = {}
+"""What our engine gives under a cause does not depend on the server, and is decoded once for all tests."""
+
+
+@dataclass
+class Shaped:
+    """An emulation, with the method and its number of drafts."""
+
+    emulation: Any
+    shape: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.emulation, name)
+
+
+@pytest.fixture(autouse=True)
+def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = session._Sides._emulated
+
+    def remembered(self: Any, one: Any) -> Emulated:
+        key = (one.shape, one.cause.name, str(one.prompts))
+        if key not in EMULATED:
+            EMULATED[key] = decode(self, one.emulation)
+        return EMULATED[key]
+
+    emulations = session.emulations
+
+    def shaped(bench: Any) -> Iterator[Any]:
+        shape = f"{bench.method.label} {bench.num_drafts}"
+        for one in emulations(bench):
+            yield Shaped(one, shape)
+
+    monkeypatch.setattr(session._Sides, "_emulated", remembered)
+    monkeypatch.setattr(session, "emulations", shaped)
+
+
+IN_CHECKPOINTS = {
+    ("dflash", "order of features"): "layers 13, 10, 7, 4, 1",
+    ("dflash", "layers below"): "layers 0, 3, 6, 9, 12",
+    ("dflash", "theta of Llama 3"): "theta 500000",
+    ("dflash", "no mask"): "mask 0",
+    ("dflash", "norms without one"): "norms minus one",
+    ("dflash", "norms with one"): "norms plus one",
+    ("eagle3", "order of features"): "layers 12, 7, 1",
+    ("eagle3", "layers below"): "layers 0, 6, 11",
+    ("eagle3", "theta of Llama 3"): "theta 500000",
+    ("eagle3", "norms with one"): "norms plus one",
+    ("eagle3", "head of the target"): "the target's head",
+    ("eagle3", "offsets in place of ids"): "d2t as ids",
+    ("eagle3", "norm before residual"): "norm_before_residual True",
+    ("eagle3", "norm of the output"): "norm_output True",
+}
+
+
+@pytest.mark.parametrize("fault", IN_CHECKPOINTS, ids=" ".join)
+def test_a_server_that_reads_the_draft_otherwise(fault: tuple[str, str], tmp_path: Path) -> None:
+    method = fault[0]
+    answers = decoded(engine(method, planted.plant(fault, tmp_path / "draft")), method)
+    with server(answers) as running:
+        found = checked(running.url, method)
+    assert found.verdict == "differ" and names(named(found.tried)) == [IN_CHECKPOINTS[fault]]
+
+
+def unanchored(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = DFlashDrafter._through
+
+    def masked(self: DFlashDrafter, block: Tensor) -> Tensor:
+        return through(self, torch.full_like(block, self.config.mask_token_id))
+
+    monkeypatch.setattr(DFlashDrafter, "_through", masked)
+
+
+def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = LeanDFlash.context
+
+    def first(self: LeanDFlash, features: Tensor, tables: Any) -> Tensor:
+        kept = self.key_norm.weight
+        self.key_norm.weight = torch.stack([kept[0]] * len(kept))
+        try:
+            return context(self, features, tables)
+        finally:
+            self.key_norm.weight = kept
+
+    monkeypatch.setattr(LeanDFlash, "context", first)
+
+
+def late_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's angles are those of one place further on, and the context's are not."""
+    through = DFlashDrafter._through
+
+    def late(self: DFlashDrafter, block: Tensor) -> Tensor:
+        kept = self.rotary.cos, self.rotary.sin
+        self.rotary.cos, self.rotary.sin = (table.roll(-1, dims=0) for table in kept)
+        try:
+            return through(self, block)
+        finally:
+            self.rotary.cos, self.rotary.sin = kept
+
+    monkeypatch.setattr(DFlashDrafter, "_through", late)
+
+
+def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of a slot is taken from the slot before."""
+    read = DFlashDrafter._read_block
+
+    def moved(self: DFlashDrafter) -> Tensor:
+        read(self)
+        self.cache.place(self.starts, self.block_size)
+        hidden = self._through(self.block)
+        logits: Tensor = self.head(hidden[:, : self.num_slots])
+        return logits
+
+    monkeypatch.setattr(DFlashDrafter, "_read_block", moved)
+
+
+IN_THE_ENGINE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no anchor": unanchored,
+    "the first layer's norm for all": normed_by_first,
+    "block one place after": late_block,
+    "labels moved by one": next_tokens,
+}
+
+
+@pytest.mark.parametrize("cause", IN_THE_ENGINE)
+def test_a_server_that_drafts_otherwise(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        IN_THE_ENGINE[cause](patch)
+        answers = decoded(engine(), "dflash")
+    with server(answers) as running:
+        found = checked(running.url)
+    assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+
+
+def test_a_server_that_drafts_fewer_tokens() -> None:
+    with server(decoded(engine("dflash:n=7"), "dflash:n=7")) as running:
+        found = checked(running.url)
+    assert found.verdict == "differ" and drafts_a_round(found.base) == (15, 7)
+    assert names(named(found.tried)) == ["7 tokens a round"]
+    assert "it drafts 7 tokens a round, and this engine 15" in sentence(found)
+    with server(decoded(engine("dflash:n=7"), "dflash:n=7")) as running:
+        assert checked(running.url, "dflash:n=7").verdict == "agree"
+
+
+def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
+    with server(decoded(engine("eagle3:n=9"), "eagle3:n=9")) as running:
+        found = checked(running.url, "eagle3")
+    assert names(named(found.tried)) == ["9 tokens a round"]
+
+
+def test_a_server_that_verifies_a_part_of_a_wide_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        propose = DFlashDrafter.propose
+        patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :7]))
+        answers = {prompt: replace(said, num_drafts=7) for prompt, said in decoded(engine(), "dflash").items()}
+    with server(answers) as running:
+        found = checked(running.url, "dflash:n=7")
+    assert found.verdict == "differ" and names(named(found.tried)) == ["a block of 16"]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_a_server_that_computes_in_another_type(kind: str) -> None:
+    with server(decoded(engine(dtype=kind), "dflash")) as running:
+        found = checked(running.url)
+    # Few of so short answers change in such a type.
+    (seen,) = [one for one in found.tried if one.cause.name == f"all in {kind}"] or [None]
+    assert found.verdict == "agree" if seen is None else seen.how == "same counts"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_server_with_a_quantised_target(bits: int) -> None:
+    backend = engine()
+    for module in backend.target.model.get_decoder().layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            for row in module.weight.data:
+                for first in range(0, len(row), 32):
+                    scale = row[first : first + 32].abs().max() / (2 ** (bits - 1) - 1)
+                    row[first : first + 32] = (row[first : first + 32] / scale).round() * scale
+    with server(decoded(backend, "dflash")) as running:
+        found = checked(running.url)
+    assert found.verdict == "differ" and f"the target in {bits} bits" in names(named(found.tried))
+
+
+def test_a_server_that_thinks() -> None:
+    answers = decoded(engine(), "dflash", Settings(thinking=True))
+    with server(answers, by_chat=True) as running:
+        found = checked(running.url, sends_chats=True)
+    assert found.verdict == "differ" and names(named(found.tried)) == ["thinking on"]
+    assert found.num_prompt_tokens is not None and found.base.mismatches
+
+
+def test_a_server_without_a_template() -> None:
+    backend = engine()
+    bare = [backend.tokenizer.encode("\n".join(m.content for m in chat)) for chat in chats()]
+    with server(decoded(backend, "dflash", prompts=bare), by_chat=True) as running:
+        found = checked(running.url, sends_chats=True)
+    assert found.verdict == "differ" and names(named(found.tried)) == ["no template"]
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_nothing_is_named_for_a_fault_that_is_not_known(method: str) -> None:
+    """It accepts two drafts a round at most, though it drafts more."""
+    answers = {prompt: replace(said, accepted=split(said)) for prompt, said in decoded(engine(method), method).items()}
+    with server(answers) as running:
+        found = checked(running.url, method)
+    assert found.verdict == "differ" and not named(found.tried)
+    assert "known causes fits" in sentence(found)
+
+
+def split(said: Said) -> tuple[int, ...]:
+    """The same tokens in rounds that accept no more than two drafts each."""
+    rounds: list[int] = []
+    for accepted in said.accepted:
+        emitted = accepted + 1
+        rounds += [2] * (emitted // 3) + ([emitted % 3 - 1] if emitted % 3 else [])
+    return tuple(rounds)
+
+
+def test_a_sound_server_has_no_cause() -> None:
+    for method in ("dflash", "eagle3"):
+        with server(decoded(engine(method), method)) as running:
+            found = checked(running.url, method)
+        assert (found.verdict, found.base.state, found.tried) == ("agree", "same", ())
