@@ -39,11 +39,19 @@ def _mask(token_id: int) -> Change:
     return change
 
 
-def _below(config: Config, tensors: Tensors) -> None:
-    """The layers are counted from one further up."""
-    for place, name in (("dflash_config", "target_layer_ids"), ("eagle_config", "eagle_aux_hidden_state_layer_ids")):
-        if place in config:
-            config[place][name] = [layer - 1 for layer in config[place][name]]
+def _layers(by: int) -> Change:
+    names = {"dflash_config": "target_layer_ids", "eagle_config": "eagle_aux_hidden_state_layer_ids"}
+
+    def change(config: Config, tensors: Tensors) -> None:
+        for place in names.keys() & config.keys():
+            config[place][names[place]] = [layer + by for layer in config[place][names[place]]]
+
+    return change
+
+
+def _loud_keys(config: Config, tensors: Tensors) -> None:
+    """The norm of the first layer's keys differs much from those of the others."""
+    tensors["layers.0.self_attn.k_norm.weight"] = tensors["layers.0.self_attn.k_norm.weight"] * 2
 
 
 def _norms(by: float) -> Change:
@@ -57,11 +65,6 @@ def _norms(by: float) -> Change:
 
 def _absolute(config: Config, tensors: Tensors) -> None:
     tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-
-
-def _as_ids(config: Config, tensors: Tensors) -> None:
-    """The offsets taken for ids."""
-    tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
 
 
 def _targets_head(config: Config, tensors: Tensors) -> None:
@@ -94,7 +97,8 @@ def _other_embedding(config: Config, tensors: Tensors) -> None:
 
 FAULTS: dict[tuple[str, str], Change] = {
     ("dflash", "order of features"): _reversed,
-    ("dflash", "layers below"): _below,
+    ("dflash", "loud keys"): _loud_keys,
+    ("dflash", "layers below"): _layers(-1),
     ("dflash", "theta of another model"): _theta(500.0),
     ("dflash", "theta of Llama 3"): _theta(500_000.0),
     ("dflash", "no mask"): _mask(0),
@@ -102,7 +106,7 @@ FAULTS: dict[tuple[str, str], Change] = {
     ("dflash", "norms without one"): _norms(-1),
     ("dflash", "norms with one"): _norms(1),
     ("eagle3", "order of features"): _reversed,
-    ("eagle3", "layers below"): _below,
+    ("eagle3", "layers above"): _layers(1),
     ("eagle3", "theta of another model"): _theta(500.0),
     ("eagle3", "theta of Llama 3"): _theta(500_000.0),
     ("eagle3", "norms without one"): _norms(-1),
@@ -110,7 +114,6 @@ FAULTS: dict[tuple[str, str], Change] = {
     ("eagle3", "ids in place of offsets"): _absolute,
     ("eagle3", "head"): _head,
     ("eagle3", "head of the target"): _targets_head,
-    ("eagle3", "offsets in place of ids"): _as_ids,
     ("eagle3", "norm before residual"): _before_residual,
     ("eagle3", "norm of the output"): _output_norm,
     ("eagle3", "embedding of another model"): _other_embedding,

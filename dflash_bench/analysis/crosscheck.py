@@ -24,6 +24,8 @@ SAME = 0.9
 """The least share of equal answers with the very same counts; rounding decides a draft in few answers."""
 EXPLAINED = 0.95
 """The same under a cause that is to be named."""
+GAINED = 3
+"""Answers that must have the same counts under such a cause, and not without: one or two may be luck."""
 
 State = Literal["same", "alike", "differ", "unknown"]
 """Of counts: the same in (almost) every answer; alike, within chance; or not. Unknown where none are told."""
@@ -65,6 +67,11 @@ class Pair:
             return None
         return self.ours.counts, self.theirs.counts
 
+    @property
+    def is_identical(self) -> bool:
+        """With the same counts as well."""
+        return self.counts is not None and self.counts[0].same_as(self.counts[1])
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -104,7 +111,7 @@ class Comparison:
 
     @property
     def num_identical(self) -> int:
-        return sum(ours.same_as(theirs) for ours, theirs in self.counted)
+        return sum(pair.is_identical for pair in self.pairs)
 
     @property
     def distance(self) -> int:
@@ -208,8 +215,10 @@ def _how(base: Comparison, other: Comparison) -> How | None:
     num_counted = len(other.counted)
     if not num_counted:
         return "same answers" if mismatches and other.num_equal >= EXPLAINED * len(other.pairs) else None
+    gained = sum(now.is_identical > was.is_identical for was, now in zip(base.pairs, other.pairs, strict=True))
     if other.num_identical >= EXPLAINED * num_counted:
-        return "same counts"
+        # That another answer than the model's comes out token for token is no luck.
+        return "same counts" if gained >= (1 if mismatches else GAINED) else None
     if base.state == "alike" or num_counted < 3:
         return None
     nearer = bool(mismatches) or other.distance < base.distance

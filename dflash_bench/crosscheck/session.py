@@ -24,9 +24,6 @@ from dflash_bench.servers.asking import Timed
 from dflash_bench.servers.backend import ServerBackend
 from dflash_bench.tasks import suites
 
-ROWS = 8
-"""Prompts decoded together where a cause is emulated."""
-
 Tell = Callable[[str], object]
 
 
@@ -150,7 +147,7 @@ class _Sides:
     def _emulated(self, one: Emulation) -> tuple[int, list[Accepted]] | None:
         """None where it cannot be decoded, as in a type that its numbers are too large for."""
         target, drafter = one.build()
-        rows = [one.prompts[first : first + ROWS] for first in range(0, len(one.prompts), ROWS)]
+        rows = [one.prompts[first : first + one.rows] for first in range(0, len(one.prompts), one.rows)]
         try:
             given = [answer for some in rows for answer in accepted(target, drafter, some, self.local.limits)]
         except DecodingError:

@@ -23,7 +23,7 @@ from dflash_bench.run.opening import Wanted, opened
 from dflash_bench.run.request import Request
 from dflash_bench.tasks import suites
 
-PROMPTS, LENGTH = 6, 32
+PROMPTS, LENGTH = 8, 24
 WORDS = ("--suite", "gsm8k", "--model", "nano", "--limit", PROMPTS, "--max-new-tokens", LENGTH)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ import torch
 from serving import Said, chats, checked, decoded, engine, names, server
 from torch import Tensor
 
+from dflash_bench.analysis import crosscheck
 from dflash_bench.analysis.crosscheck import drafts_a_round, named
 from dflash_bench.crosscheck import session
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.lean_dflash import LeanDFlash
+from dflash_bench.engine.local import LocalBackend
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.eagle3 import Eagle3Draft
 from dflash_bench.records import Settings
 from dflash_bench.report.crosscheck import sentence
+from dflash_bench.run.resolving import Resolved
 
 Emulated = tuple[int, list[Any]] | None
 EMULATED: dict[tuple[str, str, str], Emulated] = {}
@@ -40,6 +45,22 @@ class Shaped:
         return getattr(self.emulation, name)
 
 
+OPENED: dict[str, LocalBackend] = {}
+
+
+@pytest.fixture(autouse=True)
+def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_local = session.open_local
+
+    def remembered(resolved: Resolved) -> LocalBackend:
+        key = f"{resolved.methods[-1].label} {resolved.request.drafts}"
+        if key not in OPENED:
+            OPENED[key] = open_local(resolved)
+        return OPENED[key]
+
+    monkeypatch.setattr(session, "open_local", remembered)
+
+
 @pytest.fixture(autouse=True)
 def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = session._Sides._emulated
@@ -53,7 +74,7 @@ def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     emulations = session.emulations
 
     def shaped(bench: Any) -> Iterator[Any]:
-        shape = f"{bench.method.label} {bench.num_drafts}"
+        shape = f"{bench.method.label} {bench.num_drafts} {id(bench.backend)}"
         for one in emulations(bench):
             yield Shaped(one, shape)
 
@@ -69,11 +90,10 @@ IN_CHECKPOINTS = {
     ("dflash", "norms without one"): "norms minus one",
     ("dflash", "norms with one"): "norms plus one",
     ("eagle3", "order of features"): "layers 12, 7, 1",
-    ("eagle3", "layers below"): "layers 0, 6, 11",
+    ("eagle3", "layers above"): "layers 2, 8, 13",
     ("eagle3", "theta of Llama 3"): "theta 500000",
     ("eagle3", "norms with one"): "norms plus one",
     ("eagle3", "head of the target"): "the target's head",
-    ("eagle3", "offsets in place of ids"): "d2t as ids",
     ("eagle3", "norm before residual"): "norm_before_residual True",
     ("eagle3", "norm of the output"): "norm_output True",
 }
@@ -111,6 +131,10 @@ def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeanDFlash, "context", first)
 
 
+def offsets_as_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Eagle3Draft, "target_ids", lambda self, draft_ids: self.d2t[draft_ids])
+
+
 def late_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block's angles are those of one place further on, and the context's are not."""
     through = DFlashDrafter._through
@@ -140,22 +164,42 @@ def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlashDrafter, "_read_block", moved)
 
 
-IN_THE_ENGINE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no anchor": unanchored,
-    "the first layer's norm for all": normed_by_first,
-    "block one place after": late_block,
-    "labels moved by one": next_tokens,
+IN_THE_ENGINE: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
+    ("dflash", "no anchor"): unanchored,
+    ("dflash", "block one place after"): late_block,
+    ("dflash", "labels moved by one"): next_tokens,
+    ("eagle3", "d2t as ids"): offsets_as_ids,
 }
 
 
-@pytest.mark.parametrize("cause", IN_THE_ENGINE)
-def test_a_server_that_drafts_otherwise(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", IN_THE_ENGINE, ids=" ".join)
+def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    method, cause = fault
     with monkeypatch.context() as patch:
-        IN_THE_ENGINE[cause](patch)
-        answers = decoded(engine(), "dflash")
+        IN_THE_ENGINE[fault](patch)
+        answers = decoded(engine(method), method)
     with server(answers) as running:
-        found = checked(running.url)
+        found = checked(running.url, method)
     assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+
+
+@pytest.fixture
+def few_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones of all, for models whose causes no other test needs."""
+    emulations = session.emulations
+    monkeypatch.setattr(session, "emulations", lambda bench: islice(emulations(bench), 6))
+
+
+@pytest.mark.usefixtures("few_causes")
+def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In nano's draft the layers' norms differ by little, so that many prompts would be needed."""
+    draft = planted.plant(("dflash", "loud keys"), tmp_path / "draft")
+    with monkeypatch.context() as patch:
+        normed_by_first(patch)
+        answers = decoded(engine("dflash", draft), "dflash")
+    with server(answers) as running:
+        found = checked(running.url, drafts=(f"dflash={draft}",))
+    assert found.verdict == "differ" and names(named(found.tried)) == ["the first layer's norm for all"]
 
 
 def test_a_server_that_drafts_fewer_tokens() -> None:
@@ -174,6 +218,7 @@ def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
     assert names(named(found.tried)) == ["9 tokens a round"]
 
 
+@pytest.mark.usefixtures("few_causes")
 def test_a_server_that_verifies_a_part_of_a_wide_block(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         propose = DFlashDrafter.propose
@@ -185,12 +230,15 @@ def test_a_server_that_verifies_a_part_of_a_wide_block(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_a_server_that_computes_in_another_type(kind: str) -> None:
+def test_a_server_that_computes_in_another_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short answers change in few of their counts, and one may be luck; here it is none."""
+    monkeypatch.setattr(crosscheck, "SAME", 1.0)
+    monkeypatch.setattr(crosscheck, "GAINED", 0)
     with server(decoded(engine(dtype=kind), "dflash")) as running:
         found = checked(running.url)
-    # Few of so short answers change in such a type.
-    (seen,) = [one for one in found.tried if one.cause.name == f"all in {kind}"] or [None]
-    assert found.verdict == "agree" if seen is None else seen.how == "same counts"
+    if found.base.state == "same":
+        pytest.skip(f"no count changes in {kind} on this processor")
+    assert f"all in {kind}" in names(named(found.tried))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
