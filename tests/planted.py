@@ -101,7 +101,7 @@ FAULTS: dict[tuple[str, str], Change] = {
     ("dflash", "layers below"): _layers(-1),
     ("dflash", "theta of another model"): _theta(500.0),
     ("dflash", "theta of Llama 3"): _theta(500_000.0),
-    ("dflash", "no mask"): _mask(0),
+    ("dflash", "end as mask"): _mask(2),
     ("dflash", "mask id"): _mask(5),
     ("dflash", "norms without one"): _norms(-1),
     ("dflash", "norms with one"): _norms(1),

@@ -80,7 +80,7 @@ class _Sides:
         bench = self._bench(place, base, [self.chats[number] for number in kept])
         return Checked(
             method.label, self._about(server, method.label), base, counted_by,
-            (convention.__doc__ or "").replace("\n", " ") if counted_by else None,
+            " ".join((convention.__doc__ or "").split()) if counted_by else None,
             next((one.generation.uncounted for one in theirs if one.generation.uncounted), None), tuple(failed),
             (sum(one.num_prompt_tokens for one in mine), sum(one.generation.num_prompt_tokens for one in theirs))
             if bench.is_rendered_there else None,

@@ -160,7 +160,9 @@ def _differences(checked: Checked) -> Iterator[str]:
     if theirs is not None and ours != theirs:
         yield f"it drafts {theirs} tokens a round, and this engine {ours}"
     sides = list(zip(*base.counted, strict=True))
-    if sides and base.state in ("differ", "alike"):
+    if sides and not any(one.rounds for one in sides[1]):
+        yield "it counts no rounds, so it drafts nothing"
+    elif sides and base.state in ("differ", "alike"):
         mine, other = (number(_pooled(side)) for side in sides)
         yield (
             f"its al.pooled is {other}, and ours {mine}, on the same answers, and the counts are the same in "

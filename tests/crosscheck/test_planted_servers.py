@@ -86,7 +86,7 @@ IN_CHECKPOINTS = {
     ("dflash", "order of features"): "layers 13, 10, 7, 4, 1",
     ("dflash", "layers below"): "layers 0, 3, 6, 9, 12",
     ("dflash", "theta of Llama 3"): "theta 500000",
-    ("dflash", "no mask"): "mask 0",
+    ("dflash", "end as mask"): "mask 2",
     ("dflash", "norms without one"): "norms minus one",
     ("dflash", "norms with one"): "norms plus one",
     ("eagle3", "order of features"): "layers 12, 7, 1",
@@ -222,10 +222,10 @@ def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
 def test_a_server_that_verifies_a_part_of_a_wide_block(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         propose = DFlashDrafter.propose
-        patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :7]))
-        answers = {prompt: replace(said, num_drafts=7) for prompt, said in decoded(engine(), "dflash").items()}
+        patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :3]))
+        answers = {prompt: replace(said, num_drafts=3) for prompt, said in decoded(engine(), "dflash").items()}
     with server(answers) as running:
-        found = checked(running.url, "dflash:n=7")
+        found = checked(running.url, "dflash:n=3")
     assert found.verdict == "differ" and names(named(found.tried)) == ["a block of 16"]
 
 
