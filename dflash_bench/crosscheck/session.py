@@ -43,7 +43,8 @@ def perform(asked: Asked, tell: Tell) -> list[Checked]:
         servers.sends_chats = asked.sends_chats
         settings = Settings(thinking=modes_of(request, model, local.has_thinking)[0])
         named_chats = list(chain.from_iterable(suites.chats(loaded) for loaded in resolved.suites))
-        servers.check_chats(named_chats, [settings])
+        # A mode of thinking that nobody asked for need not be said: a server's template has one by itself.
+        servers.check_chats(named_chats, [settings if request.thinking is not None else Settings()])
         sides = _Sides(resolved, model, servers, local, settings, [tuple(chat) for _, chat in named_chats], tell)
         return [sides.checked(place) for place in wanted_places]
 
