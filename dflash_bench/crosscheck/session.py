@@ -43,9 +43,10 @@ def perform(asked: Asked, tell: Tell) -> list[Checked]:
         servers.sends_chats = asked.sends_chats
         settings = Settings(thinking=modes_of(request, model, local.has_thinking)[0])
         named_chats = list(chain.from_iterable(suites.chats(loaded) for loaded in resolved.suites))
-        # A mode of thinking that nobody asked for need not be said: a server's template has one by itself.
-        servers.check_chats(named_chats, [settings if request.thinking is not None else Settings()])
-        sides = _Sides(resolved, model, servers, local, settings, [tuple(chat) for _, chat in named_chats], tell)
+        # Where a server renders chats, a mode of thinking that nobody asked for is left to its template.
+        said = settings if request.thinking is not None else Settings()
+        servers.check_chats(named_chats, [said])
+        sides = _Sides(resolved, model, servers, local, settings, said, [tuple(chat) for _, chat in named_chats], tell)
         return [sides.checked(place) for place in wanted_places]
 
 
@@ -58,12 +59,15 @@ class _Sides:
     servers: ServerBackend
     local: LocalBackend
     settings: Settings
+    said: Settings
+    """What of them is said to a server that renders chats."""
     chats: Sequence[tuple[Message, ...]]
     tell: Tell
 
     def checked(self, place: Place) -> Checked:
         server, method = place.address.method.label, place.method
-        given = [self.servers.answer(server, chat, self.settings) for chat in self._told(f"asking {server}")]
+        settings = self.settings if self.servers.sends_ids(server) else self.said
+        given = [self.servers.answer(server, chat, settings) for chat in self._told(f"asking {server}")]
         ours = [self.local.generate(method.label, chat, self.settings) for chat in self._told(f"{method.label} here")]
         for generation in ours:
             if generation.error is not None:

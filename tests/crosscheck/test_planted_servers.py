@@ -261,6 +261,8 @@ def test_a_server_that_thinks() -> None:
         found = checked(running.url, sends_chats=True)
     assert found.verdict == "differ" and names(named(found.tried)) == ["thinking on"]
     assert found.num_prompt_tokens is not None and found.base.mismatches
+    asked = [body for path, body, _ in running.asked if path == "/v1/chat/completions"]
+    assert asked and not any("chat_template_kwargs" in body for body in asked)
 
 
 def test_a_server_without_a_template() -> None:
