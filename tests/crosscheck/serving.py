@@ -52,14 +52,18 @@ def engine(method: str = "dflash", draft: Path | None = None, **wanted: Any) -> 
 
 
 def decoded(
-    backend: LocalBackend, method: str, settings: Settings = GREEDY, prompts: Iterable[list[int]] | None = None
+    backend: LocalBackend,
+    method: str,
+    settings: Settings = GREEDY,
+    prompts: Iterable[list[int]] | None = None,
+    rows: int = PROMPTS,
 ) -> dict[str, Said]:
-    """What it answers, by the ids of our prompt as JSON; `prompts` are what it reads instead."""
+    """What it answers, so many prompts at a time, by the ids of our prompt as JSON; `prompts` are read instead."""
     ours = [backend.encode(chat) for chat in chats()]
     read = list(prompts or [backend.encode(chat, settings) for chat in chats()])
     method = parse(method).label
     drafts = backend.drafters[method].num_drafts
-    answers = [backend.generate_ids(method, [prompt])[0] for prompt in read]
+    answers = backend.generate_ids(method, read, num_rows=rows)
     assert all(answer.error is None for answer in answers)
     return {
         json.dumps(prompt): Said(answer.token_ids, answer.accepted or (), drafts)

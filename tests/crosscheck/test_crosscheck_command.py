@@ -161,5 +161,5 @@ def few_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from dflash_bench.crosscheck import session
 
     emulations = session.emulations
-    monkeypatch.setattr(session, "emulations", lambda bench: islice(emulations(bench), 3))
+    monkeypatch.setattr(session, "emulations", lambda bench: islice(emulations(bench), 1))
     yield
