@@ -49,6 +49,10 @@ def _layers(by: int) -> Change:
     return change
 
 
+def _targets_last_norm(config: Config, tensors: Tensors) -> None:
+    tensors["norm.weight"] = load_file(NANO / "target" / "model.safetensors")["model.norm.weight"]
+
+
 def _loud_keys(config: Config, tensors: Tensors) -> None:
     """The norm of the first layer's keys differs much from those of the others."""
     tensors["layers.0.self_attn.k_norm.weight"] = tensors["layers.0.self_attn.k_norm.weight"] * 2
@@ -97,6 +101,7 @@ def _other_embedding(config: Config, tensors: Tensors) -> None:
 
 FAULTS: dict[tuple[str, str], Change] = {
     ("dflash", "order of features"): _reversed,
+    ("dflash", "last norm of the target"): _targets_last_norm,
     ("dflash", "loud keys"): _loud_keys,
     ("dflash", "layers below"): _layers(-1),
     ("dflash", "theta of another model"): _theta(500.0),

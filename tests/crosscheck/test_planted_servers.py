@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dflash_bench.analysis import crosscheck
 from dflash_bench.analysis.crosscheck import drafts_a_round, named
-from dflash_bench.crosscheck import session
+from dflash_bench.crosscheck import causes, session
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.lean_dflash import LeanDFlash
 from dflash_bench.engine.local import LocalBackend
@@ -47,6 +48,7 @@ class Shaped:
 
 
 OPENED: dict[str, LocalBackend] = {}
+DECODE = session._Sides._emulated
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     open_local = session.open_local
 
     def remembered(resolved: Resolved) -> LocalBackend:
-        key = f"{resolved.methods[-1].label} {resolved.request.drafts}"
+        key = f"{resolved.methods[-1].label} {resolved.request.drafts} {resolved.request.quantize}"
         if key not in OPENED:
             OPENED[key] = backend = open_local(resolved)
             # Our own answers are the same in all tests.
@@ -66,12 +68,10 @@ def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = session._Sides._emulated
-
     def remembered(self: Any, one: Any) -> Emulated:
         key = (one.shape, one.cause.name, str(one.prompts))
         if key not in EMULATED:
-            EMULATED[key] = decode(self, one.emulation)
+            EMULATED[key] = DECODE(self, one.emulation)
         return EMULATED[key]
 
     emulations = session.emulations
@@ -92,6 +92,7 @@ IN_CHECKPOINTS = {
     ("dflash", "end as mask"): "mask 2",
     ("dflash", "norms without one"): "norms minus one",
     ("dflash", "norms with one"): "norms plus one",
+    ("dflash", "last norm of the target"): "the target's last norm",
     ("eagle3", "order of features"): "layers 12, 7, 1",
     ("eagle3", "layers above"): "layers 2, 8, 13",
     ("eagle3", "theta of Llama 3"): "theta 500000",
@@ -138,19 +139,24 @@ def offsets_as_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Eagle3Draft, "target_ids", lambda self, draft_ids: self.d2t[draft_ids])
 
 
-def late_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block's angles are those of one place further on, and the context's are not."""
+def block_at(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's angles are those of so many places further on, and the context's are not."""
     through = DFlashDrafter._through
 
-    def late(self: DFlashDrafter, block: Tensor) -> Tensor:
+    def moved(self: DFlashDrafter, block: Tensor) -> Tensor:
         kept = self.rotary.cos, self.rotary.sin
-        self.rotary.cos, self.rotary.sin = (table.roll(-1, dims=0) for table in kept)
+        self.rotary.cos, self.rotary.sin = (table.roll(-offset, dims=0) for table in kept)
         try:
             return through(self, block)
         finally:
             self.rotary.cos, self.rotary.sin = kept
 
-    monkeypatch.setattr(DFlashDrafter, "_through", late)
+    monkeypatch.setattr(DFlashDrafter, "_through", moved)
+
+
+def embedded(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LeanDFlash.forward
+    monkeypatch.setattr(LeanDFlash, "forward", lambda self, rows, *more: forward(self, rows * factor, *more))
 
 
 def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +175,10 @@ def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_THE_ENGINE: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
     ("dflash", "no anchor"): unanchored,
-    ("dflash", "block one place after"): late_block,
+    ("dflash", "block one place after"): partial(block_at, 1),
+    ("dflash", "block one place before"): partial(block_at, -1),
+    ("dflash", "embedding times 11.3"): partial(embedded, 128**0.5),
+    ("dflash", "embedding by 11.3"): partial(embedded, 128**-0.5),
     ("dflash", "labels moved by one"): next_tokens,
     ("eagle3", "d2t as ids"): offsets_as_ids,
 }
@@ -222,14 +231,18 @@ def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
 
 
 @pytest.mark.usefixtures("few_causes")
-def test_a_server_that_verifies_a_part_of_a_wide_block(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wide", "num_drafts"), [(16, 3), (6, 4)])
+def test_a_server_that_verifies_a_part_of_its_block(
+    wide: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = f"dflash:block={wide}"
     with monkeypatch.context() as patch:
         propose = DFlashDrafter.propose
-        patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :3]))
-        answers = {prompt: replace(said, num_drafts=3) for prompt, said in decoded(engine(), "dflash").items()}
+        patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :num_drafts]))
+        answers = {p: replace(said, num_drafts=num_drafts) for p, said in decoded(engine(method), method).items()}
     with server(answers) as running:
-        found = checked(running.url, "dflash:n=3")
-    assert found.verdict == "differ" and names(named(found.tried)) == ["a block of 16"]
+        found = checked(running.url, f"dflash:n={num_drafts}")
+    assert found.verdict == "differ" and names(named(found.tried)) == [f"a block of {wide}"]
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -274,6 +287,40 @@ def test_a_server_without_a_template() -> None:
     with server(decoded(backend, "dflash", prompts=bare), by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
     assert found.verdict == "differ" and names(named(found.tried)) == ["no template"]
+
+
+@pytest.mark.parametrize(
+    ("token", "cause", "change"),
+    [
+        ("<|endoftext|>", "a token of begin", lambda prompt: [0, *prompt]),
+        ("<|im_start|>", "two tokens of begin", lambda prompt: [1, *prompt]),
+        ("<|im_start|>", "no token of begin", lambda prompt: prompt[1:]),
+    ],
+)
+def test_a_server_that_begins_prompts_otherwise(
+    token: str, cause: str, change: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nano has no such token; here it is told that it has."""
+    backend = engine()
+    backend.tokenizer.bos_token = token
+    monkeypatch.setattr(session, "open_local", lambda resolved: backend)
+    monkeypatch.setattr(session, "emulations", causes._of_prompts)
+    monkeypatch.setattr(session._Sides, "_emulated", DECODE)
+    answers = decoded(engine(), "dflash", prompts=[change(backend.encode(chat)) for chat in chats()])
+    with server(answers, by_chat=True) as running:
+        found = checked(running.url, sends_chats=True, limit=3)
+    assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
+def test_a_server_whose_target_is_not_quantised_as_ours_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crosscheck, "SAME", 1.0)
+    monkeypatch.setattr(crosscheck, "GAINED", 1)
+    monkeypatch.setattr(session, "emulations", causes._of_targets)
+    monkeypatch.setattr(session._Sides, "_emulated", DECODE)
+    with server(decoded(engine(), "dflash")) as running:
+        found = checked(running.url, quantize="int8")
+    assert found.verdict == "differ" and "the target as it was" in names(named(found.tried))
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
