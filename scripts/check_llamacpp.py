@@ -1,7 +1,8 @@
 """Our engine against a real llama.cpp server: the same nano weights, prompts and settings, one request at a time.
 
 `comparison.py` says what must agree. Besides, the GGUF file's tokenizer and chat template must give our prompts. Before
-counts are compared, ours are put as llama.cpp counts, which differs in the last round of an answer (`as_llamacpp`).
+counts are compared, ours are put as llama.cpp counts, which differs in the last round of an answer. At the end
+`dflash-bench crosscheck` asks the same servers, and must come to the same.
 With flash attention the server computes in float16, so that its acceptance may differ; this is shown, not judged.
 """
 
@@ -22,27 +23,29 @@ from tempfile import TemporaryDirectory
 
 import torch
 from comparison import (
-    Answer,
     Comparison,
-    Counts,
     agreement,
     answers,
+    crosschecked,
+    paired,
     positions,
     prompts,
     show,
     summary_rows,
-    verdict,
     write,
 )
 from llamacpp_server import Server, ServerError, Settings, version
 
 from dflash_bench import methods
+from dflash_bench.analysis.conventions import Counts, llamacpp
+from dflash_bench.analysis.crosscheck import Answer
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
 from dflash_bench.models.conversion import convert
 from dflash_bench.models.llamacpp.splitting import ODD_TEXTS
 from dflash_bench.records import Generation, Message
+from dflash_bench.report.crosscheck import sentence
 
 NUM_PROMPTS, MAX_NEW_TOKENS, MODEL = 64, 128, "nano"
 EXACT, FLASH = "llama.cpp", "llama.cpp, flash attention"
@@ -88,6 +91,7 @@ def main() -> int:
                 for settings in flash
             ]
             remarks = [texts(options.server_python, served[0], backend, messages)]
+            said = [check_with_command(options.server_python, one) for one in served if one.method in COMPARABLE]
             gaps = [precision(options.server_python, s, backend, messages) for s in (served[0], with_flash(served[0]))]
     except ServerError as error:
         print(f"check_llamacpp: {error}", file=sys.stderr)
@@ -102,6 +106,8 @@ def main() -> int:
     ]
     if gaps[0] > LARGEST_GAP:
         wrong.append(remarks[1])
+    remarks += [says for says, _ in said]
+    wrong += [problem for _, problem in said if problem]
     write(options.output, markdown(compared, drafted, remarks, version(options.server_python)))
     print("\n".join(wrong) or "llama.cpp and this engine agree")
     return 1 if wrong else 0
@@ -155,34 +161,27 @@ def compare(
             if drafted[i].token_ids != plain[i].token_ids:
                 raise SystemExit(f"our own {settings.method} differs from our plain decoding in prompt {i}")
             done = server.complete(backend.encode(message), MAX_NEW_TOKENS)
-            theirs = Counts(done.tokens, done.num_rounds, done.accepted_at)
-            ours = as_llamacpp(drafted[i], settings.num_drafts)
-            compared.append(Answer(ours, theirs, verdict(backend, message, plain[i], theirs)))
+            counts = Counts(done.num_rounds, done.num_accepted, done.num_drafted, done.accepted_at)
+            theirs = Answer(done.tokens, "", counts)
+            compared.append(paired(backend, message, plain[i], drafted[i], llamacpp, settings.num_drafts, theirs))
             show(f"{engine} {settings.method}", i + 1, len(messages))
     return Comparison(settings.method, engine, settings.num_drafts, tuple(compared))
 
 
-def as_llamacpp(generation: Generation, num_drafts: int) -> Counts:
-    """Our rounds as llama.cpp counts them. It differs where an answer ends:
-
-    - It drafts no more than may still be emitted besides the bonus token; with nothing left to draft there is no round.
-    - A stop token that was drafted ends the round as if it were the bonus token, unless it is the last of the draft.
-    """
-    left, kept = MAX_NEW_TOKENS - 1, []
-    for accepted, emitted in zip(generation.accepted or (), generation.emitted or (), strict=True):
-        room = min(num_drafts, left - 1)
-        left -= emitted
-        if room > 0:
-            kept.append(emitted if accepted >= emitted == room else emitted - 1)
-    at = tuple(sum(count > k for count in kept) for k in range(num_drafts))
-    return Counts(generation.token_ids, len(kept), at)
+def check_with_command(python: Path, settings: Settings) -> tuple[str, str]:
+    """What `dflash-bench crosscheck` says of this server, and what is wrong with that, if anything is."""
+    with Server(python, settings) as server:
+        checked = crosschecked(server.address, settings.method, settings.num_drafts, MAX_NEW_TOKENS)
+    says = f"`dflash-bench crosscheck`, {settings.method}: {sentence(checked)}"
+    return says, "" if checked.verdict == "agree" else says
 
 
 def problems(comparison: Comparison) -> list[str]:
     judged = comparison.engine == EXACT and comparison.method in COMPARABLE
     wrong = comparison.problems() if judged else comparison.mismatches()
-    if judged and comparison.num_identical < LEAST_IDENTICAL * len(comparison.equal):
-        wrong.append(f"only {comparison.num_identical} of {len(comparison.equal)} answers have the same counts")
+    identical, counted = comparison.compared.num_identical, len(comparison.counted)
+    if judged and identical < LEAST_IDENTICAL * counted:
+        wrong.append(f"only {identical} of {counted} answers have the same counts")
     return [f"{comparison.method}, {comparison.engine}: {problem}" for problem in wrong]
 
 
@@ -267,12 +266,12 @@ def markdown(
 
 
 def equal(comparison: Comparison) -> str:
-    return f"{len(comparison.equal)} of {len(comparison.answers)} answers equal ours token for token"
+    return f"{comparison.compared.num_equal} of {len(comparison.pairs)} answers equal ours token for token"
 
 
 def accepted(comparison: Comparison) -> str:
-    rounds = sum(answer.theirs.num_rounds for answer in comparison.answers)
-    return f"{sum(answer.theirs.num_accepted for answer in comparison.answers)} drafts accepted in {rounds} rounds"
+    theirs = [pair.theirs.counts for pair in comparison.pairs if pair.theirs.counts is not None]
+    return f"{sum(one.accepted for one in theirs)} drafts accepted in {sum(one.rounds for one in theirs)} rounds"
 
 
 def counting(judged: Sequence[Comparison], drafted: dict[str, list[Generation]]) -> list[str]:
@@ -284,9 +283,9 @@ def counting(judged: Sequence[Comparison], drafted: dict[str, list[Generation]])
     ]
     for c in judged:
         ours = sum(sum(generation.accepted or ()) for generation in drafted[c.method])
-        put, own = (sum(getattr(a, side).num_accepted for a in c.answers) for side in ("ours", "theirs"))
         rounds = sum(len(generation.accepted or ()) for generation in drafted[c.method])
-        put_rounds, own_rounds = (sum(getattr(a, side).num_rounds for a in c.answers) for side in ("ours", "theirs"))
+        put, own = (sum(counts[side].accepted for counts in c.counted) for side in (0, 1))
+        put_rounds, own_rounds = (sum(counts[side].rounds for counts in c.counted) for side in (0, 1))
         lines.append(
             f"| {c.method} | {c.engine} | {ours} in {rounds} rounds | {put} in {put_rounds} | {own} in {own_rounds} |"
         )

@@ -21,23 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import (
-    Answer,
-    Comparison,
-    Counts,
-    agreement,
-    answers,
-    counts,
-    positions,
-    prompts,
-    show,
-    summary_rows,
-    verdict,
-    write,
-)
+from comparison import Comparison, agreement, answers, paired, positions, prompts, show, summary_rows, write
 from vllm_server import Server, ServerError
 
 from dflash_bench import methods
+from dflash_bench.analysis.conventions import Counts, whole
+from dflash_bench.analysis.crosscheck import Answer, Pair
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading
@@ -82,7 +71,7 @@ def main() -> int:
     except ServerError as error:
         print(f"check_vllm: {error}", file=sys.stderr)
         return 1
-    if all(any(answer.theirs.num_rounds for answer in comparison.equal) for comparison in compared):
+    if all(any(theirs.rounds for _, theirs in comparison.counted) for comparison in compared):
         write(options.output, markdown(compared, versions))
     problems = [
         f"{comparison.method}, {comparison.engine}: {problem}"
@@ -137,14 +126,15 @@ def compare(
     messages: Sequence[list[Message]],
     plain: Sequence[Generation],
     drafted: Sequence[Generation],
-) -> tuple[Answer, ...]:
+) -> tuple[Pair, ...]:
     num_drafts = backend.drafters[method].num_drafts
     compared = []
     for i, message in enumerate(messages):
         if drafted[i].token_ids != plain[i].token_ids:
             raise SystemExit(f"check_vllm: our own {method} differs from our plain decoding in prompt {i}")
-        theirs = Counts(*server.complete(backend.encode(message), MAX_NEW_TOKENS, num_drafts))
-        compared.append(Answer(counts(drafted[i], num_drafts), theirs, verdict(backend, message, plain[i], theirs)))
+        tokens, num_rounds, accepted_at = server.complete(backend.encode(message), MAX_NEW_TOKENS, num_drafts)
+        theirs = Answer(tokens, "", Counts(num_rounds, sum(accepted_at), at=accepted_at))
+        compared.append(paired(backend, message, plain[i], drafted[i], whole, num_drafts, theirs))
         show(f"vLLM {method}", i + 1, len(messages))
     return tuple(compared)
 

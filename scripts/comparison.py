@@ -1,8 +1,7 @@
 """Our engine beside another that serves the same weights: their answers one by one, and whether their counts agree.
 
-Tokens must equal those of our plain decoding. Acceptance must agree within sampling error, position by position
-(two-proportion intervals, 95 % over all positions together) and as a whole (the ratio of both al.pooled, resampled over
-prompts, which is much sharper because both answered the same prompts).
+Tokens must equal those of our plain decoding. Acceptance must agree within sampling error, position by position and as
+a whole; `dflash_bench/analysis/crosscheck.py` says how that is told.
 """
 
 from __future__ import annotations
@@ -13,38 +12,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 
-import numpy as np
-
-from dflash_bench.analysis import stats
+from dflash_bench.analysis import crosscheck
+from dflash_bench.analysis.conventions import Convention, Counts, Decoded
+from dflash_bench.analysis.crosscheck import Answer, Checked, Pair
+from dflash_bench.crosscheck import session
+from dflash_bench.crosscheck.request import Asked
 from dflash_bench.engine.local import LocalBackend
 from dflash_bench.records import Generation, Message
+from dflash_bench.report.tables import with_interval
+from dflash_bench.run.request import Request
 from dflash_bench.tasks import suites
 
-LEVEL = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """One answer's tokens, its number of rounds, and how many rounds accepted each position of the draft."""
-
-    tokens: tuple[int, ...]
-    num_rounds: int
-    accepted_at: tuple[int, ...]
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One prompt under one method; `verdict` is None if its tokens equal those of our plain decoding."""
-
-    ours: Counts
-    theirs: Counts
-    verdict: str | None
+CROSSCHECKED = 3
+"""Prompts of each suite that `dflash-bench crosscheck` asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +35,33 @@ class Comparison:
     method: str
     engine: str
     num_drafts: int
-    answers: tuple[Answer, ...]
+    pairs: tuple[Pair, ...]
     excused: str = ""
 
     @property
-    def equal(self) -> list[Answer]:
-        """The answers with the same text; only their acceptance is compared."""
-        return [answer for answer in self.answers if answer.verdict is None]
+    def compared(self) -> crosscheck.Comparison:
+        return crosscheck.Comparison(self.pairs)
 
     @property
-    def num_identical(self) -> int:
-        return sum(answer.ours == answer.theirs for answer in self.equal)
-
-    def positions(self) -> list[tuple[int, float, float, float]]:
-        """(position counted from 1, our share of rounds, theirs, the allowed difference)."""
-        mine, other = ([getattr(answer, side) for answer in self.equal] for side in ("ours", "theirs"))
-        n, m = (sum(counts.num_rounds for counts in side) for side in (mine, other))
-        z = NormalDist().inv_cdf(1 - (1 - LEVEL) / (2 * self.num_drafts))
-        rows = []
-        for k in range(self.num_drafts):
-            x, y = (sum(counts.accepted_at[k] for counts in side) for side in (mine, other))
-            both = (x + y) / (n + m)
-            rows.append((k + 1, x / n, y / m, z * (both * (1 - both) * (1 / n + 1 / m)) ** 0.5))
-        return rows
-
-    def ratio(self) -> stats.Interval:
-        """Their al.pooled over ours."""
-        both = [(answer.theirs, answer.ours) for answer in self.equal]
-        columns = [[float(n) for c in sides for n in (c.num_rounds + c.num_accepted, c.num_rounds)] for sides in both]
-        (interval,) = stats.intervals(np.array(columns), [stats.ratio([0, 3], [1, 2])])
-        assert interval is not None, "every answer has rounds"
-        return interval
+    def counted(self) -> list[tuple[Counts, Counts]]:
+        """Ours and theirs, of the answers with the same text; only their acceptance is compared."""
+        return self.compared.counted
 
     def mismatches(self) -> list[str]:
-        return [
-            f"prompt {i}: {answer.verdict}"
-            for i, answer in enumerate(self.answers)
-            if answer.verdict is not None and "mismatch" in answer.verdict
-        ]
+        return [f"prompt {i}: {words(pair)}" for i, pair in enumerate(self.pairs) if i in self.compared.mismatches]
 
     def problems(self) -> list[str]:
         problems = self.mismatches()
-        if not any(answer.theirs.num_accepted for answer in self.equal):
+        if not any(theirs.accepted for _, theirs in self.counted):
             return [*problems, f"{self.engine} accepted no draft at all"]
         problems += [
-            f"position {k}: {ours:.3f} here, {theirs:.3f} in {self.engine}, more than {bound:.3f} apart"
-            for k, ours, theirs, bound in self.positions()
-            if abs(ours - theirs) > bound
+            f"position {one.place}: {one.ours:.3f} here, {one.theirs:.3f} in {self.engine}, {one.allowed:.3f} allowed"
+            for one in self.compared.positions()
+            if one.is_far
         ]
-        ratio = self.ratio()
-        if ratio.low is None or ratio.high is None or not ratio.low <= 1 <= ratio.high:
-            bounds = "none" if ratio.low is None else f"[{ratio.low:.4f}, {ratio.high:.4f}]"
-            problems.append(f"al.pooled of {self.engine} is {ratio.value:.4f} of ours, interval {bounds}")
+        ratio = self.compared.ratio()
+        if ratio is None or ratio.low is None or ratio.high is None or not ratio.low <= 1 <= ratio.high:
+            problems.append(f"al.pooled of {self.engine} over ours: {with_interval(ratio, 4)}")
         return problems
 
 
@@ -128,17 +84,35 @@ def answers(backend: LocalBackend, method: str, messages: Sequence[list[Message]
     return out
 
 
-def counts(generation: Generation, num_drafts: int) -> Counts:
-    accepted = generation.accepted or ()
-    at = tuple(sum(count > k for count in accepted) for k in range(num_drafts))
-    return Counts(generation.token_ids, len(accepted), at)
+def paired(
+    backend: LocalBackend,
+    message: list[Message],
+    plain: Generation,
+    ours: Generation,
+    convention: Convention,
+    num_drafts: int,
+    theirs: Answer,
+) -> Pair:
+    """One answer of both, ours counted by the other engine's convention, and the judge's word where they differ."""
+    decoded = Decoded(len(ours.token_ids), ours.accepted or (), num_drafts, backend.limits.max_new_tokens)
+    departure = None
+    if theirs.tokens != plain.token_ids:
+        departure = backend.divergence(message, plain.token_ids, theirs.tokens)
+    return Pair(Answer(ours.token_ids, "", convention(decoded)), theirs, departure)
 
 
-def verdict(backend: LocalBackend, message: list[Message], plain: Generation, theirs: Counts) -> str | None:
-    if theirs.tokens == plain.token_ids:
-        return None
-    divergence = backend.divergence(message, plain.token_ids, theirs.tokens)
-    return f"{divergence.verdict} at {divergence}"
+def words(pair: Pair) -> str:
+    return "" if pair.departure is None else f"{pair.departure.verdict} at {pair.departure}"
+
+
+def crosschecked(address: str, method: str, num_drafts: int, max_new_tokens: int) -> Checked:
+    """What `dflash-bench crosscheck` says of this server."""
+    ours = Request(
+        suites=("paper",), methods=(f"{method}:{num_drafts}",), limit=CROSSCHECKED, max_new_tokens=max_new_tokens
+    )
+    theirs = Request(suites=(), methods=(), servers=(f"{method}={address}",))
+    (checked,) = session.perform(Asked(ours, theirs), lambda _: None)
+    return checked
 
 
 def show(what: str, done: int, total: int) -> None:
@@ -150,15 +124,14 @@ def show(what: str, done: int, total: int) -> None:
 
 def summary_rows(comparison: Comparison) -> list[str]:
     rows = []
-    for engine, side in (("here", "ours"), (comparison.engine, "theirs")):
-        all_counts = [getattr(answer, side) for answer in comparison.equal]
-        num_rounds = sum(c.num_rounds for c in all_counts)
-        pooled = 1 + sum(c.num_accepted for c in all_counts) / num_rounds
-        emitted = sum(len(c.tokens) - 1 for c in all_counts) / num_rounds
-        equal = f"{len(comparison.equal)}/{len(comparison.answers)}"
+    equal = [pair for pair in comparison.pairs if pair.counts is not None]
+    num_tokens = sum(len(pair.ours.tokens) - 1 for pair in equal)
+    for side, engine in enumerate(("here", comparison.engine)):
+        num_rounds = sum(counts[side].rounds for counts in comparison.counted)
+        pooled = 1 + sum(counts[side].accepted for counts in comparison.counted) / num_rounds
         rows.append(
-            f"| {comparison.method} | {comparison.num_drafts} | {engine} | {len(comparison.answers)} | {equal} "
-            f"| {num_rounds} | {pooled:.4f} | {emitted:.4f} |"
+            f"| {comparison.method} | {comparison.num_drafts} | {engine} | {len(comparison.pairs)} "
+            f"| {len(equal)}/{len(comparison.pairs)} | {num_rounds} | {pooled:.4f} | {num_tokens / num_rounds:.4f} |"
         )
     return rows
 
@@ -166,19 +139,19 @@ def summary_rows(comparison: Comparison) -> list[str]:
 def agreement(compared: Sequence[Comparison]) -> list[str]:
     lines = []
     for comparison in compared:
-        ratio = comparison.ratio()
-        problems = comparison.problems()
+        ratio, problems = comparison.compared.ratio(), comparison.problems()
         why = f" A known fault: {comparison.excused}." if comparison.excused else ""
+        bounds = "" if ratio is None else f"[{ratio.low:.4f}, {ratio.high:.4f}]"
         lines.append(
-            f"- {comparison.method}, {comparison.engine}: its al.pooled is {ratio.value:.4f} of ours, "
-            f"[{ratio.low:.4f}, {ratio.high:.4f}] (95 %, over prompts); "
-            f"all counts are the same in {comparison.num_identical} of {len(comparison.equal)} answers; "
+            f"- {comparison.method}, {comparison.engine}: its al.pooled is {ratio and ratio.value:.4f} of ours, "
+            f"{bounds} (95 %, over prompts); "
+            f"all counts are the same in {comparison.compared.num_identical} of {len(comparison.counted)} answers; "
             f"{'they agree' if not problems else 'THEY DISAGREE: ' + '; '.join(problems)}.{why}"
         )
         lines += [
-            f"- {comparison.method}, {comparison.engine}, prompt {i}: {a.verdict}"
-            for i, a in enumerate(comparison.answers)
-            if a.verdict
+            f"- {comparison.method}, {comparison.engine}, prompt {i}: {words(pair)}"
+            for i, pair in enumerate(comparison.pairs)
+            if pair.departure is not None
         ]
     return lines
 
@@ -187,8 +160,9 @@ def positions(comparison: Comparison, engine: str, title: str) -> Iterator[str]:
     """A table; `engine` heads the column of the other one."""
     yield from ("", f"## {title}: share of rounds that accept the draft at a position", "")
     yield from (f"| position | here | {engine} | difference | allowed |", "| ---: | ---: | ---: | ---: | ---: |")
-    for k, ours, theirs, bound in comparison.positions():
-        yield f"| {k} | {ours:.4f} | {theirs:.4f} | {theirs - ours:+.4f} | {bound:.4f} |"
+    for one in comparison.compared.positions():
+        difference = one.theirs - one.ours
+        yield f"| {one.place} | {one.ours:.4f} | {one.theirs:.4f} | {difference:+.4f} | {one.allowed:.4f} |"
 
 
 def write(path: Path, text: str) -> None:

@@ -39,6 +39,25 @@ def _mask(token_id: int) -> Change:
     return change
 
 
+def _layers(by: int) -> Change:
+    names = {"dflash_config": "target_layer_ids", "eagle_config": "eagle_aux_hidden_state_layer_ids"}
+
+    def change(config: Config, tensors: Tensors) -> None:
+        for place in names.keys() & config.keys():
+            config[place][names[place]] = [layer + by for layer in config[place][names[place]]]
+
+    return change
+
+
+def _targets_last_norm(config: Config, tensors: Tensors) -> None:
+    tensors["norm.weight"] = load_file(NANO / "target" / "model.safetensors")["model.norm.weight"]
+
+
+def _loud_keys(config: Config, tensors: Tensors) -> None:
+    """The norm of the first layer's keys differs much from those of the others."""
+    tensors["layers.0.self_attn.k_norm.weight"] = tensors["layers.0.self_attn.k_norm.weight"] * 2
+
+
 def _norms(by: float) -> Change:
     def change(config: Config, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
@@ -50,6 +69,11 @@ def _norms(by: float) -> Change:
 
 def _absolute(config: Config, tensors: Tensors) -> None:
     tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def _targets_head(config: Config, tensors: Tensors) -> None:
+    rows = load_file(NANO / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = rows[tensors["d2t"] + torch.arange(len(tensors["d2t"]))].contiguous()
 
 
 def _head(config: Config, tensors: Tensors) -> None:
@@ -77,16 +101,24 @@ def _other_embedding(config: Config, tensors: Tensors) -> None:
 
 FAULTS: dict[tuple[str, str], Change] = {
     ("dflash", "order of features"): _reversed,
+    ("dflash", "last norm of the target"): _targets_last_norm,
+    ("dflash", "loud keys"): _loud_keys,
+    ("dflash", "layers below"): _layers(-1),
     ("dflash", "theta of another model"): _theta(500.0),
+    ("dflash", "theta of Llama 3"): _theta(500_000.0),
+    ("dflash", "end as mask"): _mask(2),
     ("dflash", "mask id"): _mask(5),
     ("dflash", "norms without one"): _norms(-1),
     ("dflash", "norms with one"): _norms(1),
     ("eagle3", "order of features"): _reversed,
+    ("eagle3", "layers above"): _layers(1),
     ("eagle3", "theta of another model"): _theta(500.0),
+    ("eagle3", "theta of Llama 3"): _theta(500_000.0),
     ("eagle3", "norms without one"): _norms(-1),
     ("eagle3", "norms with one"): _norms(1),
     ("eagle3", "ids in place of offsets"): _absolute,
     ("eagle3", "head"): _head,
+    ("eagle3", "head of the target"): _targets_head,
     ("eagle3", "norm before residual"): _before_residual,
     ("eagle3", "norm of the output"): _output_norm,
     ("eagle3", "embedding of another model"): _other_embedding,

@@ -30,6 +30,8 @@ ABSURD = [
     ("doctor/probes.py", "dflash_bench.doctor.diagnosis"),
     ("train/loop.py", "dflash_bench.doctor.probes"),
     ("report/tables.py", "dflash_bench.report.html"),
+    ("doctor/probes.py", "dflash_bench.crosscheck.causes"),
+    ("crosscheck/causes.py", "dflash_bench.report.tables"),
 ]
 
 

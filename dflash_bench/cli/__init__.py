@@ -12,7 +12,16 @@ import typer
 from typer import Option
 
 from dflash_bench import __version__
-from dflash_bench.cli import checkpoints, diagnosis, distribution, measuring, profiling, results, training
+from dflash_bench.cli import (
+    checkpoints,
+    crosschecking,
+    diagnosis,
+    distribution,
+    measuring,
+    profiling,
+    results,
+    training,
+)
 from dflash_bench.cli.output import note, prepare, say
 from dflash_bench.errors import UserError
 
@@ -63,5 +72,14 @@ def _root(
     pass
 
 
-for part in (measuring, distribution, profiling, diagnosis, checkpoints, training, results):  # as --help lists them
+for part in (
+    measuring,
+    distribution,
+    profiling,
+    diagnosis,
+    crosschecking,
+    checkpoints,
+    training,
+    results,
+):  # as --help lists them
     app.add_typer(part.app)

@@ -65,7 +65,10 @@ def open_servers(resolved: Resolved) -> ServerBackend:
 
 def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
     """The same target in this process makes the prompts' token ids, and judges the answers."""
-    local = open_local(resolved.judging)
+    attach(backend, open_local(resolved.judging))
+
+
+def attach(backend: ServerBackend, local: LocalBackend) -> None:
     about = local.describe()
     judge = {name: about.get(name) for name in ("target", "dtype", "device")}
     backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)

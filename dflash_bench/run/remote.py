@@ -49,11 +49,16 @@ def check(request: Request) -> None:
                     f"{flag} has no effect with --server alone: give --model or --target too, the same weights as the "
                     "server's, to make its prompts and judge its answers here"
                 )
+    check_access(request)
+    addresses_of(request)
+
+
+def check_access(request: Request) -> None:
+    """Raises UserError for an unknown dialect, and for servers that could not be asked in this way."""
     if request.dialect is not None and request.dialect not in DIALECTS:
         raise unknown("dialect", request.dialect, list(DIALECTS))
     if request.timeout is not None and not (math.isfinite(request.timeout) and request.timeout > 0):
         raise UserError(f"--timeout is a number of seconds above 0, not {request.timeout:g}")
-    addresses_of(request)
     access_of(request)
 
 

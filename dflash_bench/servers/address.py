@@ -39,14 +39,16 @@ class Access:
         return text.replace(self.api_key, "***") if self.api_key else text
 
 
-def parse(texts: Sequence[str]) -> list[Address]:
-    """Plain decoding first. Raises UserError for what is no NAME=URL, and where plain decoding has no server."""
+def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
+    """Plain decoding first. Raises UserError for what is no NAME=URL, and where a server that is needed is missing."""
     addresses: dict[str, Address] = {}
     for text in texts:
         address = _parse(text)
         if address.method.label in addresses:
             raise UserError(f"--server {text}: {address.method.label} is given twice; label one, as in dflash@a=URL")
         addresses[address.method.label] = address
+    if not needs_plain:
+        return list(addresses.values())
     if BASELINE not in addresses:
         raise UserError(
             f"--server: there is no server for plain decoding, against which all others are measured; give one that "

@@ -31,11 +31,15 @@ TOGETHER = "the server counts no rounds in its answers, and several answers ran 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """`begin_s` and `end_s` are on the clock that was given."""
+    """`begin_s` and `end_s` are on the clock that was given.
+
+    `at` says by position of the draft how many rounds accepted it; None where the server does not.
+    """
 
     generation: Generation
     begin_s: float
     end_s: float
+    at: tuple[int, ...] | None = None
 
 
 async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
@@ -43,10 +47,12 @@ async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
     heard = Heard(clock, ask.max_new_tokens)
     heard.begin()
     num_prompt = None if ask.prompt_ids is None else len(ask.prompt_ids)
+    at = None
     try:
         async with asyncio.timeout(server.client.access.timeout_s):
             await _listen(server, ask, heard)
         generation = _counted(heard.generation(num_prompt), heard.counts)
+        at = heard.counts.by_position if heard.counts is not None else None
         server.has_answered = True
     except AnswerError as error:
         _refuse_if_never_right(server, error)
@@ -55,7 +61,7 @@ async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
         words = f"no whole answer within {server.client.access.timeout_s:g} s, after {heard.sofar}; see --timeout"
         generation = heard.failed(num_prompt, words)
     end_s = heard.now_s if generation.error is None else clock()
-    return Timed(generation, heard.begin_s, end_s)
+    return Timed(generation, heard.begin_s, end_s, at)
 
 
 def _refuse_if_never_right(server: Server, error: AnswerError) -> None:
@@ -83,7 +89,8 @@ async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> 
     # What the answer itself says comes before what its counters do not.
     if isinstance(counts, str) and generation.uncounted != TOGETHER:
         return timed
-    return replace(timed, generation=_counted(generation, counts))
+    at = counts.by_position if isinstance(counts, Counts) else None
+    return replace(timed, generation=_counted(generation, counts), at=at)
 
 
 async def _listen(server: Server, ask: Ask, heard: Heard) -> None:

@@ -65,6 +65,8 @@ class ServerBackend:
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
         """Does the user say what thinking is to be, although no template here says that there is such a switch?"""
+        self.sends_chats = False
+        """Are servers to render chats themselves, where they could be sent token ids?"""
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
         self.lags: dict[str, float] = {}
@@ -111,8 +113,12 @@ class ServerBackend:
         own |= {"engine": "server", "network": "server", "methods": methods, "servers": servers, "dtype": dtype}
         return {**own, **self.about}
 
+    def sends_ids(self, method: str) -> bool:
+        """Does its server get prompts as token ids, and not as chats?"""
+        return self._sends_ids(self.servers[method])
+
     def _sends_ids(self, server: Server) -> bool:
-        return self.local is not None and server.dialect.takes_ids
+        return self.local is not None and server.dialect.takes_ids and not self.sends_chats
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         """Raises UserError also for settings that a server has no words for."""
@@ -130,9 +136,13 @@ class ServerBackend:
     def generate(
         self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
     ) -> Generation:
+        return self.answer(method, messages, settings, repeat).generation
+
+    def answer(self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0) -> Timed:
+        """The same, with all that the server counts."""
         server = self.servers[method]
         ask = self._ask(server, messages, settings, repeat)
-        return self._runner.run(asking.answer_alone(server, ask, self.clock)).generation
+        return self._runner.run(asking.answer_alone(server, ask, self.clock))
 
     def serve(
         self,
@@ -159,7 +169,7 @@ class ServerBackend:
         return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
 
     def _ask(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> Ask:
-        ids = self.local.encode(messages, settings) if self.local is not None and server.dialect.takes_ids else None
+        ids = self.local.encode(messages, settings) if self.local is not None and self._sends_ids(server) else None
         said = [(message.role, message.content) for message in messages]
         seed = zlib.crc32(repr((self.seed, repeat, said)).encode())
         salt = f"{self._salt}-{next(self._number)}"

@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dflash_bench.servers.heard import Counts
 
 METRICS = "/metrics"
 PREFIXES = ("vllm", "lmdeploy", "llamacpp")
 ROUNDS, DRAFTED, ACCEPTED = (f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+BY_POSITION = f"{ACCEPTED}_per_pos"
 TOKENS = ("generation_tokens", "tokens_predicted")
 """What these servers call the tokens of all answers."""
-LINE = re.compile(r"^([a-z]+):([a-z_]+?)(?:_total)?(?:\{[^}]*\})? ([-+0-9.eE]+|[+-]?Inf|NaN)(?: -?[0-9]+)?$")
+LINE = re.compile(r"^([a-z]+):([a-z_]+?)(?:_total)?(?:\{([^}]*)\})? ([-+0-9.eE]+|[+-]?Inf|NaN)(?: -?[0-9]+)?$")
+POSITION = re.compile(r'(?:^|,) *position="([0-9]{1,3})"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Counters:
 
     prefix: str
     values: Mapping[str, float]
+    at: Mapping[int, float] = field(default_factory=dict)
+    """By position in the draft, counted from 0: how many rounds accepted it."""
 
     @property
     def count_rounds(self) -> bool:
@@ -39,13 +43,20 @@ class Counters:
 def parse(text: str) -> Counters | None:
     """None where no prefix is one that we know."""
     by_prefix: dict[str, dict[str, float]] = {}
+    at: dict[str, dict[int, float]] = {}
     for line in text.splitlines():
-        if (match := LINE.match(line)) and match[1] in PREFIXES and match[2] in (ROUNDS, DRAFTED, ACCEPTED, *TOKENS):
-            values = by_prefix.setdefault(match[1], {})
-            values[match[2]] = values.get(match[2], 0.0) + float(match[3])
+        if not (match := LINE.match(line)) or match[1] not in PREFIXES:
+            continue
+        prefix, name, labels, value = match.groups()
+        if name in (ROUNDS, DRAFTED, ACCEPTED, *TOKENS):
+            values = by_prefix.setdefault(prefix, {})
+            values[name] = values.get(name, 0.0) + float(value)
+        elif name == BY_POSITION and (position := POSITION.search(labels or "")):
+            places = at.setdefault(prefix, {})
+            places[int(position[1])] = places.get(int(position[1]), 0.0) + float(value)
     for prefix in PREFIXES:
         if prefix in by_prefix:
-            return Counters(prefix, by_prefix[prefix])
+            return Counters(prefix, by_prefix[prefix], at.get(prefix, {}))
     return None
 
 
@@ -73,4 +84,12 @@ def difference(before: Counters | None, after: Counters | None, num_tokens: int)
     # A last round may accept more than there was room for.
     if accepted + rounds > max(num_tokens - 1, 0) + longest + 1:
         return f"the server counted {accepted + rounds} tokens of rounds for an answer of {num_tokens}: others use it"
-    return Counts(f"{after.prefix}.counters", rounds, drafted, accepted)
+    return Counts(f"{after.prefix}.counters", rounds, drafted, accepted, _at(before, after))
+
+
+def _at(before: Counters, after: Counters) -> tuple[int, ...] | None:
+    """How many rounds accepted each position; None for a server that does not tell."""
+    added = {place: value - before.at.get(place, 0.0) for place, value in after.at.items()}
+    if not added or not all(map(math.isfinite, added.values())):
+        return None
+    return tuple(round(added.get(place, 0.0)) for place in range(max(added) + 1))

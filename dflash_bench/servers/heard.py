@@ -22,6 +22,13 @@ class Counts:
     rounds: int | None
     drafted: int | None
     accepted: int | None
+    at: tuple[int, ...] | None = None
+    """By position in the draft, how many rounds accepted it."""
+
+    @property
+    def by_position(self) -> tuple[int, ...] | None:
+        """`at` if it is told, and agrees with the totals."""
+        return self.at if self.at is not None and self.are_possible and sum(self.at) == self.accepted else None
 
     @property
     def are_possible(self) -> bool:
@@ -154,6 +161,13 @@ class Heard:
 def whole(value: Any) -> int | None:
     """A count from a server; None for what is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
+
+
+def at_of_histogram(value: Any) -> tuple[int, ...] | None:
+    """How many rounds accepted each position, of how many accepted 0, 1, 2, ... drafts; None for what is none."""
+    if not isinstance(value, list) or not value or any(whole(one) is None for one in value):
+        return None
+    return tuple(sum(value[place:]) for place in range(1, len(value)))
 
 
 def ids_of(value: Any) -> list[int] | None:

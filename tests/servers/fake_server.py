@@ -11,23 +11,12 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from fake_words import END, FAULTS, MODEL, Behaviour, Said, text_of, tokens_of
+from fake_words import END, FAULTS, MODEL, Behaviour, Count, Said, text_of, tokens_of
 
-__all__ = ["END", "FAULTS", "MODEL", "Behaviour", "FakeServer", "text_of", "tokens_of"]
-
-
-@dataclass
-class Count:
-    """What the counters of the server say."""
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    tokens: int = 0
+__all__ = ["END", "FAULTS", "MODEL", "Behaviour", "Count", "FakeServer", "text_of", "tokens_of"]
 
 
 class FakeServer(AbstractContextManager["FakeServer"]):
@@ -138,6 +127,9 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             lines += [f'{prefix}:{name}_total{{engine="0",model_name="m"}} {float(value)}']
             lines += [f'{prefix}:{name}_total{{engine="1",model_name="m"}} 0.0']
             lines += [f'{prefix}:{name}_created{{engine="0",model_name="m"}} 1.7e+09']
+        if self.does.counts_positions:
+            name = f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{name}{{engine="0",position="{place}"}} {float(num)}' for place, num in enumerate(count.at)]
         return "\n".join(lines) + "\n"
 
     async def _generate(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
@@ -219,7 +211,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         ends = list(accumulate((kept + 1 for kept in rounds), initial=1))
         pieces = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
-        said = Said(does, path, tokens, rounds, hits, len(prompt), finish if fault != "odd_finish" else "abort")
+        count = self._count(prompt, rounds)
+        said = Said(does, path, tokens, count, hits, len(prompt), finish if fault != "odd_finish" else "abort")
         await asyncio.sleep(does.ttft_s)
         if fault == "endless":
             while True:
@@ -229,7 +222,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             if number:
                 await asyncio.sleep(does.round_s)
             if number == len(pieces) - 1:
-                self._counted(fault, len(tokens), rounds)
+                self._counted(fault, len(tokens), count)
             yield said.piece(piece, min(ends[number], len(tokens)), is_last=number == len(pieces) - 1)
         for event in said.end(fault):
             yield event
@@ -242,12 +235,18 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             rounds.append(accepts[len(rounds) % len(accepts)])
         return rounds
 
-    def _counted(self, fault: str, num_tokens: int, rounds: Sequence[int]) -> None:
+    def _count(self, prompt: str, rounds: Sequence[int]) -> Count:
+        if self.does.counts is not None:
+            return self.does.counts(prompt)
+        block = self.does.block
+        if not block:
+            return Count()
+        at = [sum(kept > place for kept in rounds) for place in range(block)]
+        return Count(len(rounds), len(rounds) * block, sum(rounds), at)
+
+    def _counted(self, fault: str, num_tokens: int, answer: Count) -> None:
         count = self.count
-        if self.does.block:
-            count.drafts += len(rounds)
-            count.drafted += len(rounds) * self.does.block
-            count.accepted += sum(rounds)
+        count.add(answer)
         count.tokens += num_tokens
         if fault == "counters_back":
             self.count = Count()

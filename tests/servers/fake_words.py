@@ -29,11 +29,38 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 @dataclass
+class Count:
+    """What a server counts: of one answer, or of all."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    at: list[int] = field(default_factory=list)
+    """By position in the draft."""
+    tokens: int = 0
+
+    def add(self, other: Count) -> None:
+        self.drafts += other.drafts
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        longest = max(len(self.at), len(other.at))
+        padded = [[*one, *[0] * (longest - len(one))] for one in (self.at, other.at)]
+        self.at = [sum(at) for at in zip(*padded, strict=True)]
+
+    @property
+    def histogram(self) -> list[int]:
+        """How many rounds accepted 0, 1, 2, ... drafts."""
+        return [more - less for more, less in zip([self.drafts, *self.at], [*self.at, 0], strict=True)]
+
+
+@dataclass
 class Behaviour:
     """`accepts` is what the rounds of each answer accept, over and over; all zero is plain decoding."""
 
     dialect: str = "vllm"
     accepts: Sequence[int] = (0,)
+    counts: Callable[[str], Count] | None = None
+    """Of the answer to a prompt, in place of what `accepts` comes to."""
     block: int = 0
     """Tokens drafted a round; 0 is a server that does not speculate."""
     ttft_s: float = 0.0
@@ -49,6 +76,7 @@ class Behaviour:
     """Does it say that it had the prompt before, unless its cache was reset?"""
     gives_ids: bool = True
     counts_by_request: bool = False
+    counts_positions: bool = True
     refuses: tuple[str, ...] = ()
     """Fields that it answers with 422."""
     models: tuple[str, ...] = (MODEL,)
@@ -66,7 +94,7 @@ class Said:
     does: Behaviour
     path: str
     tokens: Sequence[int]
-    rounds: Sequence[int]
+    count: Count
     hits: int
     num_prompt: int
     finish: str
@@ -95,10 +123,10 @@ class Said:
     def spec_meta(self) -> dict[str, Any]:
         if not self.does.block:
             return {}
-        meta: dict[str, Any] = {"spec_verify_ct": len(self.rounds)}
+        meta: dict[str, Any] = {"spec_verify_ct": self.count.drafts}
         if self.does.spec_names == "new":
-            meta |= {"spec_accepted_drafts": sum(self.rounds)}
-            meta |= {"spec_proposed_drafts": len(self.rounds) * self.does.block}
+            meta |= {"spec_accepted_drafts": self.count.accepted, "spec_proposed_drafts": self.count.drafted}
+            meta |= {"spec_accept_histogram": self.count.histogram} if self.does.counts_positions else {}
         return meta
 
     def end(self, fault: str) -> list[Any]:
@@ -107,7 +135,7 @@ class Said:
             usage["prompt_tokens_details"] = {"cached_tokens": self.hits}
         timings = {"cache_n": self.hits, "prompt_n": self.num_prompt, "predicted_n": len(self.tokens)}
         if self.does.block:
-            timings |= {"draft_n": len(self.rounds) * self.does.block, "draft_n_accepted": sum(self.rounds)}
+            timings |= {"draft_n": self.count.drafted, "draft_n_accepted": self.count.accepted}
         if self.path == "/completion":
             stop = {"stop": "eos", "length": "limit"}.get(self.finish, "none")
             last: dict[str, Any] = {"content": "", "tokens": [], "stop": True, "stop_type": stop}
@@ -119,10 +147,10 @@ class Said:
         if self.does.dialect == "llamacpp":
             event["timings"] = timings
         if self.does.counts_by_request:
-            event["metrics"] = {
-                "speculative_decoding": {
-                    "num_spec_steps": len(self.rounds), "num_accepted_draft_tokens": sum(self.rounds),
-                    "num_draft_tokens": len(self.rounds) * self.does.block,
-                }
+            spoken = {
+                "num_spec_steps": self.count.drafts, "num_accepted_draft_tokens": self.count.accepted,
+                "num_draft_tokens": self.count.drafted,
             }  # fmt: skip
+            spoken |= {"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}
+            event["metrics"] = {"speculative_decoding": spoken}
         return [*([] if fault == "no_usage" else [event]), b"data: [DONE]\n\n"]

@@ -157,6 +157,8 @@ vllm:spec_decode_num_drafts_created{engine="0",model_name="a b"} 1.7e+09
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a b"} 1.5e+02
 vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a b"} 40
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="12"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
 vllm:generation_tokens_total{engine="0",model_name="a b"} 55.0
 vllm:num_requests_running{engine="0"} 1.0
 """
@@ -169,6 +171,7 @@ def test_counters_are_read_over_all_engines() -> None:
             "spec_decode_num_drafts": 12, "spec_decode_num_draft_tokens": 150, "spec_decode_num_accepted_tokens": 40,
             "generation_tokens": 55,
         },
+        {0: 10, 12: 3},
     )  # fmt: skip
     plain = counters.parse("llamacpp:tokens_predicted_total 7\nvllm 3\n")
     assert plain is not None

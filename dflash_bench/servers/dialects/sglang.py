@@ -9,7 +9,7 @@ from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
 from dflash_bench.servers.dialects.vllm import thinking
-from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
+from dflash_bench.servers.heard import Counts, Heard, at_of_histogram, ids_of, table, text_of, whole
 
 INFO = ("/server_info", "/get_server_info")
 """The new name and the old one."""
@@ -89,7 +89,8 @@ def _read_meta(meta: Mapping[str, Any], heard: Heard) -> None:
         for names in (PROPOSED, ACCEPTED)
     )
     if accepted is not None:
-        heard.counts = Counts("sglang.request", rounds, proposed, accepted)
+        at = at_of_histogram(meta.get("spec_accept_histogram"))
+        heard.counts = Counts("sglang.request", rounds, proposed, accepted, at)
     elif heard.num_tokens is not None:
         derived = max(heard.num_tokens - 1 - rounds, 0) if rounds else 0
         heard.counts = Counts("sglang.derived", rounds, proposed, derived)

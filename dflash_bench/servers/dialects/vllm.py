@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-from dflash_bench.servers.heard import Counts, Heard, table, whole
+from dflash_bench.servers.heard import Counts, Heard, at_of_histogram, table, whole
 
 VERSION = "/version"
 
@@ -46,7 +46,8 @@ def read(event: Mapping[str, Any], heard: Heard) -> None:
     names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
     rounds, drafted, accepted = (whole(counts.get(name)) for name in names)
     if rounds is not None and accepted is not None:
-        heard.counts = Counts("vllm.request", rounds, drafted, accepted)
+        at = at_of_histogram(counts.get("acceptance_histogram"))
+        heard.counts = Counts("vllm.request", rounds, drafted, accepted, at)
 
 
 VLLM = Dialect(

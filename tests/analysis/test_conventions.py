@@ -1,0 +1,78 @@
+"""How engines count the last round of an answer, by hand: all other rounds are the same to all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_bench.analysis.conventions import (
+    CONVENTIONS,
+    Convention,
+    Counts,
+    Decoded,
+    bonus_is_last,
+    llamacpp,
+    llamacpp_timings,
+    sglang_derived,
+    whole,
+    within_answer,
+)
+from dflash_bench.counted import COUNTED
+
+FULL = Decoded(num_tokens=8, accepted=(2, 3), num_drafts=3, limit=8)
+"""The first token, 3 of a round, 4 of another, and then it is full."""
+CUT = Decoded(num_tokens=8, accepted=(3, 3), num_drafts=3, limit=8)
+"""The second round accepts 3 and gives 4 tokens, of which 3 have room."""
+STOPPED = Decoded(num_tokens=6, accepted=(2, 3), num_drafts=3, limit=20)
+"""The second round accepts 3 drafts, of which the second one ends the answer."""
+ONE_LEFT = Decoded(num_tokens=5, accepted=(2, 0), num_drafts=3, limit=5)
+"""With one token left there is nothing to draft."""
+
+
+@pytest.mark.parametrize(
+    ("convention", "answer", "expected"),
+    [
+        (whole, FULL, Counts(2, 5, 6, (2, 2, 1))),
+        (whole, CUT, Counts(2, 6, 6, (2, 2, 2))),
+        (whole, STOPPED, Counts(2, 5, 6, (2, 2, 1))),
+        (within_answer, FULL, Counts(2, 5, 6, (2, 2, 1))),
+        (within_answer, CUT, Counts(2, 6, 6, (2, 2, 2))),
+        (within_answer, STOPPED, Counts(2, 4, 6, (2, 2, 0))),
+        (bonus_is_last, CUT, Counts(2, 5, 6, (2, 2, 1))),
+        (bonus_is_last, STOPPED, Counts(2, 3, 6, (2, 1, 0))),
+        (llamacpp, FULL, Counts(2, 5, 6, (2, 2, 1))),
+        # Two tokens besides the bonus token fit behind the first round.
+        (llamacpp, CUT, Counts(2, 5, 5, (2, 2, 1))),
+        (llamacpp, STOPPED, Counts(2, 3, 6, (2, 1, 0))),
+        (llamacpp, ONE_LEFT, Counts(1, 2, 3, (1, 1, 0))),
+        (llamacpp_timings, CUT, Counts(2, 5, 5)),
+        (llamacpp_timings, ONE_LEFT, Counts(2, 2, 3)),
+        (sglang_derived, CUT, Counts(2, 5, 6)),
+        (sglang_derived, STOPPED, Counts(2, 3, 6)),
+    ],
+)
+def test_the_last_round(convention: Convention, answer: Decoded, expected: Counts) -> None:
+    assert convention(answer) == expected
+
+
+def test_a_stop_token_at_the_end_of_a_cut_draft_is_accepted_by_llamacpp() -> None:
+    # Room for two drafts; the second one ends the answer, and the limit would have ended it, too.
+    answer = Decoded(num_tokens=6, accepted=(2, 2), num_drafts=3, limit=7)
+    assert llamacpp(answer) == Counts(2, 4, 5, (2, 2, 0))
+
+
+def test_an_answer_of_one_token_has_no_rounds() -> None:
+    answer = Decoded(1, (), 3, 8)
+    for ways in CONVENTIONS.values():
+        assert {(way(answer).rounds, way(answer).accepted) for way in ways} == {(0, 0)}
+
+
+def test_all_ways_of_counting_have_a_convention() -> None:
+    assert CONVENTIONS.keys() == COUNTED.keys()
+
+
+def test_counts_are_the_same_as_far_as_both_tell() -> None:
+    assert Counts(2, 3, 6, (2, 1, 0)).same_as(Counts(2, 3, 6, (2, 1)))
+    assert Counts(2, 3, 6, (2, 1, 0)).same_as(Counts(2, 3))
+    assert not Counts(2, 3, 6, (2, 1, 0)).same_as(Counts(2, 3, 6, (1, 1, 1)))
+    assert not Counts(2, 3, 6).same_as(Counts(2, 3, 5))
+    assert not Counts(2, 3).same_as(Counts(2, 4))
