@@ -30,7 +30,7 @@ from dflash_bench.run.request import Request
 
 
 def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosis:
-    options: dict[str, Any] = {"limit": 3, "max_new_tokens": 32, **changes}
+    options: dict[str, Any] = {"limit": 3, "max_new_tokens": 24, **changes}
     drafts = () if draft is None else (f"{method}={draft}",)
     return diagnosis.perform(Request(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
 
