@@ -85,7 +85,7 @@ def llamacpp(answer: Decoded) -> Counts:
 
 
 def llamacpp_timings(answer: Decoded) -> Counts:
-    """The same, of which rounds are not told: they are what emitted the other tokens."""
+    """As in its counters, but rounds are not told: they are taken for the tokens that no accepted draft explains."""
     counts = llamacpp(answer)
     rounds = max(answer.num_tokens - 1 - counts.accepted, 1 if counts.drafted else 0)
     return Counts(rounds, counts.accepted, counts.drafted)

@@ -69,6 +69,7 @@ def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
 
 
 def attach(backend: ServerBackend, local: LocalBackend) -> None:
+    """From now on prompts are sent as the token ids that this one makes, and its judge reads the answers."""
     about = local.describe()
     judge = {name: about.get(name) for name in ("target", "dtype", "device")}
     backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
