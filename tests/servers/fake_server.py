@@ -58,7 +58,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
 
     async def _serve(self, ready: threading.Event) -> None:
         self.stopping = asyncio.Event()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=2048)
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.does.port, backlog=2048)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self.stopping.wait()
@@ -102,6 +102,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         pages: dict[tuple[str, str], Any] = {
             ("GET", "/v1/models"): {"object": "list", "data": [{"id": name, "owned_by": owner} for name in does.models]}
         }
+        if does.dialect in ("vllm", "llamacpp"):
+            pages["GET", "/health"] = {"status": "ok"}
         if does.has_metrics and does.dialect in ("vllm", "llamacpp"):
             pages["GET", "/metrics"] = self._metrics()
         if does.dialect == "vllm":

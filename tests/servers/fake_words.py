@@ -33,6 +33,8 @@ class Behaviour:
     """`accepts` is what the rounds of each answer accept, over and over; all zero is plain decoding."""
 
     dialect: str = "vllm"
+    port: int = 0
+    """0 is any that is free."""
     accepts: Sequence[int] = (0,)
     block: int = 0
     """Tokens drafted a round; 0 is a server that does not speculate."""
