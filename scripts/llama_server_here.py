@@ -12,7 +12,7 @@ def main() -> None:
     options = parsed()
     params = xllamacpp.CommonParams()
     params.model.path, params.model_alias = options.model, {options.alias}
-    params.hostname, params.port = options.host, options.port
+    params.hostnames, params.port = [options.host], options.port
     params.n_ctx, params.n_parallel = options.ctx_size, options.parallel
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = options.metrics

@@ -106,7 +106,7 @@ def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> i
 
 
 def _length(resolved: Resolved, home: str) -> int:
-    wanted = resolved.max_new_tokens + max(PROMPT_TOKENS, *(context or 0 for context in resolved.request.context))
+    wanted = resolved.max_new_tokens + max([PROMPT_TOKENS, *(context or 0 for context in resolved.request.context)])
     known = None if gguf.is_file(home) else targets.config_of(Path(home), resolved.request.trust_remote_code)
     return min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
 
