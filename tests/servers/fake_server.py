@@ -222,6 +222,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         pieces = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
         said = Said(does, path, tokens, rounds, hits, len(prompt), finish if fault != "odd_finish" else "abort")
+        while self.most_at_once < does.waits_for:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(does.ttft_s)
         if fault == "endless":
             while True:

@@ -38,6 +38,8 @@ class Behaviour:
     accepts: Sequence[int] = (0,)
     block: int = 0
     """Tokens drafted a round; 0 is a server that does not speculate."""
+    waits_for: int = 0
+    """Answers that must be under way at a time, once, before any begins."""
     ttft_s: float = 0.0
     round_s: float = 0.0
     answer: Answerer = tokens_of
