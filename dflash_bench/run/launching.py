@@ -66,6 +66,15 @@ def launch(
     return launched, launched.start(servings)
 
 
+def with_dtype(resolved: Resolved) -> Resolved:
+    """The servers and the target here compute in the same type, wherever each of them runs."""
+    import torch
+
+    request = resolved.request
+    on_gpus = torch.cuda.device_count() > 0 and not wanted_of(request).is_small
+    return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
+
+
 def keep_logs(launched: Launched, folder: Path) -> None:
     """In the run's folder, beside those of earlier parts of the same run."""
     names = (f"servers-{number}" for number in range(1, 1_000_000))
@@ -78,11 +87,14 @@ def servings_of(program: Program, resolved: Resolved, tell: Callable[[str], obje
     request, model = resolved.request, resolved.model
     home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
     drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts}
-    _refuse_too_little(home, resolved.methods, drafts, torch.cuda.device_count())
-    _, dtype = device_and_dtype(wanted_of(request), torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count()
+    device, dtype = device_and_dtype(wanted_of(request), num_gpus)
+    # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
+    num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
+    _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
     plain = Serving(
         resolved.methods[0], request.name.rpartition("/")[2], home, None, None, _length(resolved, home),
-        max(request.concurrency, default=1), dtype, GPU_SHARE / (len(resolved.methods) + 1), request.trust_remote_code,
+        max(request.concurrency, default=1), dtype, GPU_SHARE / num_copies, request.trust_remote_code,
     )  # fmt: skip
     if program.wants_gguf:
         plain = replace(plain, target=str(_as_gguf(home, None, tell)))
@@ -111,18 +123,17 @@ def _length(resolved: Resolved, home: str) -> int:
     return min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
 
 
-def _refuse_too_little(home: str, methods: Sequence[Method], drafts: dict[str, Path], num_gpus: int) -> None:
+def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_gpus: int) -> None:
     """All servers run at a time, and the target here judges them."""
     import torch
 
-    once = _size(Path(home))
-    needed = (len(methods) + 1) * once + sum(_size(drafts[one.draft]) for one in methods if one.draft)
+    needed = num_copies * _size(Path(home)) + sum(map(_size, drafts))
     free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)) if num_gpus else environment.free_bytes()
     if free is not None and needed > free:
         raise UserError(
-            f"--launch: {len(methods)} servers at a time, and the target here to judge them, need at least "
-            f"{needed / 1e9:.1f} GB for weights, and {free / 1e9:.1f} GB are free; measure fewer methods at a time, or "
-            "start servers on other machines and give --server"
+            f"--launch: all servers run at a time, and the target here judges them: that is {num_copies} times the "
+            f"target's weights and {needed / 1e9:.1f} GB with the drafts, and {free / 1e9:.1f} GB are free; measure "
+            "fewer methods at a time, or start servers on other machines and give --server"
         )
 
 

@@ -50,6 +50,7 @@ def _run_launched(
     from dflash_bench.run import launching
 
     launching.check(resolved.request, resolved.methods)
+    resolved = launching.with_dtype(resolved)
     launched, addresses = launching.launch(resolved, folder, stack, tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = prepare(resolved.judging)
