@@ -43,6 +43,9 @@ def run(
     api_key_env: options.ApiKeyEnv = None,
     timeout: options.Timeout = None,
     env_proxy: options.EnvProxy = False,
+    launch: options.Launch = None,
+    launch_with: options.LaunchWith = None,
+    launch_args: options.LaunchArgs = None,
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = "0",
     top_k: options.TopK = None,
@@ -110,6 +113,7 @@ def run(
         engine=engine, graph=graph, compiler=compiler, quantize=quantize, thinking=thinking,
         trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code, servers=tuple(server or ()),
         dialect=dialect, served_model=served_model, api_key_env=api_key_env, timeout=timeout, env_proxy=env_proxy,
+        launch=launch, launch_with=launch_with, launch_args=launch_args,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":

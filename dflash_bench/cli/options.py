@@ -147,6 +147,22 @@ Timeout = Annotated[
 EnvProxy = Annotated[
     bool, _servers("--env-proxy", help="Reach the servers through the proxies that environment variables name.")
 ]
+Launch = Annotated[
+    str | None,
+    _servers(
+        metavar="PROGRAM",
+        help="Start servers here, measure them and stop them: vllm or llama.cpp, one for plain decoding and one for "
+        "each --method. Their logs are kept in the run's folder.",
+    ),
+]
+LaunchWith = Annotated[
+    str | None,
+    _servers(metavar="PATH", help="The program for --launch. Default: vllm or llama-server, from the PATH."),
+]
+LaunchArgs = Annotated[
+    str | None,
+    _servers(metavar="TEXT", help="More options for each server of --launch, as in a shell: '--enforce-eager'."),
+]
 
 MaxNewTokens = Annotated[
     int | None, _answers(metavar="N", min=1, help="Stop answers after N tokens. Default: 2048, and fewer for nano.")

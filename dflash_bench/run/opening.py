@@ -20,6 +20,7 @@ from dflash_bench.run.resolving import Resolved, drafts_of
 
 if TYPE_CHECKING:
     from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
 
 
@@ -50,13 +51,13 @@ def open_local(resolved: Resolved) -> LocalBackend:
     return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, resolved.request.seed or 0)
 
 
-def open_servers(resolved: Resolved) -> ServerBackend:
+def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBackend:
     """Each is asked who it is. Raises UserError for one that cannot be measured."""
     from dflash_bench.servers.backend import ServerBackend
 
     request = resolved.request
     backend = ServerBackend(
-        remote.addresses_of(request), remote.access_of(request), resolved.max_new_tokens, request.seed or 0,
+        addresses, remote.access_of(request), resolved.max_new_tokens, request.seed or 0,
         dialect=request.dialect, model=request.served_model,
     )  # fmt: skip
     backend.asks_to_think = request.thinking is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dflash_bench.errors import UserError, unknown
@@ -22,6 +23,11 @@ OF_ENGINES = {
     "one_at_a_time": "--one-at-a-time", "engine": "--engine", "graph": "--graph", "compiler": "--compile",
     "quantize": "--quantize",
 }  # fmt: skip
+OF_LAUNCHING = ("launch_with", "launch_args")
+ALREADY_KNOWN = ("servers", "dialect", "served_model", "api_key_env", "env_proxy")
+OF_ENGINES_ALONE = ("draft_steps", "engine", "graph", "compiler", "quantize")
+FLAGS = {"servers": "--server", "compiler": "--compile"}
+"""Where an option is called otherwise than its field."""
 OF_TARGETS = {
     "device": "--device", "device_map": "--device-map", "dtype": "--dtype", "attention": "--attention",
     "threads": "--threads", "trust_remote_code": "--trust-remote-code", "audit": "--audit", "context": "--context",
@@ -31,10 +37,15 @@ OF_TARGETS = {
 
 def check(request: Request) -> None:
     """Raises UserError for options without effect, with servers or without."""
-    if not request.servers:
-        for name in OF_SERVERS:
-            if getattr(request, name) not in (None, False):
-                raise UserError(f"--{name.replace('_', '-')} has no effect without --server")
+    if request.launch is None:
+        _refuse(request, OF_LAUNCHING, "without --launch")
+    if not request.asks_servers:
+        _refuse(request, OF_SERVERS, "without --server")
+        return
+    if request.launch is not None:
+        _refuse(request, ALREADY_KNOWN, "with --launch, which starts servers and knows them")
+        _refuse(request, OF_ENGINES_ALONE, "with --launch: it is for the engine here")
+        _check_timeout(request)
         return
     for name, flag in OF_ENGINES.items():
         if getattr(request, name) not in (None, False, ()):
@@ -57,9 +68,19 @@ def check_access(request: Request) -> None:
     """Raises UserError for an unknown dialect, and for servers that could not be asked in this way."""
     if request.dialect is not None and request.dialect not in DIALECTS:
         raise unknown("dialect", request.dialect, list(DIALECTS))
+    _check_timeout(request)
+    access_of(request)
+
+
+def _refuse(request: Request, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if getattr(request, name) not in (None, False, ()):
+            raise UserError(f"{FLAGS.get(name) or '--' + name.replace('_', '-')} has no effect {where}")
+
+
+def _check_timeout(request: Request) -> None:
     if request.timeout is not None and not (math.isfinite(request.timeout) and request.timeout > 0):
         raise UserError(f"--timeout is a number of seconds above 0, not {request.timeout:g}")
-    access_of(request)
 
 
 def has_target(request: Request) -> bool:

@@ -77,6 +77,10 @@ class Request:
     audit: str | None = None
     servers: tuple[str, ...] = ()
     """NAME=URL"""
+    launch: str | None = None
+    """A key of `launching.PROGRAMS`."""
+    launch_with: str | None = None
+    launch_args: str | None = None
     dialect: str | None = None
     served_model: str | None = None
     api_key_env: str | None = None
@@ -90,9 +94,14 @@ class Request:
     @property
     def name(self) -> str:
         """Of the model, for people."""
-        if self.servers and self.model is None and self.target is None:
+        if self.servers and self.launch is None and self.model is None and self.target is None:
             return "server"
         return self.model or (self.target or "nano").partition("@")[0]
+
+    @property
+    def asks_servers(self) -> bool:
+        """Those that run already, or that are launched?"""
+        return bool(self.servers) or self.launch is not None
 
     @property
     def samples(self) -> bool:
@@ -206,7 +215,7 @@ def _refuse_concurrency(request: Request) -> None:
 
 
 def _refuse_rates(request: Request) -> None:
-    if request.rate and not request.servers:
+    if request.rate and not request.asks_servers:
         raise UserError("--rate has no effect without --server: the engine here takes the next prompt when it can")
     if any(not math.isfinite(value) or value <= 0 for value in request.rate):
         raise UserError(f"--rate is a number of answers per second above 0, not {_listed(request.rate)}")

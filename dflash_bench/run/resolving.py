@@ -104,7 +104,7 @@ def swept(request: Request, chosen: Sequence[Method]) -> tuple[Request, list[Met
     of_methods, of_settings = sweeping.divided(axes, chosen)
     if request.one_at_a_time and not axes:
         raise UserError("--one-at-a-time has no effect without --over")
-    if of_methods and request.servers:
+    if of_methods and request.asks_servers:
         raise UserError(f"--over {of_methods[0].name}: a server drafts as it was started; start one for each value")
     if request.one_at_a_time and of_settings:
         raise UserError(

@@ -36,15 +36,40 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     (store.check_resumable if resume else store.check_new)(folder)
     resolved = resolve(request, methods, model)
     with ExitStack() as stack:
-        prepared, backend = _opened(resolved, stack)
-        _run(resolved, prepared, backend, folder, resume, tell)
+        if request.launch is None:
+            prepared, backend = _opened(resolved, stack)
+            _run(resolved, prepared, backend, folder, resume, tell)
+        else:
+            _run_launched(resolved, stack, folder, resume, tell)
+
+
+def _run_launched(
+    resolved: Resolved, stack: ExitStack, folder: Path, resume: bool, tell: Callable[[str], object]
+) -> None:
+    """Servers of this run are stopped with it, and one that dies says why."""
+    from dflash_bench.run import launching
+
+    launching.check(resolved.request, resolved.methods)
+    resolved = launching.with_dtype(resolved)
+    launched, addresses = launching.launch(resolved, folder, stack, tell)
+    backend = stack.enter_context(open_servers(resolved, addresses))
+    prepared = prepare(resolved.judging)
+    add_judge(backend, resolved)
+    try:
+        _run(resolved, prepared, backend, folder, resume, tell, lambda: launching.keep_logs(launched, folder))
+    except UserError as error:
+        if deaths := launched.died():
+            raise UserError("; ".join([*deaths, str(error)])) from error
+        raise
+    for death in launched.died():
+        tell(f"note: {death}")
 
 
 def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend]:
     """What can be found out cheaply comes before weights are loaded; servers are left when the stack is closed."""
-    if not resolved.request.servers:
+    if not resolved.request.asks_servers:
         return prepare(resolved), open_local(resolved)
-    backend = stack.enter_context(open_servers(resolved))
+    backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
     if not remote.has_target(resolved.request):
         return Prepared(Contexts(0, 0), None), backend
     prepared = prepare(resolved.judging)
@@ -59,7 +84,9 @@ def _run(
     folder: Path,
     resume: bool,
     tell: Callable[[str], object],
+    begun: Callable[[], object] = lambda: None,
 ) -> None:
+    """`begun` is called when the run's folder is there."""
     request, model = resolved.request, resolved.model
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
@@ -72,14 +99,17 @@ def _run(
     if resume and request.budget is not None:
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
+        begun()
         run.keep_prompts(items.asked_of(plan))
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
-            run.mark_finished({"client_lag": late(backend)} if request.servers else {"captures": captured_of(backend)})
+            run.mark_finished(
+                {"client_lag": late(backend)} if request.asks_servers else {"captures": captured_of(backend)}
+            )
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
-    for note in late(backend) if request.servers else ():
+    for note in late(backend) if request.asks_servers else ():
         tell(f"note: {note}")
 
 
@@ -123,7 +153,7 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) 
         "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
         # Measured anew by each process that works on the run, and so no part of what they must have in common.
-        "forwards": None if resolved.request.servers else forwards_of(backend),
+        "forwards": None if resolved.request.asks_servers else forwards_of(backend),
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
     }

@@ -22,6 +22,8 @@ class Address:
 
     method: Method
     url: str
+    shown: str | None = None
+    """What is stored in its place, where it changes from time to time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class Server:
     flushes: bool
     counts: bool
     """Has it counters of rounds?"""
+    address: str
+    """As it is stored."""
     refused: set[str] = field(default_factory=set)
     has_answered: bool = False
     lag_s: float = 0.0
@@ -77,7 +79,7 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
         pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
         chosen, about = _recognised(client, wanted, pages)
         served = _model(client, pages, model)
-        server = Server(address.method, client, chosen, about, served, flushes=False, counts=False)
+        server = Server(address.method, client, chosen, about, served, False, False, address.shown or address.url)
         server.flushes = await _flushes(server)
         server.counts = await _counts(client)
     except BaseException:
@@ -159,7 +161,7 @@ def described(server: Server, prompts: str) -> Mapping[str, Any]:
     """As `run.json` holds it; `prompts` is how they are sent."""
     shown, version = server.client.shown, server.about.version
     return {
-        "address": server.client.url, "dialect": server.dialect.name, "version": version and shown(version),
+        "address": server.address, "dialect": server.dialect.name, "version": version and shown(version),
         "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,
         "facts": {name: shown(fact) if isinstance(fact, str) else fact for name, fact in server.about.facts.items()},
     }  # fmt: skip

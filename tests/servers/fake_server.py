@@ -47,7 +47,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
 
     async def _serve(self, ready: threading.Event) -> None:
         self.stopping = asyncio.Event()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=2048)
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.does.port, backlog=2048)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self.stopping.wait()
@@ -91,6 +91,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         pages: dict[tuple[str, str], Any] = {
             ("GET", "/v1/models"): {"object": "list", "data": [{"id": name, "owned_by": owner} for name in does.models]}
         }
+        if does.dialect in ("vllm", "llamacpp"):
+            pages["GET", "/health"] = {"status": "ok"}
         if does.has_metrics and does.dialect in ("vllm", "llamacpp"):
             pages["GET", "/metrics"] = self._metrics()
         if does.dialect == "vllm":
@@ -213,6 +215,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
         count = self._count(prompt, rounds)
         said = Said(does, path, tokens, count, hits, len(prompt), finish if fault != "odd_finish" else "abort")
+        while self.most_at_once < does.waits_for:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(does.ttft_s)
         if fault == "endless":
             while True:

@@ -58,11 +58,15 @@ class Behaviour:
     """`accepts` is what the rounds of each answer accept, over and over; all zero is plain decoding."""
 
     dialect: str = "vllm"
+    port: int = 0
+    """0 is any that is free."""
     accepts: Sequence[int] = (0,)
     counts: Callable[[str], Count] | None = None
     """Of the answer to a prompt, in place of what `accepts` comes to."""
     block: int = 0
     """Tokens drafted a round; 0 is a server that does not speculate."""
+    waits_for: int = 0
+    """Answers that must be under way at a time, once, before any begins."""
     ttft_s: float = 0.0
     round_s: float = 0.0
     answer: Answerer = tokens_of

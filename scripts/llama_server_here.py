@@ -1,0 +1,50 @@
+"""The options of `llama-server` that `--launch` gives, for the server in the package xllamacpp; run by its Python."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+
+import xllamacpp
+
+
+def main() -> None:
+    options = parsed()
+    params = xllamacpp.CommonParams()
+    params.model.path, params.model_alias = options.model, {options.alias}
+    params.hostnames, params.port = [options.host], options.port
+    params.n_ctx, params.n_parallel = options.ctx_size, options.parallel
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
+    params.endpoint_metrics = options.metrics
+    if options.flash_attn == "off":
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if options.cache_type_k == options.cache_type_v == "f32":
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    if options.model_draft:
+        types = xllamacpp.common_speculative_type
+        kind = options.spec_type.upper().replace("-", "_")
+        params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+        draft = params.speculative.draft
+        draft.mparams.path, draft.n_max = options.model_draft, options.spec_draft_n_max
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = options.threads
+        if options.cache_type_k_draft == options.cache_type_v_draft == "f32":
+            draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    server = xllamacpp.Server(params)
+    print(f"listening at {server.listening_address}", flush=True)
+    threading.Event().wait()
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--model", "--alias", "--host", "--flash-attn", "--cache-type-k", "--cache-type-v", "--model-draft",
+                 "--spec-type", "--cache-type-k-draft", "--cache-type-v-draft"):  # fmt: skip
+        parser.add_argument(name)
+    for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--metrics", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

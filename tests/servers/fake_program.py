@@ -1,0 +1,72 @@
+"""In place of `vllm` and `llama-server`: a program that `--launch` starts.
+
+It does what FAKE_PROGRAM says as JSON: `late_s` seconds until it listens, `dies_at` the answer at which it kills
+itself, `exits` a status to end with at once, `ignores` SIGTERM or not, `child` a file for the ids of its processes, of
+which one leaves the group, `answers` by prompt, `drafting` what else holds for a server that drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_server import FakeServer
+
+
+def main(words: list[str]) -> None:
+    does = json.loads(os.environ["FAKE_PROGRAM"])
+    drafts = "--speculative-config" in words or "--spec-type" in words
+    does |= does.get("drafting", {}) if drafts else {}
+    say(f"loading for {words[words.index('--port') + 1]}")
+    if does.get("ignores"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if does.get("child"):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        Path(does["child"]).write_text(f"{os.getpid()} {child.pid} {os.getppid()}")
+    if does.get("exits") is not None:
+        say("CUDA error: out of memory")
+        sys.exit(does["exits"])
+    time.sleep(does.get("late_s", 0))
+    dialect = "vllm" if words[0] == "serve" else "llamacpp"
+    accepts = {"accepts": (2,), "block": 3} if drafts else {}
+    with Dying(does, dialect=dialect, port=int(words[words.index("--port") + 1]), **accepts, **answering(does)):
+        while True:
+            time.sleep(1)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def answering(does: Mapping[str, Any]) -> dict[str, Any]:
+    answers = does.get("answers")
+    if answers is None:
+        return {}
+    ends = frozenset(tokens[-1] for tokens in answers.values() if len(tokens) < does["most"])
+    return {"answer": lambda prompt, _: answers[prompt], "ends": ends}
+
+
+class Dying(FakeServer):
+    def __init__(self, of_program: Mapping[str, Any], **changes: Any) -> None:
+        super().__init__(**changes)
+        self.dies_at = of_program.get("dies_at")
+
+    async def _generate(self, path: str, body: dict[str, Any], writer: Any) -> bool:
+        if self.num_answers == self.dies_at:
+            say("Segmentation fault, as ordered")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super()._generate(path, body, writer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,217 @@
+"""Servers that a run starts: waited for, kept in view, and gone afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench import methods
+from dflash_bench.errors import UserError
+from dflash_bench.results import frame, store
+from dflash_bench.servers import keeper, launching
+from dflash_bench.servers.launching import PROGRAMS, Launched
+from dflash_bench.servers.programs.program import Serving
+
+Main = Callable[..., tuple[int, str, str]]
+PROGRAM = Path(__file__).parent / "fake_program.py"
+ASKED = "run --suite gsm8k --model nano --limit 2 --max-new-tokens 24".split()
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """A program that behaves as told."""
+
+    def make(**does: Any) -> Path:
+        path = tmp_path / "fake"
+        path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(PROGRAM))} "$@"\n')
+        path.chmod(0o755)
+        monkeypatch.setenv("FAKE_PROGRAM", json.dumps(does))
+        return path
+
+    return make
+
+
+def serving(text: str = "ar", **changes: Any) -> Serving:
+    method = methods.parse(text)
+    draft = (None, None) if text == "ar" else ("D", 5)
+    return Serving(**{
+        "method": method, "model": "m", "target": "T", "draft": draft[0], "num_drafts": draft[1], "length": 512,
+        "slots": 4, "dtype": "float32", "memory_share": 0.3, **changes,
+    })  # fmt: skip
+
+
+def launched(path: Path, folder: Path, name: str = "vllm") -> Launched:
+    return Launched(PROGRAMS[name], str(path), (), folder)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(processes: Sequence[int]) -> bool:
+    end_s = time.monotonic() + 10
+    while any(map(is_alive, processes)) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return not any(map(is_alive, processes))
+
+
+def test_vllm_is_asked_for_what_is_documented() -> None:
+    words = PROGRAMS["vllm"].words(serving("dflash@a:5"), 81)
+    assert words[:2] == ["serve", "T"]
+    said = json.loads(words[words.index("--speculative-config") + 1])
+    assert said == {"method": "dflash", "model": "D", "num_speculative_tokens": 5}
+    assert "--speculative-config" not in PROGRAMS["vllm"].words(serving(), 81)
+
+
+def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:
+    words = PROGRAMS["llama.cpp"].words(serving("eagle3"), 81)
+    assert words[words.index("--spec-type") + 1] == "draft-eagle3"
+    assert words[words.index("--spec-draft-n-max") + 1] == "5"
+    assert words[words.index("--ctx-size") + 1] == str(4 * 512)
+    assert words[words.index("--flash-attn") + 1] == "off"
+    assert "--flash-attn" not in PROGRAMS["llama.cpp"].words(serving("eagle3", dtype="bfloat16"), 81)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_servers_are_waited_for_and_gone_afterwards(program: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    with launched(program(late_s=0.3), tmp_path / "logs", name) as servers:
+        addresses = servers.start([serving(), serving("dflash")])
+        for address in addresses:
+            assert urllib.request.urlopen(f"{address.url}/health").status == 200
+        assert servers.died() == []
+        processes = [process.pid for process in servers.processes.values()]
+        servers.move(tmp_path / "moved")
+    assert gone(processes)
+    assert "loading for" in (tmp_path / "moved" / "ar.log").read_text()
+    assert (tmp_path / "moved" / "dflash.log").read_text().startswith(str(tmp_path / "fake"))
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{addresses[0].url}/health")
+
+
+@on_linux
+def test_what_ignores_being_ended_and_leaves_its_group_is_ended_all_the_same(
+    program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tmp_path / "keeper.py"
+    short.write_text(Path(keeper.__file__).read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.3"))
+    monkeypatch.setattr(launching.keeper, "__file__", str(short))
+    with launched(program(ignores=True, child=str(tmp_path / "pids")), tmp_path / "logs") as servers:
+        servers.start([serving()])
+        processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
+        assert all(map(is_alive, processes))
+    assert gone(processes)
+
+
+@on_linux
+@pytest.mark.parametrize("victim", ["us", "keeper"])
+def test_nothing_is_left_when_we_or_the_keeper_are_killed(
+    program: Callable[..., Path], tmp_path: Path, victim: str
+) -> None:
+    path = program(child=str(tmp_path / "pids"))
+    command = [sys.executable, keeper.__file__, str(path), "serve", "T", "--port", "0"]
+    # Whoever started the keeper is a process that only holds the other end of its standard input.
+    code = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=-1); time.sleep(600)"
+    starter = subprocess.Popen([sys.executable, "-c", code, *command], start_new_session=True)
+    try:
+        end_s = time.monotonic() + 20
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+            assert time.monotonic() < end_s
+            time.sleep(0.02)
+        server, child, kept_by = (int(word) for word in (tmp_path / "pids").read_text().split())
+        os.kill(starter.pid if victim == "us" else kept_by, signal.SIGKILL)
+        # Killed itself, the keeper cannot look after what left the group.
+        assert gone([server, child] if victim == "us" else [server])
+    finally:
+        starter.kill()
+        starter.wait()
+        if is_alive(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callable[..., Path], tmp_path: Path) -> None:
+    with launched(program(exits=3), tmp_path / "logs") as servers, pytest.raises(UserError) as raised:
+        servers.start([serving()])
+    said = str(raised.value)
+    assert "vllm for ar did not start; exit status 3; it ran out of memory" in said
+    assert "| CUDA error: out of memory" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--launch", "x"), "unknown program to launch 'x'; known: llama.cpp, vllm"),
+        (("--launch", "vllm", "--launch-with", "no-such"), "no-such is no program that can be run; give --launch-with"),
+        (("--launch-with", "x"), "--launch-with has no effect without --launch"),
+        (("--launch", "vllm", "--server", "plain=http://x:1"), "--server has no effect with --launch"),
+        (("--launch", "vllm", "--engine", "lean"), "--engine has no effect with --launch"),
+        (("--launch", "vllm", "--launch-with", "sh", "--method", "ngram"), "cannot draft by ngram"),
+        (("--launch", "vllm", "--launch-with", "sh", "--method", "dflash:steps=2"), "cannot draft by dflash:steps=2"),
+        (("--launch", "vllm", "--launch-with", "sh", "--launch-args", "'"), "--launch-args: No closing quotation"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(
+    main: Main, more: tuple[str, ...], message: str
+) -> None:
+    code, _, err = main(*ASKED, *more, "--out", "run")
+    assert (code, message in err) == (2, True), err
+    assert not Path("run").exists()
+
+
+@pytest.fixture
+def engine(main: Main) -> dict[str, list[int]]:
+    """What our engine answers, by the prompt's ids as JSON."""
+    from dflash_bench.models import chat, targets
+    from dflash_bench.models.presets import NANO
+    from dflash_bench.records import Message
+    from dflash_bench.results import asked
+
+    assert main(*ASKED, "--method", "dflash", "--out", "engine")[0] == 0
+    tokenizer = targets.tokenizer_of(NANO / "target", False)
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
+    return {
+        json.dumps(chat.encoded(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
+            *record.generation.token_ids
+        ]
+        for record in store.load(Path("engine"))[1]
+        if record.method == "ar"
+    }
+
+
+def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
+    main: Main, program: Callable[..., Path], engine: dict[str, list[int]]
+) -> None:
+    path = program(answers=engine, most=24, drafting={"dies_at": 1})
+    words = [*ASKED, "--launch", "vllm", "--launch-with", path, "--method", "dflash:3", "--out", "run"]
+    # Its first answer warms up, and its second one kills it.
+    code, _, err = main(*words)
+    assert code == 2
+    assert "vllm for dflash:3 died; killed by signal 9" in err
+    assert "| Segmentation fault, as ordered" in err
+    assert "--resume" in err
+    kept = {record.method for record in store.load(Path("run"))[1]}
+    program(answers=engine, most=24)
+    code, _, err = main(*words, "--resume")
+    assert (code, kept) == (0, {"ar"}), err
+    results = frame.read(Path("run"))
+    assert len(results.rows) == 4
+    assert results.rows["error"].isna().all()
+    assert set(results.rows["exactness"].dropna()) == {"exact"}
+    logs = sorted(path.relative_to("run").as_posix() for path in Path("run").glob("servers-*/*.log"))
+    assert logs == [f"servers-{part}/{label}.log" for part in (1, 2) for label in ("ar", "dflash:3")]
+    assert results.info["identity"]["servers"]["ar"]["address"] == "launched: vllm"
+    assert not Path("run.servers").exists()
