@@ -34,7 +34,7 @@ UNLIKE = {
     "limits": "max_new_tokens, repeats",
     "dtype": "dtype, quantize, attention, network, capture",
     "engine": "engine, servers.{}: dialect, version, facts, how prompts are sent and kept",
-    "device": "device, threads, processor, GPUs",
+    "device": "device, threads, workers.on_one_machine, processor, GPUs",
 }
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
 
@@ -257,6 +257,7 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         | {"capture": identity.get("capture", "off")},
         "engine": {"engine": identity.get("engine", "local")} | servers_in_words(identity),
         "device": _named(identity, "device", "threads")
+        | {"workers on one machine": (identity.get("workers") or {}).get("on_one_machine", 1)}
         | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
     }
 

@@ -68,6 +68,8 @@ def run(
     compiler: options.Compiler = None,
     quantize: options.Quantize = None,
     threads: options.Threads = None,
+    workers: options.Workers = None,
+    ray_address: options.RayAddress = None,
     unsafe_code: options.UnsafeCode = False,
     out: options.Out = None,
     resume: options.Resume = False,
@@ -110,6 +112,7 @@ def run(
         engine=engine, graph=graph, compiler=compiler, quantize=quantize, thinking=thinking,
         trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code, servers=tuple(server or ()),
         dialect=dialect, served_model=served_model, api_key_env=api_key_env, timeout=timeout, env_proxy=env_proxy,
+        workers=workers, ray_address=ray_address,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":

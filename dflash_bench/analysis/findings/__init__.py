@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import over_time, serving, speed
+from dflash_bench.analysis.findings import machines, over_time, serving, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -206,5 +206,5 @@ CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain, speed.unclear,
     _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
     speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
-    serving.uncounted, serving.derived_rounds,
+    serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines,
 )  # fmt: skip
