@@ -69,8 +69,9 @@ def started(words: list[str], folder: Path) -> subprocess.Popen[str]:
     print(shlex.join(["dflash-bench", *words]), file=sys.stderr)
     log = (folder / f"{words[words.index('--out') + 1]}.log").open("w")
     return subprocess.Popen(
-        [sys.executable, "-m", "dflash_bench.cli", *words], cwd=folder, stdout=log, stderr=log, text=True
-    )
+        [sys.executable, "-X", "faulthandler", "-m", "dflash_bench.cli", *words],
+        cwd=folder, stdout=log, stderr=log, text=True,
+    )  # fmt: skip
 
 
 def measured(words: list[str], folder: Path, look: Callable[[int], None] = lambda _: None) -> float:
@@ -81,8 +82,11 @@ def measured(words: list[str], folder: Path, look: Callable[[int], None] = lambd
         look(process.pid)
         time.sleep(0.5)
         if time.monotonic() - began > TIMEOUT_S:
-            process.kill()
-            raise SystemExit(f"check_workers: no end after {TIMEOUT_S:.0f} s: {shlex.join(words)}")
+            # Then it writes where it stands.
+            process.send_signal(signal.SIGABRT)
+            process.wait()
+            log = (folder / f"{words[words.index('--out') + 1]}.log").read_text()
+            raise SystemExit(f"check_workers: no end after {TIMEOUT_S:.0f} s: {shlex.join(words)}\n{log[-3000:]}")
     if process.returncode:
         log = (folder / f"{words[words.index('--out') + 1]}.log").read_text()
         raise SystemExit(f"check_workers: exit status {process.returncode}: {shlex.join(words)}\n{log[-3000:]}")
