@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
@@ -242,6 +242,8 @@ class Record:
     divergence: Divergence | None = None
     audit: Exactness | None = None
     """Against the published model: is every token its own choice? None where the judge was not asked."""
+    worker: int | None = None
+    """Which of the run's workers measured it, by its place in `run.json`; None where there are none."""
     departure: Divergence | None = None
     """Of an audit that is not "exact", the place where the judge's best token is furthest ahead."""
 

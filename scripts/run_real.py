@@ -76,8 +76,8 @@ bfloat16, by the tokens of answers that it had read (the first two points of DFl
 
 def accept(data: str, file: str) -> None:
     import torch
-
     from dflash_bench.doctor.repetition import is_loop
+
     from dflash_bench.engine.local import open_backend
     from dflash_bench.models import loading
 

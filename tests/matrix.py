@@ -44,7 +44,7 @@ def models(dtype: str) -> loading.Models:
 
 def without_answer(_plan: Any, _backend: Any, item: Item) -> WarmUp:
     """A warm-up that costs nothing, and gives no plain answer to compare with."""
-    return WarmUp(item.suite, item.settings, None)  # type: ignore[arg-type]
+    return WarmUp(item.suite, item.prompt.prompt_id, item.settings, None)  # type: ignore[arg-type]
 
 
 @contextmanager

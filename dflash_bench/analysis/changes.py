@@ -34,7 +34,7 @@ UNLIKE = {
     "limits": "max_new_tokens, repeats",
     "dtype": "dtype, quantize, attention, network, capture",
     "engine": "engine, servers.{}: dialect, version, facts, how prompts are sent and kept",
-    "device": "device, threads, processor, GPUs",
+    "device": "device, threads, workers.on_one_machine, processor, GPUs",
 }
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
 
@@ -56,10 +56,28 @@ class Versus:
     changes: Mapping[str, Change]
     lost: int
     gained: int
+    num_scored: int
+    """Prompts whose answers were scored on both sides."""
+    is_exact: bool
+    """Of two methods of a run: is every answer of both the plain one, token for token, so that none can be worse?"""
+    p_passed: float
+    """By McNemar's test, of so uneven a split of the changed ones; with Holm's adjustment over all comparisons."""
 
     @property
-    def p_passed(self) -> float:
-        return stats.mcnemar(self.lost, self.gained)
+    def passed(self) -> Interval | None:
+        """By how much the share of prompts answered right changed; None where none was scored."""
+        return stats.paired_difference(self.lost, self.gained, self.num_scored) if self.num_scored else None
+
+    @property
+    def passed_verdict(self) -> str:
+        """ "worse" and "better" take a small p, "same" an interval close to 0; "unclear" is neither."""
+        if self.passed is None or self.passed.low is None or self.passed.high is None:
+            return "unknown"
+        if self.is_exact:
+            return "same"
+        if self.p_passed < ALPHA:
+            return "worse" if self.lost > self.gained else "better"
+        return "same" if self.passed.low >= -EQUAL and self.passed.high <= EQUAL else "unclear"
 
 
 def verdict(figure_id: str, change: Change) -> str:
@@ -122,7 +140,13 @@ def _adjusted(comparisons: Sequence[Versus]) -> list[Versus]:
     adjusted = [dict(versus.changes) for versus in comparisons]
     for (number, name), p in zip(known, ps, strict=True):
         adjusted[number][name] = replace(adjusted[number][name], p=p)
-    return [replace(versus, changes=changes) for versus, changes in zip(comparisons, adjusted, strict=True)]
+    # Of answers that were scored only: others have nothing to be right or wrong.
+    scored = [number for number, versus in enumerate(comparisons) if versus.num_scored]
+    passed = dict(zip(scored, stats.holm([comparisons[number].p_passed for number in scored]), strict=True))
+    return [
+        replace(versus, changes=changes, p_passed=passed.get(number, 1.0))
+        for number, (versus, changes) in enumerate(zip(comparisons, adjusted, strict=True))
+    ]
 
 
 def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = None) -> Versus | None:
@@ -143,8 +167,14 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     sources = old.source, new.source
     label = labels.under(labels.named(new.suite, *sources), new.setting) + method
     return Versus(
-        new.suite + method, new.setting, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained
-    )
+        new.suite + method, new.setting, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained,
+        int(both.sum()), cell is None and all(map(_is_exact, (old, new))), stats.mcnemar(lost, gained),
+    )  # fmt: skip
+
+
+def _is_exact(cell: Cell) -> bool:
+    exact, answers = cell.sums[:, [COLUMN["exact"], COLUMN["answers"]]].sum(axis=0)
+    return cell.method == BASELINE or bool(exact == answers)
 
 
 def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
@@ -257,6 +287,7 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         | {"capture": identity.get("capture", "off")},
         "engine": {"engine": identity.get("engine", "local")} | servers_in_words(identity),
         "device": _named(identity, "device", "threads")
+        | {"workers on one machine": (identity.get("workers") or {}).get("on_one_machine", 1)}
         | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
     }
 

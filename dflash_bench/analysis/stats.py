@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
+NORMAL = 1.959964
+"""Standard errors of a normal distribution that hold this level."""
 NUM_DRAWS = 5_000
 """With so many, another seed moves a bound by 1 or 2 % of the interval's width."""
 SEED = 0
@@ -201,6 +203,17 @@ def mcnemar(num_lost: int, num_gained: int) -> float:
 
     fewer, both = min(num_lost, num_gained), num_lost + num_gained
     return min(1.0, 2 * float(bdtr(fewer, both, 0.5))) if both else 1.0
+
+
+def paired_difference(num_lost: int, num_gained: int, num: int) -> Interval:
+    """The change of a share when `num_lost` of `num` pairs change to worse and `num_gained` to better.
+
+    Its interval is the adjusted one of Bonett and Price (2012), which also holds for few changes or none.
+    """
+    worse, better = (num_lost + 1) / (num + 2), (num_gained + 1) / (num + 2)
+    half = NORMAL * float(np.sqrt((worse + better - (better - worse) ** 2) / (num + 2)))
+    middle = better - worse
+    return Interval((num_gained - num_lost) / num, max(-1.0, middle - half), min(1.0, middle + half))
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -71,6 +71,8 @@ def run(
     compiler: options.Compiler = None,
     quantize: options.Quantize = None,
     threads: options.Threads = None,
+    workers: options.Workers = None,
+    ray_address: options.RayAddress = None,
     unsafe_code: options.UnsafeCode = False,
     out: options.Out = None,
     resume: options.Resume = False,
@@ -114,6 +116,7 @@ def run(
         trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code, servers=tuple(server or ()),
         dialect=dialect, served_model=served_model, api_key_env=api_key_env, timeout=timeout, env_proxy=env_proxy,
         launch=launch, launch_with=launch_with, launch_args=launch_args,
+        workers=workers, ray_address=ray_address,
     )  # fmt: skip
     for name in allow or ():
         if name != "failed":

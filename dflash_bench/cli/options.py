@@ -306,6 +306,24 @@ Quantize = Annotated[
 Threads = Annotated[
     int | None, _machine(metavar="N", min=1, help="CPU threads. Default: 1, which is fastest for nano.")
 ]
+Workers = Annotated[
+    int | None,
+    _machine(
+        metavar="N",
+        min=1,
+        help="Measure prompts in N processes at a time, each with its own models and its own processors or GPU. The "
+        "answers are the same; times of workers on one machine disturb each other, and are marked. Needs "
+        "dflash-bench[ray].",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    _machine(
+        metavar="HOST:PORT",
+        help="A Ray cluster to run the workers in, whose machines have dflash-bench and the models' files in the same "
+        "places as this one. Default: Ray is started here, and listens on 127.0.0.1 only.",
+    ),
+]
 UnsafeCode = Annotated[
     bool,
     _measuring(

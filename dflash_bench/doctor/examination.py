@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_bench import repetition
 from dflash_bench.analysis import stats
-from dflash_bench.doctor import repetition
 from dflash_bench.doctor.probes import Change, Patient, probes
 from dflash_bench.engine.acceptance import Accepted, accepted, al_pooled, by_position
 from dflash_bench.engine.drafter import Drafter
@@ -45,7 +45,7 @@ class Sample:
     @property
     def num_loops(self) -> int:
         """Answers that end in a loop."""
-        return sum(repetition.is_loop(answer.token_ids) for answer in self.answers)
+        return sum(repetition.in_tokens(answer.token_ids) > 0 for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)

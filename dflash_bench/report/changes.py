@@ -80,15 +80,37 @@ def versus_text(comparisons: Sequence[Versus]) -> str:
         if rows:
             heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
             parts += [f"{title}\n{aligned(heads, rows, left=len(names) + 1)}"]
-    answers = [
-        [*_sides(v, is_sliced), str(v.lost), str(v.gained), p_value(v.p_passed)]
-        for v in comparisons
-        if v.lost or v.gained
-    ]
-    if answers:
-        heads = [*names, "lost", "gained", "p (McNemar)"]
-        parts += [f"prompts answered right\n{aligned(heads, answers, left=len(names))}"]
-    return "\n\n".join([*parts, NO_CHANGE])
+    return "\n\n".join([*parts, *_answered_right(comparisons, is_sliced), NO_CHANGE])
+
+
+def _answered_right(comparisons: Sequence[Versus], is_sliced: bool) -> list[str]:
+    """Did answers get worse? A line where any changed between right and wrong, and what can be said of the others."""
+    scored = [versus for versus in comparisons if versus.num_scored]
+    changed = [versus for versus in scored if versus.lost or versus.gained]
+    names = _names(is_sliced, "before", "after")
+    rows = [
+        [*_sides(v, is_sliced), f"{v.num_scored:,}", str(v.lost), str(v.gained), points(v.passed), p_value(v.p_passed),
+         v.passed_verdict]
+        for v in changed
+    ]  # fmt: skip
+    heads = [*names, "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
+    parts = [f"prompts answered right\n{aligned(heads, rows, left=len(names))}"] if rows else []
+    unchanged = [versus for versus in scored if versus not in changed and not versus.is_exact]
+    if unchanged:
+        fewest = min(unchanged, key=lambda versus: versus.num_scored)
+        where = f"in {len(unchanged)} {'other ' if changed else ''}comparison{'s' * (len(unchanged) > 1)}"
+        parts.append(
+            f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
+            f"change of {points(fewest.passed)} points"
+        )
+    return parts
+
+
+def points(change: Interval | None) -> str:
+    """`-2.5 [-6.1, +1.1]`: a difference of percentages."""
+    if change is None or change.low is None or change.high is None:
+        return ABSENT
+    return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
 
 
 def _sides(versus: Versus, is_sliced: bool) -> list[str]:
@@ -143,7 +165,8 @@ def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
             "suite": versus.suite, "setting": versus.setting or None, "sources": versus.sources,
             "slice": versus.slice or None, "before": versus.before, "after": versus.after,
             "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
-            "p_passed": versus.p_passed,
+            "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,
+            "passed_change": None if versus.passed is None else interval_json(versus.passed),
             "ratios": {
                 name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
                 for name, change in versus.changes.items()

@@ -189,6 +189,7 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         "quantize": identity.get("quantize"),
         "device": identity.get("device"),
         "threads": identity.get("threads"),
+        "workers": _workers(identity),
         "attention": identity.get("attention"),
         "engine": identity.get("network"),
         "capture": None if identity.get("capture") == "off" else identity.get("capture"),
@@ -201,6 +202,12 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         for name, value in known.items()
         if value is not None
     ]
+
+
+def _workers(identity: Mapping[str, Any]) -> str | None:
+    """`4, at most 2 on one machine`."""
+    workers = identity.get("workers")
+    return None if workers is None else f"{workers['number']}, at most {workers['on_one_machine']} on one machine"
 
 
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:

@@ -44,6 +44,7 @@ COLUMNS = {
     "num_hidden_tokens": "int32", "num_first_tokens": "int32", "num_cached_tokens": "int32",
     "total_rounds": "int32", "total_drafted": "int32", "total_accepted": "int32",
     "counted_by": "string", "uncounted": "string", "rate": "double",
+    "worker": "int32",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -59,7 +60,11 @@ SINCE_6 = (
 )
 # fmt: on
 SINCE = (
-    dict.fromkeys(SINCE_2, 2) | dict.fromkeys(SINCE_3, 3) | {"context": 4, "quantize": 5} | dict.fromkeys(SINCE_6, 6)
+    dict.fromkeys(SINCE_2, 2)
+    | dict.fromkeys(SINCE_3, 3)
+    | {"context": 4, "quantize": 5}
+    | dict.fromkeys(SINCE_6, 6)
+    | {"worker": 7}
 )
 """The schema version that introduced a column; in parts of an older one it reads as null."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_bench import repetition
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Settings
 from dflash_bench.results import parts, shape, whole
@@ -47,7 +48,8 @@ ALLOWED = ("damaged", *whole.REMEDIES)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, and `Segments.sums`."""
+    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, `Segments.sums`, and
+    `is_loop`: was the answer cut while it said the same over and over?"""
 
     name: str
     info: Info
@@ -97,7 +99,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
             left_out[part] = surplus
         # Rows that are invalid by themselves were left out when the part was read.
         again = surplus.sum() > evidence.faulty.sum()
-        batches = parts.batches(part, COLUMNS, identity, surplus) if again else ()
+        batches = parts.batches(part, _columns(identity), identity, surplus) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
     if not sum(map(len, tables)):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
@@ -125,10 +127,15 @@ def _read_parts(
     return read, damaged
 
 
+def _columns(identity: Identity) -> tuple[str, ...]:
+    """Texts are read only where tokens may be hidden: they are most of a part."""
+    return (*COLUMNS, "text") if identity.get("servers") else COLUMNS
+
+
 def _read_part(part: Path, identity: Identity, run_settings: Sequence[Settings], by: str) -> Any:
     """Its table and its `Witness`, or the error: a part that breaks off half-way is left out as a whole."""
     try:
-        batches = list(parts.batches(part, COLUMNS, identity))
+        batches = list(parts.batches(part, _columns(identity), identity))
     except parts.DamagedError as error:
         return error
     evidence = witness(batches, run_settings)
@@ -187,10 +194,12 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
             "num_tokens": sums["num_emitted"],
             "decode_tokens": sums["num_emitted"],
             "decode_s": sums["round_s"],
+            "is_loop": np.zeros(len(table), dtype=bool),
         }
     else:
         of_answer = num_tokens(batch)
         sums |= _totals(batch, sums, of_answer["decode_tokens"])
+        of_answer["is_loop"] = _loops(batch)
     sums |= of_answer | {"stretch": segments.stretches}
     for name, values in sums.items():
         column = pa.array(values)
@@ -214,6 +223,21 @@ def num_tokens(batch: Any) -> dict[str, Any]:
     counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
     # An answer is empty if its first token was a stop.
     return {"num_tokens": counts, "decode_tokens": np.maximum(counts - np.where(np.isnan(first), 1, first), 0)}
+
+
+def _loops(batch: Any) -> Any:
+    """The mask of answers that the limit cut while they said the same over and over, [rows]."""
+    from pyarrow import compute
+
+    loops = np.zeros(len(batch), dtype=bool)
+    cut = compute.fill_null(compute.equal(batch.column("finish_reason"), "length"), False)
+    tokens, hidden = batch.column("token_ids"), batch.column("num_hidden_tokens").is_valid()
+    for row in np.flatnonzero(cut.to_numpy(zero_copy_only=False)).tolist():
+        if not hidden[row].as_py():
+            loops[row] = repetition.in_tokens(tokens[row].values.to_numpy()) > 0
+        elif "text" in batch.schema.names:
+            loops[row] = repetition.in_text(batch.column("text")[row].as_py() or "") > 0
+    return loops
 
 
 def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:

@@ -66,6 +66,7 @@ IDENTITY: dict[str, Any] = {
     "quantize?": (str, None),
     "device?": (str, None),
     "threads?": (int, None),
+    "workers?": ({"number": int, "on_one_machine": int, "kinds": [str]}, None),
     "audit?": str,
     "code?": (str, None),
     "plan?": str,
@@ -108,6 +109,7 @@ STORED: dict[str, Any] = {
     "resumed?": [{"sandbox?": (str, None)}],
     "measured?": {ANY: int},
     "memory?": (MEMORY, None),
+    "workers?": [{"machine": int}],
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
 }
 """The shape of `run.json` needed to continue the run."""

@@ -138,6 +138,13 @@ class Run(AbstractContextManager["Run"]):
         if not (self.folder / asked.FILE).exists():
             asked.write(self.folder, rows)
 
+    def keep_worker(self, about: Mapping[str, Any]) -> int:
+        """Stores who is about to measure for this run; the number by which rows refer to it."""
+        info = read_info(self.folder)
+        workers = [*info.get("workers", []), dict(about)]
+        write_info(self.folder, info | {"workers": workers})
+        return len(workers) - 1
+
     def _mend(self, info: Info) -> None:
         """Drops answers that are not the plan's, if there are any, by replacing all parts with a single new one.
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from dflash_bench.methods import is_lossy
 from dflash_bench.records import Divergence, Generation, Message, Record, Settings
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.store import Run
-from dflash_bench.run.items import Backend, Item, Plan, Watcher
+from dflash_bench.run.items import Backend, Item, Ledger, Plan, Watcher
 from dflash_bench.tasks import scoring
 from dflash_bench.tasks.scoring.answers import Score
 from dflash_bench.text import in_common
@@ -21,6 +20,7 @@ from dflash_bench.text import in_common
 @dataclass(frozen=True, slots=True)
 class WarmUp:
     suite: str
+    prompt_id: str
     settings: Settings
     plain: Generation
 
@@ -32,7 +32,7 @@ class Conversation:
     item: Item
     plan: Plan
     backend: Backend
-    run: Run
+    run: Ledger
     watcher: Watcher
     warm: WarmUp
     setting: str
@@ -128,7 +128,7 @@ class Conversation:
         if self.item.repeat == 0:
             if not self.item.is_control or turn > 0:
                 return None
-            if self.item.is_first and self.warm.settings == self.item.settings:
+            if (self.warm.prompt_id, self.warm.settings) == (self.item.prompt.prompt_id, self.item.settings):
                 return self.warm.plain
             return self.backend.generate(BASELINE, messages, self.item.settings, 0)
         pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]

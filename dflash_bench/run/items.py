@@ -10,14 +10,14 @@ from typing import Any, Protocol
 from dflash_bench.records import GREEDY, Audit, Divergence, Generation, Message, Prompt, Record, Served, Settings
 from dflash_bench.results import plan as plans
 from dflash_bench.results.plan import Asked
-from dflash_bench.results.store import Key, Run
+from dflash_bench.results.store import Key
 from dflash_bench.tasks.padding import Paddings
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.suites import Loaded, prompt_hash
 
 
-class Backend(Protocol):
-    """Whatever can answer a chat by a method, and has a judge of the answers."""
+class Described(Protocol):
+    """What is asked of a backend before anything is measured."""
 
     @property
     def has_thinking(self) -> bool:
@@ -31,6 +31,10 @@ class Backend(Protocol):
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         """Raises UserError for a chat, named by where it is from, that its template cannot render."""
         ...
+
+
+class Backend(Described, Protocol):
+    """Whatever can answer a chat by a method, and has a judge of the answers."""
 
     def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation:
         """One answer, decoded alone."""
@@ -55,6 +59,20 @@ class Backend(Protocol):
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
         """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
+        ...
+
+
+class Ledger(Protocol):
+    """Where answers are kept: the run on disk, or what a worker hands back."""
+
+    stored: dict[Key, Record]
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Keeps them, and adds them to `stored`."""
+        ...
+
+    def seconds(self) -> float:
+        """On the clock of `start_s` and `end_s`."""
         ...
 
 
@@ -109,9 +127,7 @@ class Plan:
             # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
             methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
             padding = self.paddings.get((loaded.suite.name, prompt.prompt_id, settings.context), "")
-            yield Item(
-                loaded, prompt, number == 0, is_control and repeat == 0, repeat, settings, methods, order, padding
-            )
+            yield Item(loaded, prompt, is_control and repeat == 0, repeat, settings, methods, order, padding)
             order += len(prompt.turns) * len(methods)
 
 
@@ -153,8 +169,6 @@ class Item:
 
     loaded: Loaded
     prompt: Prompt
-    is_first: bool
-    """Of its suite."""
     is_control: bool
     """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
     repeat: int
@@ -173,7 +187,7 @@ class Item:
     def suite(self) -> str:
         return self.loaded.suite.name
 
-    def is_stored(self, run: Run) -> bool:
+    def is_stored(self, run: Ledger) -> bool:
         """Are all of its answers?"""
         turns = range(len(self.prompt.turns))
         return all(self.key(method, turn) in run.stored for method in self.methods for turn in turns)

@@ -31,8 +31,8 @@ def prepare(resolved: Resolved) -> Prepared:
     from dflash_bench.models import chat, gguf, hub, language, memory, networks, targets
     from dflash_bench.models.language import Placement
 
-    wanted = wanted_of(resolved.request)
-    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
+    wanted, elsewhere = wanted_of(resolved.request), resolved.request.ray_address is not None
+    device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     model, trusted = resolved.model, wanted.trust_remote_code
     drafts = {name: networks.fetch(name, model.drafts[name]).folder for name in resolved.drafts}
     place = str(gguf.converted(Path(model.target))) if gguf.is_file(model.target) else model.target
@@ -54,9 +54,12 @@ def prepare(resolved: Resolved) -> Prepared:
     kind = None if dtype == "auto" else getattr(torch, dtype)
     demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize)
     demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
-    free = _free_bytes(device, spread)
-    if free is not None and device == "cpu" and wanted.packs:
-        demand = demand.packed(free)
+    # How much is free on the machines of a cluster is not known here.
+    free = None if elsewhere else _free_bytes(device, spread)
+    if free is not None and device == "cpu":
+        free //= resolved.request.workers or 1
+        if wanted.packs:
+            demand = demand.packed(free)
     held = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
@@ -67,6 +70,7 @@ def prepare(resolved: Resolved) -> Prepared:
         raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
     if free is not None and held.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
+        where += " for each worker" if (resolved.request.workers or 1) > 1 else ""
         raise _too_little(held.total, free, where, with_drafts or 0, without or 0)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
     return Prepared(padded, asdict(held) | found)

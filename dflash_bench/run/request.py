@@ -87,6 +87,10 @@ class Request:
     """The variable of the environment that holds the key; the key itself is nowhere in a request."""
     timeout: float | None = None
     env_proxy: bool = False
+    workers: int | None = None
+    """Processes that measure; None: this one."""
+    ray_address: str | None = None
+    """Of the cluster that they are to run in; None: on this machine."""
     rate: tuple[float, ...] = ()
     slo: str | None = None
     """What a good answer keeps to, such as ttft=500ms,tpot=50ms."""
@@ -156,6 +160,7 @@ def _refuse_unknown_values(request: Request) -> None:
         budget.seconds(request.budget)
     _refuse_concurrency(request)
     _refuse_rates(request)
+    _refuse_workers(request)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", request.dtype, list(DTYPES))
     if request.threads is not None and request.threads > (os.cpu_count() or 1):
@@ -212,6 +217,30 @@ def _refuse_concurrency(request: Request) -> None:
         raise UserError(
             "--for measures prompt by prompt, and --concurrency all prompts of a suite together; use --limit instead"
         )
+
+
+def _refuse_workers(request: Request) -> None:
+    if request.workers is None:
+        if request.ray_address is not None:
+            raise UserError("--ray-address has no effect without --workers")
+        return
+    if request.asks_servers:
+        flag = "--launch" if request.launch else "--server"
+        raise UserError(
+            f"--workers has no effect with {flag}: a server does the work; --concurrency asks it for several answers "
+            "at a time"
+        )
+    for flag, given in (("--for", request.budget), ("--concurrency", max(request.concurrency, default=1) > 1)):
+        if given:
+            raise UserError(
+                f"--workers measure one prompt each at a time, and {flag} is for one process; leave one out"
+            )
+    if request.device_map is not None:
+        raise UserError("--workers take one GPU each, and --device-map all of them; leave one of them out")
+    if (request.device or "").startswith("cuda:"):
+        raise UserError(f"--workers take a GPU each: give --device cuda, not {request.device}")
+    if request.ray_address is not None and request.device is None:
+        raise UserError("--ray-address needs --device cpu or cuda: this machine does not show what the cluster has")
 
 
 def _refuse_rates(request: Request) -> None:

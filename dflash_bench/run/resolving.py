@@ -66,6 +66,7 @@ def resolve(request: Request, chosen: Sequence[Method], model: Preset) -> Resolv
     for one in loaded:
         scoring.check_references(one.suite.scorer, one.prompts)
     _refuse_too_few(loaded, max(request.concurrency, default=1))
+    _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     return Resolved(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
@@ -78,6 +79,16 @@ def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
             raise UserError(
                 f"--concurrency {concurrency} is more than the {len(one.prompts)} prompts of {one.suite.name}; "
                 "lower it, or raise --limit (four times as many prompts keep all places busy most of the time)"
+            )
+
+
+def _refuse_shared_memory(request: Request, chosen: Sequence[Method]) -> None:
+    """What a method drafts must not depend on which prompts a worker happened to be given."""
+    for method in chosen if request.workers is not None else ():
+        if method.name == "suffix" and method.option("earlier") == "yes":
+            raise UserError(
+                f"--method {method.label} drafts from the run's earlier answers, which workers do not share; give "
+                "suffix:earlier=no, or leave --workers out"
             )
 
 

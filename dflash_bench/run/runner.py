@@ -11,17 +11,24 @@ from collections.abc import Iterable
 
 from dflash_bench.records import Message, Settings
 from dflash_bench.results.identity import short_names
-from dflash_bench.results.store import Run
 from dflash_bench.run.conversation import Conversation, WarmUp, answer_together
-from dflash_bench.run.items import Backend, Item, Plan, Watcher
+from dflash_bench.run.items import Backend, Item, Ledger, Plan, Watcher
 
 
-def execute(plan: Plan, backend: Backend, run: Run, watcher: Watcher, items: Iterable[Item] | None = None) -> None:
+def execute(
+    plan: Plan,
+    backend: Backend,
+    run: Ledger,
+    watcher: Watcher,
+    items: Iterable[Item] | None = None,
+    warm: dict[str, WarmUp] | None = None,
+) -> None:
     """Run what of `items`, of all of the plan's if absent, is not stored yet.
 
-    Killed at any time, it loses what `Conversation.answer` or `answer_together` holds back, no more.
+    `warm` has the suites that this backend has been warmed up with, and gets the others. Killed at any time, it loses
+    what `Conversation.answer` or `answer_together` holds back, no more.
     """
-    warm: dict[str, WarmUp] = {}
+    warm = {} if warm is None else warm
     named = short_names(plan.settings)
     waves: dict[tuple[str, int, Settings], list[Conversation]] = {}
     for item in plan.items() if items is None else items:
@@ -45,4 +52,4 @@ def _warm_up(plan: Plan, backend: Backend, item: Item) -> WarmUp:
     """The same loop on the same prompt, thrown away but for the plain answer."""
     messages = (*item.prompt.opening, Message("user", item.turns[0]))
     answers = [backend.generate(method, messages, item.settings, 0) for method in plan.methods]
-    return WarmUp(item.suite, item.settings, answers[0])
+    return WarmUp(item.suite, item.prompt.prompt_id, item.settings, answers[0])

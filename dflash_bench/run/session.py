@@ -17,12 +17,14 @@ from dflash_bench.records import SCHEMA_VERSION, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
-from dflash_bench.run import budget, items, remote, runner
+from dflash_bench.run import budget, items, pooling, remote, runner
 from dflash_bench.run.contexts import Contexts
-from dflash_bench.run.items import Backend, Plan
+from dflash_bench.run.items import Backend, Described, Plan
 from dflash_bench.run.opening import add_judge, captured_of, forwards_of, late, open_local, open_servers
+from dflash_bench.run.pooling import Pool
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
+from dflash_bench.run.ray_pool import opened_workers, require_ray
 from dflash_bench.run.request import Request, objectives
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
 from dflash_bench.tasks import sandbox
@@ -32,6 +34,8 @@ from dflash_bench.tasks.suites import Loaded, chats
 def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], object]) -> None:
     """Run or continue, into `folder`; `tell` gets notes for the user. Raises UserError before anything is written."""
     request, methods, model = methods_and_model(request)
+    if request.workers is not None:
+        require_ray()
     # Before what is slow: a download, and the models.
     (store.check_resumable if resume else store.check_new)(folder)
     resolved = resolve(request, methods, model)
@@ -65,8 +69,10 @@ def _run_launched(
         tell(f"note: {death}")
 
 
-def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend]:
-    """What can be found out cheaply comes before weights are loaded; servers are left when the stack is closed."""
+def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | Pool]:
+    """What can be found out cheaply comes before weights are loaded; servers and workers are left with the stack."""
+    if resolved.request.workers is not None:
+        return prepare(resolved), stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
         return prepare(resolved), open_local(resolved)
     backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
@@ -80,7 +86,7 @@ def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend]:
 def _run(
     resolved: Resolved,
     prepared: Prepared,
-    backend: Backend,
+    backend: Backend | Pool,
     folder: Path,
     resume: bool,
     tell: Callable[[str], object],
@@ -101,6 +107,11 @@ def _run(
     with (store.resume if resume else store.create)(folder, info) as run:
         begun()
         run.keep_prompts(items.asked_of(plan))
+        if isinstance(backend, Pool):
+            with Progress(plan.num_generations, len(run.stored)) as progress:
+                captured = pooling.execute(plan, backend, run, progress)
+            run.mark_finished({"captures": captured})
+            return
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
@@ -141,25 +152,31 @@ def _execute_within(
     run.mark_finished({"measured": counts, "captures": captured_of(backend)})
 
 
-def _info(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) -> dict[str, Any]:
+def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared) -> dict[str, Any]:
     """What `run.json` holds."""
     options = asdict(resolved.request)
+    forwards: Mapping[str, Any] | None = None
+    if isinstance(backend, Pool):
+        machine, forwards = backend.environment, backend.forwards
+    else:
+        machine = environment.describe()
+        forwards = None if resolved.request.asks_servers else forwards_of(backend)
     return {
         "identity": _identity(resolved, plan, backend, prepared),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
-        "environment": environment.describe(),
+        "environment": machine,
         "command": shlex.join(["dflash-bench", *sys.argv[1:]]),
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
         # Measured anew by each process that works on the run, and so no part of what they must have in common.
-        "forwards": None if resolved.request.asks_servers else forwards_of(backend),
+        "forwards": forwards,
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
     }
 
 
-def _identity(resolved: Resolved, plan: Plan, backend: Backend, prepared: Prepared) -> dict[str, Any]:
+def _identity(resolved: Resolved, plan: Plan, backend: Described, prepared: Prepared) -> dict[str, Any]:
     """What decides the answers: a run is continued only under the same."""
     return {
         "schema_version": SCHEMA_VERSION,

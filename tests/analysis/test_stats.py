@@ -266,3 +266,18 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
         num_held += (interval.low or 0) <= 3 <= (interval.high or 0)
     stats._counts.cache_clear()
     assert at_least <= num_held / num_runs <= 0.99
+
+
+@pytest.mark.parametrize(("lost", "gained", "num"), [(0, 0, 50), (12, 2, 100), (0, 5, 20), (3, 3, 9)])
+def test_a_paired_difference_lies_within_its_interval(lost: int, gained: int, num: int) -> None:
+    change = stats.paired_difference(lost, gained, num)
+    assert change.value == (gained - lost) / num
+    assert change.low is not None and change.high is not None
+    assert -1 <= change.low <= change.value <= change.high <= 1
+
+
+def test_a_paired_difference_is_that_of_bonett_and_price() -> None:
+    worse, better = 13 / 102, 3 / 102
+    half = scipy.stats.norm.ppf(0.975) * ((worse + better - (worse - better) ** 2) / 102) ** 0.5
+    change = stats.paired_difference(12, 2, 100)
+    assert (change.low, change.high) == pytest.approx((better - worse - half, better - worse + half))

@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import over_time, serving, speed
+from dflash_bench.analysis.findings import loops, machines, over_time, serving, speed
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -36,10 +36,10 @@ def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | Non
             rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first
         ) for cell in cells
     ]  # fmt: skip
-    alike: dict[tuple[str, str], list[Seen]] = {}
+    alike: dict[tuple[object, ...], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
-            alike.setdefault((seen.kind, seen.remedy), []).append(seen)
+            alike.setdefault((seen.kind, seen.remedy, seen.place if seen.is_own else None), []).append(seen)
     return [_finding(group) for group in alike.values()]
 
 
@@ -60,7 +60,7 @@ def _wheres(others: Sequence[Seen]) -> str:
 
 def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
     of_cell = metrics.select(rows, cell.place)
-    return Case(cell, of_cell, metrics.without_errors(of_cell), identity, has_plain, opens_run)
+    return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run)
 
 
 def _mismatch(case: Case) -> Seen | None:
@@ -202,9 +202,10 @@ def _code_not_run(case: Case) -> Seen | None:
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy, _near_ties, _nothing_drafted,
-    _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain, speed.unclear,
-    _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
+    _mismatch, serving.worse_answers, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy,
+    _near_ties, _nothing_drafted,
+    loops.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
+    speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
     speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
-    serving.uncounted, serving.derived_rounds,
+    serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines,
 )  # fmt: skip

@@ -38,6 +38,8 @@ class Seen:
     text: str
     remedy: str
     place: Place
+    is_own: bool = False
+    """Is its text worth reading at each place, so that none is left out for another with the same remedy?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Case:
     good: Any
     identity: Mapping[str, Any]
     """The identity in `run.json`; empty if it is not known."""
+    run: Any
+    """The rows of all cells."""
     has_plain: bool
     """Whether its suite has a plain answer that did not fail."""
     opens_run: bool
@@ -73,12 +77,12 @@ class Case:
     def seen(self, kind: str, text: str, remedy: str) -> Seen:
         return self._seen_by(self.cell.method, kind, text, remedy)
 
-    def seen_in_suite(self, kind: str, text: str, remedy: str) -> Seen:
-        return self._seen_by("", kind, text, remedy)
+    def seen_in_suite(self, kind: str, text: str, remedy: str, *, is_own: bool = False) -> Seen:
+        return self._seen_by("", kind, text, remedy, is_own)
 
-    def _seen_by(self, method: str, kind: str, text: str, remedy: str) -> Seen:
+    def _seen_by(self, method: str, kind: str, text: str, remedy: str, is_own: bool = False) -> Seen:
         place = Place(self.cell.suite, str(self.cell.settings), method)
-        return Seen(kind, self.cell.heading, text, remedy, place)
+        return Seen(kind, self.cell.heading, text, remedy, place, is_own)
 
 
 def answers(rows: Any) -> str:

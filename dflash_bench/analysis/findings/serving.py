@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings.case import Case, Seen, answers
+from dflash_bench.analysis.terms import Place
 
 DERIVED = frozenset(("llamacpp.timings", "sglang.derived"))
 """Counts of rounds that are not told, but worked out."""
+WORSE_P = 0.01
+"""Below this p, answers got worse: a run may have a dozen methods and suites, which are not adjusted for."""
 CACHE_REMEDIES = {
     "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1, so that its cache can be emptied, or with "
     "--no-enable-prefix-caching",
@@ -55,6 +59,35 @@ def unjudged(case: Case) -> Seen | None:
     if first["num_hidden_tokens"] == first["num_hidden_tokens"]:  # not NaN
         remedy = "use a server that returns token ids, which can be judged"
     return case.seen("unjudged", text, remedy)
+
+
+def worse_answers(case: Case) -> Seen | None:
+    """Right answers, of the prompts that both answered: a lossless method must not lose any but by chance."""
+    if case.is_baseline:
+        return None
+    by_question = _right(case.run, case.cell.place._replace(method="ar")), _right(case.run, case.cell.place)
+    plain, own = by_question[0].align(by_question[1], join="inner")
+    lost, gained = int((own < plain).sum()), int((own > plain).sum())
+    p = stats.mcnemar(lost, gained)
+    if p >= WORSE_P or lost <= gained:
+        return None
+    change = stats.paired_difference(lost, gained, len(own))
+    low, high = 100 * (change.low or 0), 100 * (change.high or 0)
+    text = (
+        f"answers got worse: {lost} of {len(own)} prompts that plain decoding gets right are wrong, and {gained} the "
+        f"other way ({100 * change.value:+.1f} points [{low:+.1f}, {high:+.1f}], McNemar p = {p:.2g})"
+    )
+    remedy = "give --model or --target with the same weights, so that a judge says where its tokens leave the model's"
+    if not case.identity.get("servers"):
+        remedy = "read what 'compare' says of exactness: a lossless method gives the target's own answers"
+    return case.seen("worse_answers", text, remedy)
+
+
+def _right(rows: Any, place: Place) -> Any:
+    """Of each prompt that was scored how many answers are right, a series by prompt."""
+    cell = metrics.without_errors(metrics.select(rows, place))
+    scored = cell[cell["passed"].notna()]
+    return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
 
 
 def compared_by_text(case: Case) -> Seen | None:
