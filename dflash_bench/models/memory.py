@@ -83,6 +83,11 @@ class Demand:
         none, one = self.held(0).total, self.held(1).total
         return (num_bytes - none) // (one - none)
 
+    def most_rows_within(self, num_bytes: int, longest: int) -> int:
+        """How many rows of so many tokens fit; 0 or less where the weights alone do not."""
+        none, one = (replace(self, rows=rows).held(longest).total for rows in (0, 1))
+        return (num_bytes - none) // (one - none)
+
     def packed(self, free_bytes: int) -> Demand:
         """With a second layout of the target's weights, and then of the drafts', where there is room for that."""
         drafts = list(self.drafts.values())

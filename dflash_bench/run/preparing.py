@@ -71,7 +71,8 @@ def prepare(resolved: Resolved) -> Prepared:
     if free is not None and held.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         where += " for each worker" if (resolved.request.workers or 1) > 1 else ""
-        raise _too_little(held.total, free, where, with_drafts or 0, without or 0)
+        rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
+        raise _too_little(held.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
     return Prepared(padded, asdict(held) | found)
 
@@ -84,8 +85,10 @@ def _free_bytes(device: str, spread: bool) -> int | None:
     return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in (range(torch.cuda.device_count()) if spread else [device]))
 
 
-def _too_little(needed: int, free: int, where: str, largest: int, without: int) -> UserError:
+def _too_little(needed: int, free: int, where: str, largest: int, without: int, rows: int = 0) -> UserError:
     words = f"weights and caches need {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {where}"
+    if rows > 0:
+        words += f"; --concurrency {rows} fits"
     if largest > 0:
         return UserError(f"{words}; the largest context that fits is {largest} tokens, and {without} without drafts")
     if without > 0:

@@ -84,6 +84,7 @@ def test_rows_multiply_caches_and_nothing_else() -> None:
     one = Demand(Footprint(1000, 10), {}, [methods.parse("ar")])
     four = Demand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)
     assert (one.held(9).total, four.held(9).total) == (1100, 1400)
+    assert [four.most_rows_within(num_bytes, 9) for num_bytes in (1499, 1500, 1099, 900)] == [4, 5, 0, -1]
 
 
 def test_weights_are_those_that_are_loaded(opened: tuple[Models, LocalBackend]) -> None:

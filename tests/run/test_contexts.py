@@ -374,3 +374,16 @@ def test_prompts_that_an_earlier_version_kept_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run" / asked.FILE
     parquet.write_table(parquet.read_table(path).drop_columns(["paddings"]), path)
     assert asked.read(tmp_path / "run") == rows
+
+
+def test_too_many_answers_at_a_time_are_refused_with_the_number_that_fits(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "free_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("dflash_bench.run.session.open_local", lambda *_: (_ for _ in ()).throw(UserError("loaded")))
+    words = "run --suite gsm8k --limit 16 --max-new-tokens 8 --method dflash --context 1k --concurrency".split()
+    told = main(*words, "16")[2]
+    assert "are free on cpu at concurrency 16; --concurrency " in told
+    fitting = int(told.split("--concurrency ")[1].split()[0])
+    assert 1 < fitting < 16
+    assert "loaded" in main(*words, str(fitting))[2] and "loaded" not in main(*words, str(fitting + 1))[2]
