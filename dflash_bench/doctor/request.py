@@ -26,6 +26,8 @@ def check(request: Request) -> None:
             raise UserError(f"--method {text} has no draft that can be examined; {' and '.join(EXAMINED)} have")
         if others := parse(text).options.keys() - {"n", "block"}:
             raise UserError(f"doctor tries a draft with n= or block= alone; leave out {min(others)}=")
+    if request.thinking == "both":
+        raise UserError("doctor asks in one mode of thinking; give --thinking on or off")
     if request.data is not None and not request.suites:
         raise UserError("--data has no effect without --suite")
     of_run.check(request if has_prompts(request) else replace(request, suites=("gsm8k",)))

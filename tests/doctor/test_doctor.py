@@ -95,7 +95,7 @@ def test_a_quantised_target_is_tried_as_it_was() -> None:
 
 
 def test_the_other_mode_of_thinking_is_named() -> None:
-    seen = examined("dflash", limit=8, max_new_tokens=32, thinking="on")
+    seen = examined("dflash", limit=8, max_new_tokens=24, thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
 
 
@@ -238,6 +238,7 @@ def test_masks_are_tried_by_name_then_behind_the_vocabulary() -> None:
         (["--method", "dflash:steps=2"], "doctor tries a draft with n= or block= alone; leave out steps="),
         (["--data", "embedded"], "--data has no effect without --suite"),
         (["--thinking", "sometimes"], "unknown mode of thinking"),
+        (["--thinking", "both"], "doctor asks in one mode of thinking; give --thinking on or off"),
         (["--suite", "nope"], "unknown suite"),
     ],
 )
