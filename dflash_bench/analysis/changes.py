@@ -221,8 +221,10 @@ def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
 
 
 def summarised(results: Results) -> list[Cell]:
-    """The cells of a run. Raises UserError if a suite has no plain answers to compare with."""
+    """The cells of a run. Raises UserError if a suite has no plain answers to compare with, in a run that has them."""
     cells = summarise(results.rows, results.info["identity"])
+    if BASELINE not in results.info["identity"].get("methods", {BASELINE: None}):
+        return cells
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))
     if bare:

@@ -28,7 +28,6 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Record, Settings
 from dflash_bench.results import asked, columns, parts, run_json, whole
 from dflash_bench.results.identity import settings_numbers, settings_of
-from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_json import Info, carried, read_info, write_info
 from dflash_bench.results.witness import witness
 
@@ -164,7 +163,7 @@ class Run(AbstractContextManager["Run"]):
         surplus = whole.account(info, str(self.folder / run_json.FILE), witnesses).surplus
         kept = [parts.without(table, mask) for table, mask in zip(tables, surplus, strict=True)]
         mended = pa.concat_tables(kept)
-        orphans = _orphans(mended, run_settings)
+        orphans = _orphans(mended, run_settings, info["plan"]["methods"][0])
         num_before, num_rescued = sum(map(len, tables[: len(current)])), sum(map(len, kept[len(current) :]))
         self.num_dropped = num_before + num_rescued - len(mended) + int(orphans.sum())
         if not self.num_dropped and not num_rescued:
@@ -236,8 +235,8 @@ def key(record: Record) -> Key:
     return record.suite, record.prompt_id, record.repeat, record.settings, record.method, record.turn
 
 
-def _orphans(table: Any, run_settings: Sequence[Settings]) -> Any:
-    """The mask of rows that depend on a plain answer which is missing, [rows].
+def _orphans(table: Any, run_settings: Sequence[Settings], first_method: str) -> Any:
+    """The mask of rows that depend on an answer of the plan's first method which is missing, [rows].
 
     A row is compared with the plain answers of its own repeat and of the first one, and its conversation contains
     those to earlier turns.
@@ -245,12 +244,11 @@ def _orphans(table: Any, run_settings: Sequence[Settings]) -> Any:
     names = ("suite", "prompt_id", "repeat", "turn")
     numbers = settings_numbers(table, run_settings).tolist()
     places = list(zip(numbers, *(table.column(name).to_pylist() for name in names), strict=True))
-    plain = {
-        place for place, method in zip(places, table.column("method").to_pylist(), strict=True) if method == BASELINE
-    }
+    methods = table.column("method").to_pylist()
+    answered = {place for place, method in zip(places, methods, strict=True) if method == first_method}
     return np.array(
         [
-            not all((*prompt, compared, earlier) in plain for compared in {0, repeat} for earlier in range(turn + 1))
+            not all((*prompt, compared, earlier) in answered for compared in {0, repeat} for earlier in range(turn + 1))
             for *prompt, repeat, turn in places
         ],
         dtype=bool,

@@ -1,6 +1,7 @@
 """A prompt being answered, turn by turn: by each method, alone or beside others; judged, scored and saved.
 
-A generation is saved once the plain answer that it is judged by is there.
+A generation is saved once the plain answer that it is judged by is there. A run of a single method has none: its
+answers are only audited.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class WarmUp:
 
 @dataclass(slots=True)
 class Conversation:
-    """An item being run. A later turn sees the plain answers to the earlier ones, of the same settings and repeat."""
+    """An item being run.
+
+    A later turn sees the answers of the plan's first method to the earlier ones, of the same settings and repeat.
+    """
 
     item: Item
     plan: Plan
@@ -59,35 +63,38 @@ class Conversation:
             record = self.item.record(method, turn, generation, (start_s, self.run.seconds()))
             self.watcher.measured(record, doing)
             waiting.append(record)
-            plain = record.generation if method == BASELINE else self._plain(turn)
-            if plain is not None:
+            first = record.generation if method == self.plan.first else self._first(turn)
+            if first is not None:
                 self.watcher.begins(self.item.suite, "judging")
-                self.run.append([self.judged(answer, plain, messages) for answer in waiting])
+                self.run.append([self.judged(answer, first, messages) for answer in waiting])
                 waiting = []
 
-    def _plain(self, turn: int, repeat: int | None = None) -> Generation | None:
+    def _first(self, turn: int, repeat: int | None = None) -> Generation | None:
+        """The answer of the plan's first method."""
         item = self.item if repeat is None else replace(self.item, repeat=repeat)
-        stored = self.run.stored.get(item.key(BASELINE, turn))
+        stored = self.run.stored.get(item.key(self.plan.first, turn))
         return stored.generation if stored else None
 
     def messages(self, turn: int) -> tuple[Message, ...]:
         messages = list(self.item.prompt.opening)
         for number, text in enumerate(self.item.turns[: turn + 1]):
             messages.append(Message("user", text))
-            plain = self._plain(number)
-            if number < turn and plain is not None:
-                messages.append(Message("assistant", plain.text))
+            answer = self._first(number)
+            if number < turn and answer is not None:
+                messages.append(Message("assistant", answer.text))
         return tuple(messages)
 
-    def judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
-        """Judged against other answers, and scored."""
-        return self._scored(self._judged(record, plain, messages))
+    def judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
+        """Judged against other answers, and scored; `first` is the first method's answer."""
+        return self._scored(self._judged(record, first, messages))
 
-    def _judged(self, record: Record, plain: Generation, messages: Sequence[Message]) -> Record:
+    def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
         """A method against the plain answer, that against another plain one, and each against the published model."""
         if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
-        expected = self._control(record.turn, messages) if record.method == BASELINE else plain
+        if self.plan.first != BASELINE:
+            return self._audited(record, messages)
+        expected = self._control(record.turn, messages) if record.method == BASELINE else first
         if expected is not None and not expected.error:
             record = self._compared(record, expected, messages)
         return self._audited(record, messages)
@@ -109,10 +116,10 @@ class Conversation:
         if record.generation.hides_tokens:
             return record
         tokens, turn = record.generation.token_ids, record.turn
-        # Equal answers are read once; on resuming, the stored plain answer's audit serves too.
-        plain = self.run.stored.get(self.item.key(BASELINE, turn))
-        if plain is not None and plain.audit is not None:
-            self.audits.setdefault((turn, plain.generation.token_ids), plain.departure)
+        # Equal answers are read once; on resuming, the audit of the first method's stored answer serves too.
+        first = self.run.stored.get(self.item.key(self.plan.first, turn))
+        if first is not None and first.audit is not None:
+            self.audits.setdefault((turn, first.generation.token_ids), first.departure)
         if (turn, tokens) not in self.audits:
             self.audits[turn, tokens] = self.backend.audit(messages, tokens, self.item.settings)
         departure = self.audits[turn, tokens]
@@ -131,9 +138,9 @@ class Conversation:
             if (self.warm.prompt_id, self.warm.settings) == (self.item.prompt.prompt_id, self.item.settings):
                 return self.warm.plain
             return self.backend.generate(BASELINE, messages, self.item.settings, 0)
-        pairs = [(self._plain(earlier), self._plain(earlier, repeat=0)) for earlier in range(turn)]
+        pairs = [(self._first(earlier), self._first(earlier, repeat=0)) for earlier in range(turn)]
         said_the_same = all(now and first and now.text == first.text for now, first in pairs)
-        return self._plain(turn, repeat=0) if said_the_same else None
+        return self._first(turn, repeat=0) if said_the_same else None
 
     @property
     def _alone(self) -> Item:
@@ -174,13 +181,13 @@ def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
             record = conversation.item.record(method, turn, served.generation, times)
             watcher.measured(record, doing)
             records.append((number, record))
-    plain = {number: record.generation for number, record in records if record.method == BASELINE}
+    answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
     # Plain answers first, as others are judged by what is known of these.
-    records.sort(key=lambda one: one[1].method != BASELINE)
+    records.sort(key=lambda one: one[1].method != first.plan.first)
     judged: list[Record] = []
     for number, record in records:
         watcher.begins(item.suite, f"judging {len(judged) + 1} of {len(records)}")
-        judged.append(conversations[number].judged(record, plain[number], chats[number]))
+        judged.append(conversations[number].judged(record, answer_of[number], chats[number]))
     run.append(judged)
 
 

@@ -93,7 +93,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. `methods` starts with the baseline. Answers under greedy settings must agree."""
+    """What to run. `methods` starts with the baseline, or is one method. Answers under greedy settings must agree."""
 
     suites: tuple[Loaded, ...]
     methods: tuple[str, ...]
@@ -104,6 +104,11 @@ class Plan:
     """Where model-written code is run; without one it is not, and stays unscored."""
     paddings: Paddings = field(default_factory=dict)
     """What stands before prompts under settings with a context."""
+
+    @property
+    def first(self) -> str:
+        """The method whose answers later turns go on from: plain decoding, or the only one."""
+        return self.methods[0]
 
     @property
     def num_generations(self) -> int:

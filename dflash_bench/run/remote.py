@@ -11,6 +11,7 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
+from dflash_bench.results.plan import BASELINE
 from dflash_bench.run.request import Request
 from dflash_bench.servers import address
 from dflash_bench.servers.address import Access, Address
@@ -61,7 +62,8 @@ def check(request: Request) -> None:
                     "server's, to make its prompts and judge its answers here"
                 )
     check_access(request)
-    addresses_of(request)
+    if request.audit == "divergent" and not any(method.name == BASELINE for method in methods_of(request)):
+        raise UserError("--audit divergent has no effect without --server plain=URL, from which answers could diverge")
 
 
 def check_access(request: Request) -> None:

@@ -141,6 +141,8 @@ def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool
 
     In a grid a method that says an option itself keeps its own. Raises UserError where that leaves an axis unused.
     """
+    if not axes:
+        return list(chosen)
     for axis in axes:
         if not one_at_a_time and not any(axis.is_of(method) and method.leaves_open(axis.name) for method in chosen):
             raise UserError(f"{axis.flag} {axis.name} has no effect: each method that has it already says its own")

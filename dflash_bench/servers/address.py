@@ -42,19 +42,19 @@ class Access:
 
 
 def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
-    """Plain decoding first. Raises UserError for what is no NAME=URL, and where a server that is needed is missing."""
+    """Plain decoding first, or a single one. Raises UserError for no NAME=URL, and for several without plain."""
     addresses: dict[str, Address] = {}
     for text in texts:
         address = _parse(text)
         if address.method.label in addresses:
             raise UserError(f"--server {text}: {address.method.label} is given twice; label one, as in dflash@a=URL")
         addresses[address.method.label] = address
-    if not needs_plain:
+    if not needs_plain or len(addresses) == 1:
         return list(addresses.values())
     if BASELINE not in addresses:
         raise UserError(
-            f"--server: there is no server for plain decoding, against which all others are measured; give one that "
-            f"drafts nothing, as in {EXAMPLE}"
+            f"--server: there is no server for plain decoding, against which several are measured; give one that "
+            f"drafts nothing, as in {EXAMPLE}, or measure each by itself"
         )
     return [addresses.pop(BASELINE), *addresses.values()]
 

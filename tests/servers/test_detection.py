@@ -33,7 +33,6 @@ def test_names_are_methods_and_plain_comes_first() -> None:
 
 
 REFUSED = {
-    "dflash=http://a:1": "there is no server for plain decoding",
     "http://a:1": "takes NAME=URL",
     "plain": "takes NAME=URL",
     "plain=a:1": "begins with http:// or https://",
@@ -53,6 +52,12 @@ def test_an_address_that_cannot_be_asked_is_refused_and_no_password_shown(text: 
         parse([text])
     assert REFUSED[text] in str(refused.value)
     assert SECRET not in str(refused.value)
+
+
+def test_several_servers_need_a_plain_one_and_a_single_one_does_not() -> None:
+    with pytest.raises(UserError, match="there is no server for plain decoding, against which several are measured"):
+        parse(["dflash=http://a", "eagle3=http://b"])
+    assert [one.method.label for one in parse(["dflash=http://a:1"])] == ["dflash"]
 
 
 def test_a_method_is_given_once() -> None:

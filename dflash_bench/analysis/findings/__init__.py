@@ -107,7 +107,13 @@ def _no_baseline(case: Case) -> Seen | None:
     if case.has_plain or not case.cell.num_prompts:
         return None
     text = "there are no plain answers (ar) to compare with, so there is no speed-up"
-    return case.seen("no_baseline", text, "finish the run with --resume, or run it again")
+    remedy = "finish the run with --resume, or run it again"
+    if case.has_no_plain:
+        remedy = "give a server that drafts nothing, too: --server plain=URL"
+        if not case.good["audit"].notna().any():
+            text += ", and nothing says whether these answers are the model's own"
+            remedy += "; and --model or --target with the same weights, so that a judge reads the answers"
+    return case.seen("no_baseline", text, remedy)
 
 
 def _near_ties(case: Case) -> Seen | None:
@@ -180,14 +186,14 @@ def _saturated(case: Case) -> Seen | None:
 
 def _truncated(case: Case) -> Seen | None:
     num_cut = int((case.good["finish_reason"] == "length").sum())
-    if not case.is_baseline or num_cut <= TRUNCATED * len(case.good):
+    if not case.is_first or num_cut <= TRUNCATED * len(case.good):
         return None
     text = f"{num_cut} of {answers(case.good)} were cut at the token limit"
     return case.seen_in_suite("truncated", text, "raise --max-new-tokens")
 
 
 def _few_prompts(case: Case) -> Seen | None:
-    if not case.is_baseline or case.cell.num_prompts >= MIN_PROMPTS:
+    if not case.is_first or case.cell.num_prompts >= MIN_PROMPTS:
         return None
     text = f"only {case.cell.num_prompts} prompts, too few to trust the interval"
     return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
@@ -195,7 +201,7 @@ def _few_prompts(case: Case) -> Seen | None:
 
 def _code_not_run(case: Case) -> Seen | None:
     suite = case.identity.get("suites", {}).get(case.cell.suite, {})
-    if not case.is_baseline or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
+    if not case.is_first or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
         return None
     text = f"the answers are code, which was not run and so is not scored: {sandbox.NO_CAGE}"
     return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)

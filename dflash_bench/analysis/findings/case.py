@@ -63,6 +63,16 @@ class Case:
         return self.cell.method == BASELINE
 
     @property
+    def has_no_plain(self) -> bool:
+        """Is it of a run of a single method, which was never to be compared?"""
+        return BASELINE not in self.identity.get("methods", {BASELINE: None})
+
+    @property
+    def is_first(self) -> bool:
+        """Is it what a fault of the whole suite is looked for in: plain decoding, or the only method?"""
+        return self.is_baseline or self.has_no_plain
+
+    @property
     def draft(self) -> Mapping[str, Any]:
         """What is known of the method's draft."""
         drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})

@@ -20,7 +20,7 @@ QUESTION = ["prompt_id", "turn", "repeat"]
 
 def loops(case: Case) -> Seen | None:
     """One for all methods of a suite, each with its figures as they are, and without what loops by any of them."""
-    if not case.is_baseline:
+    if not case.is_first:
         return None
     here = metrics.without_errors(_of_suite(case))
     looping = here["is_loop"].to_numpy(dtype=bool)

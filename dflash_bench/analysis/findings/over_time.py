@@ -54,7 +54,7 @@ def _seconds_per_step(good: Any) -> Any:
 
 
 def drift(case: Case) -> Seen | None:
-    if not case.is_baseline or len(case.good) < MIN_ANSWERS_OVER_TIME:
+    if not case.is_first or len(case.good) < MIN_ANSWERS_OVER_TIME:
         return None
     over_time = case.good.sort_values("order", kind="stable")
     quarter = len(over_time) // 4

@@ -24,13 +24,14 @@ THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
 
 
 def load(material: Material) -> Any:
-    """Both side by side, a row for each suite."""
+    """Both side by side, a row for each suite; throughput alone where nothing was measured to compare with."""
     loads = [one for one in material.loads if one.levels[-1].rate is None]
     if not loads:
         raise NothingToPlotError("this run has no levels of concurrency")
     suites = list(dict.fromkeys(_suite(one) for one in loads))
     methods = list(dict.fromkeys(one.method for one in loads))
-    names = [(suite, figure_id) for suite in suites for figure_id in (THROUGHPUT, SPEEDUP)]
+    shown_ids = [THROUGHPUT, *([SPEEDUP] if any(level.speedup for one in loads for level in one.levels) else [])]
+    names = [(suite, figure_id) for suite in suites for figure_id in shown_ids]
     figure, axes_of = panels(names, 2.2, lambda name: name[0])
     tops = []
     for (suite, figure_id), axes in axes_of.items():
@@ -52,7 +53,7 @@ def load(material: Material) -> Any:
     handles = {
         handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
     }
-    title = "Throughput and speed-up by concurrency"
+    title = "Throughput and speed-up by concurrency" if SPEEDUP in shown_ids else "Throughput by concurrency"
     note = bars_note(max(tops, default=None))
     return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
 

@@ -1,0 +1,138 @@
+"""`run` with a single server that drafts: nothing to compare it with, and all else is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_server import FakeServer
+
+from dflash_bench.analysis import metrics
+from dflash_bench.models import chat, targets
+from dflash_bench.models.presets import NANO
+from dflash_bench.records import Message
+from dflash_bench.results import asked, frame, store
+
+Main = Callable[..., tuple[int, str, str]]
+PROMPTS = 4
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "p.jsonl"
+    turns = [[f"What is {n} times 7?", "And twice that?"] for n in range(PROMPTS)]
+    path.write_text("".join(json.dumps({"turns": of_prompt}) + "\n" for of_prompt in turns))
+    return path
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(accepts=(2, 0, 4), block=5, round_s=0.002, counts_by_request=True) as one:
+        yield one
+
+
+def words(server: FakeServer, prompts: Path, out: str, *more: object) -> list[object]:
+    return [
+        "run", "--server", f"dflash={server.url}", "--prompts", prompts, "--max-new-tokens", 24, "--out", out, *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("--concurrency", 3)], ids=["alone", "together"])
+def test_acceptance_and_speed_are_told_and_no_speedup(
+    main: Main, prompts: Path, server: FakeServer, more: tuple[object, ...]
+) -> None:
+    code, out, _ = main(*words(server, prompts, "run", *more))
+    assert code == 0
+    read = frame.read(Path("run"))
+    (cell,) = metrics.summarise(read.rows, read.info["identity"])
+    assert (cell.method, cell.num_prompts, cell.num_errors) == ("dflash", PROMPTS, 0)
+    rows = store.load(Path("run"))[1]
+    rounds, accepted = (sum(getattr(row.generation, name) or 0 for row in rows) for name in TOTALS)
+    assert cell.value("al.pooled") == pytest.approx(1 + accepted / rounds)
+    assert cell.value("tps.decode")
+    assert cell.value("speedup.decode") is None
+    assert cell.exact is None
+    assert cell.audit is None
+    said = " ".join(out.split())
+    assert "so there is no speed-up, and nothing says whether these answers are the model's own" in said
+    assert "--server plain=URL" in said
+
+
+TOTALS = ("total_rounds", "total_accepted")
+
+
+def test_a_later_turn_goes_on_from_its_own_earlier_answers(main: Main, prompts: Path, server: FakeServer) -> None:
+    main(*words(server, prompts, "run"))
+    rows = store.load(Path("run"))[1]
+    assert len(rows) == 2 * PROMPTS
+    first = {row.prompt_id: row.generation.text for row in rows if row.turn == 0}
+    chats = [body["messages"] for _, body, _ in server.asked if len((body or {}).get("messages", ())) == 3]
+    assert [messages[1]["content"] for messages in chats] == [first[str(n)] for n in range(PROMPTS)]
+
+
+def test_all_commands_read_such_a_run(main: Main, prompts: Path, server: FakeServer) -> None:
+    for out in ("one", "two"):
+        assert main(*words(server, prompts, out, "--concurrency", "1,2"))[0] == 0
+    for command in (
+        ("compare", "one"), ("compare", "one", "two"), ("report", "one", "--html", "page.html"), ("card", "one"),
+        ("baseline", "one", "-o", "base.json"), ("check", "one"),
+    ):  # fmt: skip
+        code, _, err = main(*command)
+        assert code == 0, (command, err)
+    _, out, _ = main("check", "two", "--baseline", "base.json")
+    judged = [line.split() for line in out.splitlines() if "al.pooled" in line or "failed" in line]
+    assert len(judged) >= 4
+    assert {line[0] for line in judged} == {"ok"}, out
+
+
+def test_answers_that_are_lost_are_asked_for_again_with_what_hangs_on_them(
+    main: Main, prompts: Path, server: FakeServer
+) -> None:
+    assert main(*words(server, prompts, "run"))[0] == 0
+    before = {(row.prompt_id, row.turn) for row in store.load(Path("run"))[1]}
+    _drop(Path("run"), prompt="2", turn=0)
+    num = server.num_answers
+    code, _, err = main(*words(server, prompts, "run", "--resume"))
+    assert code == 0, err
+    rows = store.load(Path("run"))[1]
+    assert {(row.prompt_id, row.turn) for row in rows} == before
+    assert len(rows) == len(before)
+    # One to warm up, the one that was lost, and the one after it.
+    assert server.num_answers == num + 3
+
+
+def _drop(folder: Path, prompt: str, turn: int) -> None:
+    from pyarrow import compute, parquet
+
+    for part in folder.glob("part-*.parquet"):
+        table = parquet.read_table(part)
+        is_it = compute.and_(compute.equal(table["prompt_id"], prompt), compute.equal(table["turn"], turn))
+        kept = table.filter(compute.invert(is_it))
+        part.unlink()
+        if len(kept):
+            parquet.write_table(kept, part)
+
+
+def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
+    question = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()
+    assert main("run", *question, "--method", "dflash", "--out", "engine")[0] == 0
+    tokenizer = targets.tokenizer_of(NANO / "target", False)
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
+    right = {
+        json.dumps(chat.encoded(tokenizer, [Message("user", turns[row.prompt_id])], False)): [*row.generation.token_ids]
+        for row in store.load(Path("engine"))[1]
+        if row.method == "ar"
+    }
+    ends = frozenset(tokens[-1] for tokens in right.values() if len(tokens) < 24)
+    for wrong, status, verdict in ((0, 0, "exact"), (1, 1, "mismatch")):
+        said = {prompt: [*tokens[:5], tokens[5] ^ wrong, *tokens[6:]] for prompt, tokens in right.items()}
+        with FakeServer(answer=lambda prompt, _, said=said: said[prompt], ends=ends, accepts=(2,), block=3) as server:
+            words = ("run", *question, "--server", f"dflash={server.url}", "--out", verdict)
+            assert main(*words)[0] == status
+            code, _, err = main(*words[:-1], "other", "--audit", "divergent")
+        rows = store.load(Path(verdict))[1]
+        assert {(row.exactness, row.audit) for row in rows} == {(None, verdict)}
+        assert (code, "--audit divergent has no effect without --server plain=URL" in err) == (2, True)
+    assert main("compare", "engine", "exact", *"--allow engine --allow dtype --allow device".split())[0] == 0
