@@ -16,8 +16,10 @@ def main() -> None:
     params.n_ctx, params.n_parallel = options.ctx_size, options.parallel
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = options.metrics
-    if options.flash_attn == "off":
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    flash = xllamacpp.llama_flash_attn_type
+    if options.flash_attn is not None:
+        on, off = flash.LLAMA_FLASH_ATTN_TYPE_ENABLED, flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.flash_attn_type = {"on": on, "off": off}[options.flash_attn]
     if options.cache_type_k == options.cache_type_v == "f32":
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     if options.model_draft:

@@ -49,6 +49,8 @@ class Settings:
     model_length: int = 1024
     num_threads: int = 1
     flash_attention: bool = False
+    slots: int = 1
+    """Answers at a time, which share `model_length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ def serve(settings: Settings) -> None:
 
     params = xllamacpp.CommonParams()
     params.model.path = settings.target
-    params.n_ctx, params.n_parallel = settings.model_length, 1
+    params.n_ctx, params.n_parallel = settings.model_length, settings.slots
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings.num_threads
     # All in float32, as in our engine. Flash attention on the CPU computes in float16, whatever the cache holds.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

@@ -22,7 +22,6 @@ from dflash_bench.run.opening import attach, open_local, opened, wanted_of
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve
 from dflash_bench.servers.asking import Timed
 from dflash_bench.servers.backend import ServerBackend
-from dflash_bench.tasks import suites
 
 Tell = Callable[[str], object]
 
@@ -42,7 +41,11 @@ def perform(asked: Asked, tell: Tell) -> list[Checked]:
         attach(servers, local)
         servers.sends_chats = asked.sends_chats
         settings = Settings(thinking=modes_of(request, model, local.has_thinking)[0])
-        named_chats = list(chain.from_iterable(suites.chats(loaded) for loaded in resolved.suites))
+        prompts = list(chain.from_iterable(loaded.prompts for loaded in resolved.suites))
+        # Of several turns the first: what comes after hangs on answers that two engines need not share.
+        named_chats = [
+            (f"{one.prompt_id} of suite {one.suite}", [*one.opening, Message("user", one.turns[0])]) for one in prompts
+        ]
         # Where a server renders chats, a mode of thinking that nobody asked for is left to its template.
         said = settings if request.thinking is not None else Settings()
         servers.check_chats(named_chats, [said])

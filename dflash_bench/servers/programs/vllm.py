@@ -24,7 +24,8 @@ def _speculation(serving: Serving) -> list[str]:
     speculation = {
         "method": serving.method.name, "model": serving.draft, "num_speculative_tokens": serving.num_drafts,
     }  # fmt: skip
-    return ["--speculative-config", json.dumps(speculation)]
+    # Its counters cannot tell several answers at a time apart; its answers can say their own rounds.
+    return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
 
 
 VLLM = Program("vllm", "vllm", False, ("dflash", "eagle3"), words)
