@@ -7,6 +7,8 @@ COUNTED = {
     "num_accepted_draft_tokens",
     "vllm.counters": "differences of vllm:spec_decode_num_drafts (S), _num_draft_tokens and _num_accepted_tokens "
     "around the answer; a step that drafts nothing is not in S",
+    "tensorrt_llm.request": "speculative_decoding of the answer's choice: S is num_spec_steps, with total_draft_tokens "
+    "and total_accepted_draft_tokens",
     "lmdeploy.counters": "differences of lmdeploy:spec_decode_num_drafts (S), _num_draft_tokens and "
     "_num_accepted_tokens around the answer",
     "llamacpp.counters": "differences of llamacpp:spec_decode_num_drafts (S), _num_draft_tokens and "

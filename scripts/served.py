@@ -69,6 +69,7 @@ class Line:
     num_exact: int
     """Answers whose every token is the published model's own choice."""
     rounds: int
+    drafted: int
     accepted: int
     counted_by: tuple[str, ...]
 
@@ -144,9 +145,10 @@ def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line
 
 def _line(engine: str, method: str, settings: Settings, rows: Any) -> Line:
     good = rows[rows["error"].isna()]
+    sums = [int(good[name].fillna(0).sum()) for name in ("num_rounds", "num_drafted", "num_accepted")]
     return Line(
         engine, method, settings.concurrency, len(rows), len(rows) - len(good), int((good["audit"] == "exact").sum()),
-        *(0 if method == "ar" else int(good[name].fillna(0).sum()) for name in ("num_rounds", "num_accepted")),
+        *([0, 0, 0] if method == "ar" else sums),
         () if method == "ar" else tuple(good["counted_by"].dropna().unique()),
     )  # fmt: skip
 
@@ -173,11 +175,15 @@ def show(doing: str) -> None:
 
 def table(measurement: Measured) -> str:
     """What the servers did at each concurrency, below our own engine."""
-    heads = ["engine", "concurrency", "method", "answers that are the model's own", "rounds", "al.pooled", "counted by"]
+    heads = [
+        "engine", "concurrency", "method", "answers that are the model's own", "rounds", "drafted", "accepted",
+        "al.pooled", "counted by",
+    ]  # fmt: skip
     rows: Rows = [
         [
             line.engine, str(line.concurrency), line.method, f"{line.num_exact}/{line.num_answers}",
-            str(line.rounds) if line.rounds else ABSENT, number(line.al_pooled, 4), ", ".join(line.counted_by) or "",
+            *(str(count) if line.rounds else ABSENT for count in (line.rounds, line.drafted, line.accepted)),
+            number(line.al_pooled, 4), ", ".join(line.counted_by) or "",
         ]
         for line in measurement.lines
     ]  # fmt: skip

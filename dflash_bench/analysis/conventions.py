@@ -114,5 +114,6 @@ CONVENTIONS: Mapping[str, tuple[Convention, ...]] = {
     "sglang.request": UNKNOWN,
     "sglang.derived": (sglang_derived,),
     "lmdeploy.counters": UNKNOWN,
+    "tensorrt_llm.request": UNKNOWN,
 }
 """By what a row names as `counted_by`."""

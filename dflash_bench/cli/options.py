@@ -126,8 +126,8 @@ Dialect = Annotated[
     str | None,
     _servers(
         metavar="NAME",
-        help="What the servers speak: vllm, sglang, llamacpp or openai (any compatible server). Default: what their "
-        "pages say.",
+        help="What the servers speak: vllm, sglang, llamacpp, tensorrt_llm, lmdeploy, mlx or openai (any compatible "
+        "server). Default: what their pages say; mlx must be named.",
     ),
 ]
 ServedModel = Annotated[

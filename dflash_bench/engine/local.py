@@ -144,6 +144,10 @@ class LocalBackend:
         for thinking in {bool(one.thinking) for one in settings}:
             chat.check(self.tokenizer, list(chats), thinking)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
     def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
         """The chat as the model's own template renders it."""
         if self.tokenizer.chat_template is None:
@@ -228,7 +232,7 @@ class LocalBackend:
         """What has ended is whole; the rest says the error."""
         generations = []
         for one in decoded:
-            text = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+            text = self.decode(one.tokens)
             generations.append(
                 one.generation(self.clock, text, self.limits.stop_ids, self._peak_memory())
                 if one.has_ended

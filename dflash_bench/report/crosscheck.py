@@ -16,7 +16,10 @@ REMEDIES = {
     "llamacpp": "start llama.cpp's server with --metrics",
     "vllm": "start vLLM without --disable-log-stats, or with --per-request-spec-decode-metrics summary",
     "sglang": "use a version of SGLang that counts verified drafts in meta_info",
-    "openai": "name the server's own --dialect, if it is vllm, sglang or llamacpp",
+    "tensorrt_llm": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options",
+    "lmdeploy": "start lmdeploy with --enable-metrics",
+    "mlx": "mlx_lm.server tells nobody what it accepts",
+    "openai": "name the server's own --dialect, if it has one here",
 }
 
 

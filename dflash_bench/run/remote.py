@@ -16,7 +16,7 @@ from dflash_bench.run.request import Request
 from dflash_bench.servers import address
 from dflash_bench.servers.address import Access, Address
 
-DIALECTS = ("vllm", "sglang", "llamacpp", "openai")
+DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 """As `servers.detection` has them, which loads an HTTP client."""
 OF_SERVERS = ("dialect", "served_model", "api_key_env", "timeout", "env_proxy")
 OF_ENGINES = {

@@ -22,7 +22,7 @@ SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits until a server has counted an answer that it has given."""
 TICK_S = 0.01
 WRONGLY_ASKED = (400, 404, 405, 415, 422)
-EXACT = frozenset(("vllm.request", "sglang.request"))
+EXACT = frozenset(("vllm.request", "sglang.request", "tensorrt_llm.request"))
 """Counts in an answer that need no others."""
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate, count
 from random import Random
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ class Local(Protocol):
     def has_thinking(self) -> bool: ...
 
     def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None: ...
 
@@ -142,7 +144,7 @@ class ServerBackend:
         """The same, with all that the server counts."""
         server = self.servers[method]
         ask = self._ask(server, messages, settings, repeat)
-        return self._runner.run(asking.answer_alone(server, ask, self.clock))
+        return self._in_words(self._runner.run(asking.answer_alone(server, ask, self.clock)))
 
     def serve(
         self,
@@ -161,12 +163,19 @@ class ServerBackend:
             else:
                 due_s = arrivals(len(asks), settings.rate, f"{self.seed} {requests[0][1]}")
                 several = asking.when_due(server, asks, self.clock, due_s, ended)
-            timed = self._runner.run(_unwrapped(several))
+            timed = [self._in_words(one) for one in self._runner.run(_unwrapped(several))]
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
         place = f"{method}, {settings}"
         self.lags[place] = max(self.lags.get(place, 0.0), server.lag_s)
         return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
+
+    def _in_words(self, timed: Timed) -> Timed:
+        """With the text of its tokens, where the server gave these in place of it."""
+        said = timed.generation
+        if self.local is None or said.text or not said.token_ids or self._unknown(said.token_ids):
+            return timed
+        return replace(timed, generation=replace(said, text=self.local.decode(said.token_ids)))
 
     def _ask(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> Ask:
         ids = self.local.encode(messages, settings) if self.local is not None and self._sends_ids(server) else None

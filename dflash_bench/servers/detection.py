@@ -15,12 +15,15 @@ from dflash_bench.servers.client import AnswerError, Client, StatusError
 from dflash_bench.servers.counters import Counters
 from dflash_bench.servers.dialects.dialect import About, Dialect, Pages
 from dflash_bench.servers.dialects.llamacpp import LLAMACPP
+from dflash_bench.servers.dialects.lmdeploy import LMDEPLOY
+from dflash_bench.servers.dialects.mlx import MLX
 from dflash_bench.servers.dialects.openai import MODELS, OPENAI
 from dflash_bench.servers.dialects.sglang import SGLANG
+from dflash_bench.servers.dialects.tensorrt_llm import TENSORRT_LLM
 from dflash_bench.servers.dialects.vllm import VLLM
 from dflash_bench.servers.heard import table
 
-DIALECTS: dict[str, Dialect] = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, OPENAI)}
+DIALECTS: dict[str, Dialect] = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, TENSORRT_LLM, LMDEPLOY, MLX, OPENAI)}
 """The most particular first: all of them have the pages of the last."""
 
 

@@ -87,16 +87,17 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             return 503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
         if does.key is not None and headers.get("authorization") != f"Bearer {does.key}":
             return 401, {"error": f"no such key: {headers.get('authorization')}"}
-        owner = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp"}.get(does.dialect, "me")
+        owner = "me" if does.dialect in ("openai", "mlx") else does.dialect
         pages: dict[tuple[str, str], Any] = {
             ("GET", "/v1/models"): {"object": "list", "data": [{"id": name, "owned_by": owner} for name in does.models]}
         }
         if does.dialect in ("vllm", "llamacpp"):
             pages["GET", "/health"] = {"status": "ok"}
-        if does.has_metrics and does.dialect in ("vllm", "llamacpp"):
+        if does.has_metrics and does.dialect in ("vllm", "llamacpp", "lmdeploy"):
             pages["GET", "/metrics"] = self._metrics()
-        if does.dialect == "vllm":
+        if does.dialect in ("vllm", "tensorrt_llm"):
             pages["GET", "/version"] = {"version": "0.32.0"}
+        if does.dialect == "vllm":
             if does.resets_cache:
                 pages["POST", "/reset_prefix_cache"] = ""
         elif does.dialect == "sglang":
@@ -115,12 +116,12 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         return 200, pages[method, path]
 
     def _metrics(self) -> str:
-        prefix = {"vllm": "vllm", "llamacpp": "llamacpp"}[self.does.dialect]
+        prefix = self.does.dialect
         count = self.count
         of = {
             "spec_decode_num_drafts": count.drafts, "spec_decode_num_draft_tokens": count.drafted,
             "spec_decode_num_accepted_tokens": count.accepted,
-            "generation_tokens" if prefix == "vllm" else "tokens_predicted": count.tokens,
+            "tokens_predicted" if prefix == "llamacpp" else "generation_tokens": count.tokens,
         }  # fmt: skip
         lines = ["# HELP process_start_time_seconds Start time", "process_start_time_seconds 1.7e+09"]
         for name, value in of.items():
@@ -214,7 +215,8 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         pieces = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
         count = self._count(prompt, rounds)
-        said = Said(does, path, tokens, count, hits, len(prompt), finish if fault != "odd_finish" else "abort")
+        finish = finish if fault != "odd_finish" else "abort"
+        said = Said(does, path, tokens, count, hits, len(prompt), finish, body.get("detokenize") is False)
         while self.most_at_once < does.waits_for:
             await asyncio.sleep(0.01)
         await asyncio.sleep(does.ttft_s)

@@ -102,10 +102,17 @@ class Said:
     hits: int
     num_prompt: int
     finish: str
+    names_tokens: bool = False
+    """Does it name tokens in place of text, as TensorRT-LLM does where it is asked to?"""
 
     def piece(self, piece: Sequence[int], num: int, is_last: bool = False) -> Any:
         text, finish = self.does.text(piece), self.finish if is_last else None
         ids = list(piece) if self.does.gives_ids else None
+        if self.path == "/generate" and self.does.dialect == "lmdeploy":
+            # What ends the answer comes by itself, after all else.
+            kept = [token for token in piece if token != END]
+            told = num - len(piece) + len(kept)
+            return {"text": self.does.text(kept), "output_ids": kept, "meta_info": self.lmdeploy_meta(told, None)}
         if self.path == "/generate":
             so_far = list(self.tokens[:num]) if self.does.has_cumulative_ids else list(piece)
             meta: dict[str, Any] = {"id": "x", "prompt_tokens": self.num_prompt, "completion_tokens": num}
@@ -115,14 +122,24 @@ class Said:
         if self.path == "/completion":
             return {"index": 0, "content": text, "tokens": ids or [], "stop": False, "id_slot": 0}
         if self.path == "/v1/completions":
-            choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
+            choice: dict[str, Any] = {"index": 0, "text": "" if self.names_tokens else text, "finish_reason": finish}
         else:
             choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
-        if self.does.dialect == "vllm":
+        if self.does.dialect == "vllm" or self.names_tokens:
             choice["token_ids"] = ids
+        if self.does.dialect == "tensorrt_llm" and is_last and self.does.block:
+            choice["speculative_decoding"] = {
+                "num_spec_steps": self.count.drafts, "total_accepted_draft_tokens": self.count.accepted,
+                "total_draft_tokens": self.count.drafted, "num_spec_tokens": self.does.block,
+                **({"acceptance_histogram": self.count.histogram} if self.does.counts_positions else {}),
+            }  # fmt: skip
         if self.does.dialect == "sglang" and is_last:
             choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
         return {"id": "c", "object": "chunk", "choices": [choice]}
+
+    def lmdeploy_meta(self, num: int, finish: str | None) -> dict[str, Any]:
+        reason = None if finish is None else {"type": finish}
+        return {"prompt_tokens": self.num_prompt, "completion_tokens": num, "finish_reason": reason}
 
     def spec_meta(self) -> dict[str, Any]:
         if not self.does.block:
@@ -145,6 +162,10 @@ class Said:
             last: dict[str, Any] = {"content": "", "tokens": [], "stop": True, "stop_type": stop}
             last |= {"tokens_evaluated": self.num_prompt}
             return [last if fault == "no_usage" else last | {"timings": timings}]
+        if self.path == "/generate" and self.does.dialect == "lmdeploy":
+            ends = [END] if self.tokens[-1:] == [END] else []
+            meta = self.lmdeploy_meta(len(self.tokens), self.finish)
+            return [{"text": "<end>" if ends else "", "output_ids": ends, "meta_info": meta}, b"data: [DONE]\n\n"]
         if self.path == "/generate":
             return [b"data: [DONE]\n\n"]
         event: dict[str, Any] = {"choices": [], "usage": usage}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fake_server import FakeServer
+from fake_words import text_of
 
 from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
 from dflash_bench.servers.address import Access, parse
@@ -21,6 +22,9 @@ class Tokenizer:
 
     def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]:
         return [ord(letter) for message in messages for letter in message.content]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return text_of(token_ids)
 
     def check_chats(self, chats: object, settings: object) -> None:
         pass

@@ -14,12 +14,19 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import Message, Settings
 from dflash_bench.servers.heard import Heard
 
-DIALECTS = ("vllm", "sglang", "llamacpp", "openai")
+DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
+OF_TEXTS = ("mlx", "openai")
+"""Those that take chats, and answer with text."""
 
 
 @pytest.fixture(params=DIALECTS)
 def dialect(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
+
+
+def named(dialect: str) -> dict[str, str]:
+    """What a user must say of a server that its pages do not tell."""
+    return {"dialect": dialect} if dialect == "mlx" else {}
 
 
 def sent_prompt(server: FakeServer) -> Any:
@@ -31,9 +38,9 @@ def sent_prompt(server: FakeServer) -> Any:
 @pytest.mark.parametrize("local", [True, False])
 def test_tokens_and_totals_are_those_of_the_server(dialect: str, local: bool) -> None:
     with FakeServer(dialect=dialect, accepts=(3, 0, 5), block=7) as server:
-        answer = one(server, local=local)
+        answer = one(server, local=local, **named(dialect))
     sent = sent_prompt(server)
-    sends_ids = local and dialect != "openai"
+    sends_ids = local and dialect not in OF_TEXTS
     assert sent == ([*map(ord, CHAT[0].content)] if sends_ids else [{"role": "user", "content": CHAT[0].content}])
     tokens = tokens_of(json.dumps(sent), 64)
     rounds = server._rounds(len(tokens))
@@ -43,7 +50,7 @@ def test_tokens_and_totals_are_those_of_the_server(dialect: str, local: bool) ->
     assert answer.text == "".join(f" t{token}" for token in tokens if token != END)
     assert answer.finish_reason == "stop"
     totals = answer.total_rounds, answer.total_drafted, answer.total_accepted
-    if dialect == "openai":
+    if dialect in OF_TEXTS:
         assert totals == (None, None, None)
         assert "counts no rounds" in (answer.uncounted or "")
     else:
@@ -94,6 +101,20 @@ def test_a_fault_is_the_error_of_its_answer_and_of_no_other(fault: str, monkeypa
     assert answers[0].token_ids == answers[2].token_ids == tuple(range(10, 18))
     # Nothing was asked again but what ended before a single byte.
     assert server.num_answers == (5 if fault == "hangup" else 3)
+
+
+def test_a_fault_is_an_error_in_every_dialect(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_bench.servers.client.WAITS_S", ())
+    # A piece that comes twice shows only where ids can be counted, and does no harm where all of them come each time.
+    hides = dialect in (*OF_TEXTS, "sglang")
+    tried = [fault for fault in MARKED if fault != "slow" and not (fault == "duplicate" and hides)]
+    with (
+        FakeServer(dialect=dialect, faults=dict(enumerate(tried, start=1)), answer=lambda *_: range(10, 18)) as server,
+        backend(server, max_new_tokens=12, **named(dialect)) as opened,
+    ):
+        answers = [opened.generate("ar", CHAT) for _ in range(len(tried) + 2)]
+    assert [answer.error is None for answer in answers] == [True, *[False] * len(tried), True]
+    assert {answer.num_tokens for answer in answers if answer.error is None} == {8}
 
 
 def test_an_answer_whose_tokens_cannot_be_counted_failed_and_ids_need_no_usage() -> None:
@@ -166,7 +187,7 @@ def test_an_answer_in_a_single_piece_has_no_time_a_token() -> None:
 def test_settings_that_change_sampling_are_all_said(dialect: str) -> None:
     settings = Settings(temperature=0.7, top_p=0.9)
     with FakeServer(dialect=dialect) as server:
-        one(server, settings)
+        one(server, settings, **named(dialect))
     body = next(body for _, body, _ in reversed(server.asked) if body)
     said = body.get("sampling_params", body)
     assert (said["temperature"], said["top_p"]) == (0.7, 0.9)
@@ -190,11 +211,18 @@ def test_a_field_that_a_server_refuses_is_left_out_once_it_has_said_so() -> None
         ({"dialect": "vllm", "resets_cache": False}, "salted", None),
         ({"dialect": "sglang"}, "flushed", 0),
         ({"dialect": "llamacpp"}, "off", None),
+        ({"dialect": "tensorrt_llm"}, "unknown", "all"),
+        ({"dialect": "lmdeploy"}, "unknown", None),
+        ({"dialect": "mlx"}, "unknown", "all"),
         ({"dialect": "openai"}, "unknown", "all"),
     ],
 )
 def test_prompts_that_a_server_keeps_are_forgotten_or_seen(does: dict[str, Any], how: str, hits: int | None) -> None:
-    with FakeServer(keeps_prompts=does["dialect"] != "llamacpp", **does) as server, backend(server) as opened:
+    keeps = does["dialect"] != "llamacpp"
+    with (
+        FakeServer(keeps_prompts=keeps, **does) as server,
+        backend(server, **named(does["dialect"])) as opened,
+    ):
         _, second = (opened.generate("ar", CHAT) for _ in range(2))
         assert opened.describe()["servers"]["ar"]["prefix_cache"] == how
     if hits == "all":

@@ -66,7 +66,15 @@ def test_a_method_is_given_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "version"), [("vllm", "0.32.0"), ("sglang", "0.5.9"), ("llamacpp", "b9-abc"), ("openai", None)]
+    ("dialect", "version"),
+    [
+        ("vllm", "0.32.0"),
+        ("sglang", "0.5.9"),
+        ("llamacpp", "b9-abc"),
+        ("tensorrt_llm", "0.32.0"),
+        ("lmdeploy", None),
+        ("openai", None),
+    ],
 )
 def test_a_server_is_known_by_its_pages(dialect: str, version: str | None) -> None:
     with FakeServer(dialect=dialect) as server, opened(server) as backend:
@@ -85,7 +93,7 @@ def test_a_dialect_that_is_named_is_spoken() -> None:
         with opened(server, dialect="vllm") as backend:
             assert backend.generate("ar", CHAT).error is None
         assert "cache_salt" in server.asked[-1][1] | server.asked[-2][1]
-        with pytest.raises(UserError, match="unknown dialect 'trt'; known: llamacpp, openai, sglang, vllm"):
+        with pytest.raises(UserError, match="unknown dialect 'trt'; known: llamacpp, lmdeploy, mlx, openai, sglang"):
             opened(server, dialect="trt")
 
 

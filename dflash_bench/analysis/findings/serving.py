@@ -22,6 +22,8 @@ COUNT_REMEDIES = {
     "vllm": "start vLLM with --per-request-spec-decode-metrics summary, or measure one answer at a time and keep "
     "others away",
     "llamacpp": "start llama.cpp with --metrics, and keep others away",
+    "tensorrt_llm": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options",
+    "lmdeploy": "start lmdeploy with --enable-metrics, measure one answer at a time, and keep others away",
 }
 
 
@@ -117,7 +119,8 @@ def uncounted(case: Case) -> Seen | None:
         return None
     text = f"acceptance is not available for {len(missing)} of {answers(case.good)}: {missing.iloc[0]}"
     remedy = COUNT_REMEDIES.get(
-        _dialect(case), "speed and exactness need no counts; vLLM, SGLang and llama.cpp have them"
+        _dialect(case),
+        "speed and exactness need no counts; vLLM, SGLang, llama.cpp, TensorRT-LLM and lmdeploy have them",
     )
     return case.seen("uncounted", text, remedy)
 

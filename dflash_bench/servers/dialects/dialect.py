@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_bench.records import Message, Settings
-from dflash_bench.servers.heard import Heard
+from dflash_bench.servers.heard import Heard, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,13 @@ class About:
 
 Pages = Mapping[str, Any]
 """By path: the JSON that a server answers there; absent where it answers none."""
+
+
+def owner(models: Any) -> str | None:
+    """Who the page of models says that the first one is owned by: many servers name themselves there."""
+    data = table(models).get("data")
+    name = table(data[0]).get("owned_by") if isinstance(data, list) and data else None
+    return name if isinstance(name, str) else None
 
 
 @dataclass(frozen=True, slots=True)
