@@ -83,7 +83,7 @@ class Measured:
     lines: tuple[Line, ...]
     command: str
     differences: tuple[str, ...]
-    """What `compare` names between our run and that of the servers."""
+    """What `compare` names."""
     problems: tuple[str, ...]
 
 
@@ -123,15 +123,20 @@ def measured(asked: Prompts, urls: Mapping[str, str], ours: Sequence[str], folde
     command(
         "run", *asked.words, *servers, "--concurrency", levels, "--out", folder / "server", expected=(0, 1),
     )  # fmt: skip
-    allowed = [word for name in OTHERWISE for word in ("--allow", name)]
-    compared = json.loads(command("compare", folder / "engine", folder / "server", *allowed, "--json"))
-    differences = [note for note in compared["notes"] if note.startswith("allowed although it differs: ")]
     lines = (*lines_of(folder / "engine", "here", ours), *lines_of(folder / "server", "server", ()))
     shown = [*asked.words, *(word for label in urls for word in ("--server", f"{label}=URL")), "--concurrency", levels]
     return Measured(
         lines, shlex.join(["dflash-bench", "run", *shown]),
-        tuple(note.partition(": ")[2] for note in differences), tuple(wrong(lines)),
+        differences(folder / "engine", folder / "server"), tuple(wrong(lines)),
     )  # fmt: skip
+
+
+def differences(engine: Path, server: Path) -> tuple[str, ...]:
+    """What `compare` names between a run of our engine and one over servers."""
+    allowed = [word for name in OTHERWISE for word in ("--allow", name)]
+    compared = json.loads(command("compare", engine, server, *allowed, "--json"))
+    told = "allowed although it differs: "
+    return tuple(note.removeprefix(told) for note in compared["notes"] if note.startswith(told))
 
 
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:

@@ -66,7 +66,7 @@ class ServerBackend:
         """Token ids that `local` knows."""
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
-        """Does the user say what thinking is to be, although no template here says that there is such a switch?"""
+        """Does the user say what thinking is to be?"""
         self.sends_chats = False
         """Are servers to render chats themselves, where they could be sent token ids?"""
         self._salt, self._number = uuid4().hex, count()
@@ -97,7 +97,10 @@ class ServerBackend:
 
     @property
     def has_thinking(self) -> bool:
-        return self.asks_to_think if self.local is None else self.local.has_thinking
+        if self.local is None or not self.local.has_thinking:
+            return self.local is None and self.asks_to_think
+        heard = (self._sends_ids(server) or server.dialect.takes_thinking for server in self.servers.values())
+        return self.asks_to_think or all(heard)
 
     def describe(self) -> Mapping[str, Any]:
         methods: dict[str, Any] = {

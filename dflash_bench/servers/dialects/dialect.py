@@ -65,3 +65,5 @@ class Dialect:
     """The path that forgets them when it is posted to."""
     lacks: tuple[str, ...] = ()
     """Settings that it has no words for."""
+    takes_thinking: bool = True
+    """Can every such server be told a mode of thinking? If not, only what the user asks for is said."""

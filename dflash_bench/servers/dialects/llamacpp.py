@@ -7,7 +7,6 @@ from typing import Any
 
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-from dflash_bench.servers.dialects.vllm import thinking
 from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
 
 PROPS = "/props"
@@ -36,7 +35,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     if settings.repetition_penalty != 1:
         body["repeat_last_n"] = FAR
     if ask.prompt_ids is None:
-        return "/v1/chat/completions", openai.common(ask) | body | thinking(ask) | {"messages": ask.chat}
+        return "/v1/chat/completions", openai.common(ask) | body | openai.thinking(ask) | {"messages": ask.chat}
     return "/completion", body | {"prompt": list(ask.prompt_ids), "n_predict": ask.max_new_tokens}
 
 

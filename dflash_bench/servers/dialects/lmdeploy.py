@@ -7,7 +7,6 @@ from typing import Any
 
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages, owner
-from dflash_bench.servers.dialects.vllm import thinking
 from dflash_bench.servers.heard import Heard, ids_of, table, text_of, whole
 
 NAME = "lmdeploy"
@@ -26,7 +25,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
         "top_k": 1 if settings.greedy else settings.top_k, "repetition_penalty": settings.repetition_penalty,
     }  # fmt: skip
     if ask.prompt_ids is None:
-        body = openai.common(ask) | sampling | thinking(ask)
+        body = openai.common(ask) | sampling | openai.thinking(ask)
         return "/v1/chat/completions", body | {"messages": ask.chat, "seed": ask.seed % 2**31}
     return "/generate", sampling | {
         "input_ids": list(ask.prompt_ids), "max_tokens": ask.max_new_tokens, "stream": True,

@@ -6,7 +6,6 @@ from typing import Any
 
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-from dflash_bench.servers.dialects.vllm import thinking
 
 FAR = 1 << 20
 """Tokens that a repetition penalty looks back: all of them."""
@@ -26,7 +25,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
     if settings.repetition_penalty != 1:
         body |= {"repetition_penalty": settings.repetition_penalty, "repetition_context_size": FAR}
-    return "/v1/chat/completions", body | thinking(ask)
+    return "/v1/chat/completions", body | openai.thinking(ask)
 
 
 MLX = Dialect("mlx", (openai.MODELS,), identify, call, openai.read, takes_ids=False)

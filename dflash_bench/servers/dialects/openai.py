@@ -1,4 +1,7 @@
-"""Any OpenAI-compatible server: /v1/chat/completions, and no more fields than the specification has."""
+"""Any OpenAI-compatible server: /v1/chat/completions, and no more fields than the specification has.
+
+But for a mode of thinking that the user asks for: the specification has no words for it, and most servers the same.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def identify(pages: Pages) -> About | None:
 
 
 def call(ask: Ask) -> tuple[str, dict[str, Any]]:
-    body = common(ask) | {"messages": ask.chat}
+    body = common(ask) | {"messages": ask.chat} | thinking(ask)
     if not ask.settings.greedy:
         body |= {"top_p": ask.settings.top_p, "seed": ask.seed}
     return "/v1/chat/completions", body
@@ -30,6 +33,12 @@ def common(ask: Ask) -> dict[str, Any]:
         "model": ask.model, "stream": True, "stream_options": USAGE, "temperature": ask.settings.temperature,
         "max_tokens": ask.max_new_tokens,
     }  # fmt: skip
+
+
+def thinking(ask: Ask) -> dict[str, Any]:
+    """Said to the chat template, by a server that renders it."""
+    switch = ask.settings.thinking
+    return {} if switch is None else {"chat_template_kwargs": {"enable_thinking": switch}}
 
 
 def read(event: Mapping[str, Any], heard: Heard) -> None:
@@ -65,5 +74,5 @@ def _reason(error: Any) -> str:
 
 OPENAI = Dialect(
     "openai", (MODELS,), identify, call, read, takes_ids=False,
-    lacks=("top_k", "min_p", "repetition_penalty", "thinking"),
+    lacks=("top_k", "min_p", "repetition_penalty"), takes_thinking=False,
 )  # fmt: skip

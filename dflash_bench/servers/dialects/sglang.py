@@ -8,7 +8,6 @@ from typing import Any
 from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-from dflash_bench.servers.dialects.vllm import thinking
 from dflash_bench.servers.heard import Counts, Heard, at_of_histogram, ids_of, table, text_of, whole
 
 INFO = ("/server_info", "/get_server_info")
@@ -40,7 +39,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
         "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty,
     }  # fmt: skip
     if ask.prompt_ids is None:
-        body = openai.common(ask) | sampling | thinking(ask)
+        body = openai.common(ask) | sampling | openai.thinking(ask)
         return "/v1/chat/completions", body | {"messages": ask.chat, "return_meta_info": True}
     sampling["max_new_tokens"] = ask.max_new_tokens
     return "/generate", {"input_ids": list(ask.prompt_ids), "sampling_params": sampling, "stream": True}

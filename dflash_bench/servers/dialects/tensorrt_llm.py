@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages, owner
-from dflash_bench.servers.dialects.vllm import VERSION, thinking
+from dflash_bench.servers.dialects.vllm import VERSION
 from dflash_bench.servers.heard import Counts, Heard, at_of_histogram, table, whole
 
 NAME = "tensorrt_llm"
@@ -28,7 +28,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
         "repetition_penalty": settings.repetition_penalty, "seed": ask.seed % 2**31,
     }  # fmt: skip
     if ask.prompt_ids is None:
-        return "/v1/chat/completions", body | {"messages": ask.chat} | thinking(ask)
+        return "/v1/chat/completions", body | {"messages": ask.chat} | openai.thinking(ask)
     # It names tokens only in place of text; and of several that end an answer, some only if asked to.
     return "/v1/completions", body | {
         "prompt": list(ask.prompt_ids), "detokenize": False, "include_stop_str_in_output": True,

@@ -32,12 +32,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
     if ask.prompt_ids is not None:
         return "/v1/completions", body | {"prompt": list(ask.prompt_ids)}
-    return "/v1/chat/completions", body | {"messages": ask.chat} | thinking(ask)
-
-
-def thinking(ask: Ask) -> dict[str, Any]:
-    switch = ask.settings.thinking
-    return {} if switch is None else {"chat_template_kwargs": {"enable_thinking": switch}}
+    return "/v1/chat/completions", body | {"messages": ask.chat} | openai.thinking(ask)
 
 
 def read(event: Mapping[str, Any], heard: Heard) -> None:

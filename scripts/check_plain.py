@@ -1,0 +1,181 @@
+"""Our plain decoding against a real server that decodes plainly and answers with text: `transformers serve`, or MLX's.
+
+It is measured by `run --server`, one answer and four at a time, beside a run of our engine on the same prompts. Every
+answer must be there once, with our text; `compare` must name what the two runs differ in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import served
+from served import Prompts
+
+from dflash_bench.environment import describe, one_line
+from dflash_bench.records import Record
+from dflash_bench.report.tables import in_markdown, markdown
+from dflash_bench.results import store
+from dflash_bench.servers.programs.program import Program, Serving
+
+PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A server program: how it is started, and what `run` must be told of it."""
+
+    title: str
+    program: Program
+    told: tuple[str, ...]
+    packages: tuple[str, ...]
+    """Whose versions are shown."""
+
+
+def transformers_words(serving: Serving, port: int) -> list[str]:
+    return [
+        "serve", serving.target, "--device", "cpu", "--dtype", serving.dtype, "--host", "127.0.0.1",
+        "--port", str(port),
+    ]  # fmt: skip
+
+
+def mlx_words(serving: Serving, port: int) -> list[str]:
+    return ["--model", serving.target, "--host", "127.0.0.1", "--port", str(port)]
+
+
+KINDS = {
+    "transformers-serve": Kind(
+        "transformers serve",
+        Program("transformers serve", "transformers", False, (), transformers_words),
+        # It is like any OpenAI-compatible server, and its template would think unless told otherwise.
+        ("--thinking", "off"),
+        ("transformers", "torch"),
+    ),
+    "mlx": Kind(
+        "mlx_lm.server",
+        Program("mlx_lm.server", "mlx_lm.server", False, (), mlx_words),
+        ("--dialect", "mlx"),
+        ("mlx-lm", "mlx"),
+    ),
+}
+
+
+def main() -> int:
+    options = parse_options()
+    # So that the server is stopped, too, when this script is terminated.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    kind, asked = KINDS[options.kind], Prompts(MODEL, options.limit, MAX_NEW_TOKENS)
+    with TemporaryDirectory(prefix="check_plain-") as name:
+        folder = Path(name)
+        # An empty cache of the hub, which both look through: only the folder that they are given is served.
+        (folder / "hub").mkdir()
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")}
+        servings = served.servings(kind.program, options.server, asked, ())
+        served.command("run", *asked.words, "--method", "ngram", "--out", folder / "engine")
+        with served.started(kind.program, options.server, servings, folder / "servers") as urls:
+            words = ["run", *asked.words, "--concurrency", ",".join(map(str, served.CONCURRENCY)), *kind.told]
+            served.command(*words, "--server", f"plain={urls['ar']}", "--out", folder / "server")
+        differences = served.differences(folder / "engine", folder / "server")
+        ours, theirs = (store.load(folder / run)[1] for run in ("engine", "server"))
+    ours = [record for record in ours if record.method == "ar"]
+    found = [compared(ours, theirs, concurrency) for concurrency in served.CONCURRENCY]
+    output = options.output or ROOT / "results" / f"{options.kind}-{MODEL}-cpu.md"
+    served.write(output, page(options, found, [*words, "--server", "plain=URL"], differences))
+    wrong = [problem for one in found for problem in one.problems()]
+    print("\n".join(wrong) or f"{kind.title} and this engine agree")
+    return 1 if wrong else 0
+
+
+def parse_options() -> argparse.Namespace:
+    """The options. The script for each server puts its --kind and --server before those that the user types."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--server", type=Path, required=True, help="the program to start")
+    parser.add_argument("--limit", type=int, default=PER_SUITE, help="number of prompts of each suite")
+    parser.add_argument("--output", type=Path, help="default: results/KIND-nano-cpu.md")
+    options = parser.parse_args()
+    if options.limit < max(served.CONCURRENCY):
+        parser.error(f"--limit must be at least {max(served.CONCURRENCY)}, as so many answers run at a time")
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What the server answered at one concurrency; `wrong` are answers with another text or length than ours."""
+
+    concurrency: int
+    num_asked: int
+    num_answers: int
+    num_failed: int
+    wrong: tuple[str, ...]
+    num_cached: int
+
+    def problems(self) -> list[str]:
+        where = f"concurrency {self.concurrency}"
+        lost = [f"{where}: {self.num_answers} answers to {self.num_asked} questions"] * (
+            self.num_answers != self.num_asked
+        )
+        failed = [f"{where}: {self.num_failed} answers failed"] * bool(self.num_failed)
+        return [*lost, *failed, *(f"{where}: {one}" for one in self.wrong)]
+
+
+def compared(ours: Sequence[Record], theirs: Sequence[Record], concurrency: int) -> Compared:
+    place = {(one.suite, one.prompt_id, one.turn): one.generation for one in ours}
+    given = [one for one in theirs if one.settings.concurrency == concurrency]
+    good = [one for one in given if one.generation.error is None]
+    wrong = []
+    for one in good:
+        mine, its = place[one.suite, one.prompt_id, one.turn], one.generation
+        if (mine.text, mine.num_tokens) != (its.text, its.num_tokens):
+            wrong.append(
+                f"{one.suite} {one.prompt_id} turn {one.turn}: {its.num_tokens} tokens and ours {mine.num_tokens}, "
+                f"text {'the same' if its.text == mine.text else 'another'}"
+            )
+    cached = sum(bool(one.generation.num_cached_tokens) for one in good)
+    return Compared(concurrency, len(place), len(given), len(given) - len(good), tuple(wrong), cached)
+
+
+def page(
+    options: argparse.Namespace, found: Sequence[Compared], words: Sequence[object], differences: Sequence[str]
+) -> list[str]:
+    kind, env = KINDS[options.kind], describe()
+    rows = [
+        [
+            str(one.concurrency), str(one.num_answers), str(one.num_failed), f"{len(one.wrong)}",
+            f"{one.num_cached} of {one.num_answers}",
+        ]
+        for one in found
+    ]  # fmt: skip
+    heads = ["concurrency", "answers", "failed", "other than ours", "reused a prompt it had kept"]
+    script = f"scripts/check_{options.kind.replace('-', '_')}"
+    return [
+        f"# This engine and {kind.title}, nano, on the CPU",
+        f"```\n{shlex.join([script, *sys.argv[5:]])}\n```",
+        f"{one_line(env)}, transformers {env['packages']['transformers']}.\n"
+        f"The server: {versions(kind, options.server)}.\n"
+        f"float32, temperature 0, {MAX_NEW_TOKENS} new tokens at most. Plain decoding: it has no draft that nano could "
+        "use.\nTimes are not told: server and client share two cores.",
+        f"```\n{shlex.join(['dflash-bench', *map(str, words)])}\n```",
+        markdown(heads, rows),
+        "An answer is other than ours if its text or its number of tokens is; the server names no tokens. `compare` "
+        "beside a run of this engine names what the two differ in: " + "; ".join(map(in_markdown, differences)) + ".",
+    ]
+
+
+def versions(kind: Kind, server: Path) -> str:
+    code = f"from importlib.metadata import version; print(', '.join(f'{{n}} {{version(n)}}' for n in {kind.packages}))"
+    python = server.parent / "python"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
