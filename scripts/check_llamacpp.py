@@ -37,6 +37,7 @@ from dflash_bench.servers.programs.program import Serving
 from dflash_bench.tasks import suites
 
 PER_SUITE, MAX_NEW_TOKENS = {"nano": 8, "smollm2": 4}, {"nano": 128, "smollm2": 64}
+SUITES = {"nano": ("paper",), "smollm2": ("gsm8k", "humaneval", "mt_bench")}
 METHODS = ("dflash", "eagle3", "ngram")
 COMPARABLE = ("dflash", "eagle3")
 """Methods that draft the same there. llama.cpp's n-gram lookup takes other matches than ours."""
@@ -60,7 +61,8 @@ def main() -> int:
     # So that the servers are stopped, too, when this script is terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
-    asked = Prompts(options.model, options.limit or PER_SUITE[options.model], MAX_NEW_TOKENS[options.model])
+    limit = options.limit or PER_SUITE[options.model]
+    asked = Prompts(options.model, limit, MAX_NEW_TOKENS[options.model], SUITES[options.model])
     python, drafting = options.server_python, [name for name in COMPARABLE if name in options.method]
     try:
         with TemporaryDirectory(prefix="check_llamacpp-") as name:

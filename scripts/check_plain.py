@@ -135,10 +135,10 @@ def compared(ours: Sequence[Record], theirs: Sequence[Record], concurrency: int)
     wrong = []
     for one in good:
         mine, its = place[one.suite, one.prompt_id, one.turn], one.generation
-        if (mine.text, mine.num_tokens) != (its.text, its.num_tokens):
+        if (mine.text.strip(), mine.num_tokens) != (its.text.strip(), its.num_tokens):
             wrong.append(
                 f"{one.suite} {one.prompt_id} turn {one.turn}: {its.num_tokens} tokens and ours {mine.num_tokens}, "
-                f"text {'the same' if its.text == mine.text else 'another'}"
+                f"text {'the same' if its.text.strip() == mine.text.strip() else 'another'}"
             )
     cached = sum(bool(one.generation.num_cached_tokens) for one in good)
     return Compared(concurrency, len(place), len(given), len(given) - len(good), tuple(wrong), cached)
@@ -166,7 +166,8 @@ def page(
         "use.\nTimes are not told: server and client share two cores.",
         f"```\n{shlex.join(['dflash-bench', *map(str, words)])}\n```",
         markdown(heads, rows),
-        "An answer is other than ours if its text or its number of tokens is; the server names no tokens. `compare` "
+        "An answer is other than ours if its text, but for white space at its ends, or its number of tokens is; the "
+        "server names no tokens. `compare` "
         "beside a run of this engine names what the two differ in: " + "; ".join(map(in_markdown, differences)) + ".",
     ]
 

@@ -105,7 +105,8 @@ class Heard:
 
     @property
     def whole_text(self) -> str:
-        return f"<think>{self.thought}</think>{self.text}" if self.thought else self.text
+        # A server may repeat the empty thought with which the prompt ended.
+        return f"<think>{self.thought}</think>{self.text}" if self.thought.strip() else self.text
 
     def generation(self, num_prompt_tokens: int | None) -> Generation:
         """Raises AnswerError for an answer that breaks off, or whose tokens cannot be counted."""

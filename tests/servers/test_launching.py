@@ -75,7 +75,10 @@ def test_vllm_is_asked_for_what_is_documented() -> None:
     assert words[:2] == ["serve", "T"]
     said = json.loads(words[words.index("--speculative-config") + 1])
     assert said == {"method": "dflash", "model": "D", "num_speculative_tokens": 5}
-    assert "--speculative-config" not in PROGRAMS["vllm"].words(serving(), 81)
+    assert words[words.index("--per-request-spec-decode-metrics") + 1] == "summary"
+    # It refuses to count where nothing is drafted.
+    plain = PROGRAMS["vllm"].words(serving(), 81)
+    assert not {"--speculative-config", "--per-request-spec-decode-metrics"} & {*plain}
 
 
 def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:
