@@ -71,8 +71,9 @@ def crosscheck(
 ) -> None:
     """Hold a live server against our own engine.
 
-    Sends the same prompts to both, with the same weights here, and compares answers and accepted drafts. Where they
-    differ, known causes are emulated here, and those that give the server's counts are named.
+    Sends the same prompts (of several turns, the first) to both, with the same weights here, and compares answers and
+    accepted drafts. Where they differ, known causes are emulated here, and those that give the server's counts are
+    named.
 
     Exit status 1: they differ. Exit status 2: that cannot be told, because the server hides its counts.
     """
