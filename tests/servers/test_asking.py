@@ -264,3 +264,26 @@ def test_a_thousand_streams_at_once_each_give_their_own_answer() -> None:
         rounds = server._rounds(one_served.generation.num_tokens)
         assert one_served.generation.total_rounds == len(rounds)
         assert one_served.generation.total_accepted == sum(rounds)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "asks", "is_said"),
+    [("vllm", False, True), ("mlx", False, True), ("openai", False, False), ("openai", True, True)],
+)
+def test_thinking_is_said_where_every_server_takes_it_or_the_user_asks(dialect: str, asks: bool, is_said: bool) -> None:
+    with FakeServer(dialect=dialect) as server, backend(server, **named(dialect)) as opened:
+        assert not opened.has_thinking
+        opened.local.has_thinking = True  # type: ignore[union-attr,misc]
+        opened.asks_to_think = asks
+        assert opened.has_thinking == is_said
+        if is_said and dialect != "vllm":
+            opened.generate("ar", CHAT, Settings(thinking=False))
+            assert server.asked[-1][1]["chat_template_kwargs"] == {"enable_thinking": False}
+        opened.local = None
+        assert opened.has_thinking == asks
+
+
+def test_an_empty_thought_that_a_server_repeats_is_none() -> None:
+    heard = Heard(iter([1.0]).__next__, 20, text="4", thought="\n\n")
+    assert heard.whole_text == "4"
+    assert Heard(iter([1.0]).__next__, 20, text="4", thought="so").whole_text == "<think>so</think>4"
