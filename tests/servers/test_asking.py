@@ -252,20 +252,6 @@ def test_several_at_a_time_are_as_many_as_asked_and_none_is_lost_or_doubled() ->
             assert "several" in (one_served.generation.uncounted or "")
 
 
-def test_a_thousand_streams_at_once_each_give_their_own_answer() -> None:
-    chats = [((Message("user", f"question {number}"),), 0) for number in range(1000)]
-    with FakeServer(ttft_s=0.5, counts_by_request=True, accepts=(2, 0), block=4) as server, backend(server) as opened:
-        served = opened.serve("ar", chats, Settings(concurrency=1000))
-    assert server.num_answers == 1000
-    assert server.most_at_once > 900
-    for (messages, _), one_served in zip(chats, served, strict=True):
-        prompt = json.dumps([*map(ord, messages[0].content)])
-        assert one_served.generation.token_ids == tuple(tokens_of(prompt, 64))
-        rounds = server._rounds(one_served.generation.num_tokens)
-        assert one_served.generation.total_rounds == len(rounds)
-        assert one_served.generation.total_accepted == sum(rounds)
-
-
 @pytest.mark.parametrize(
     ("dialect", "asks", "is_said"),
     [("vllm", False, True), ("mlx", False, True), ("openai", False, False), ("openai", True, True)],

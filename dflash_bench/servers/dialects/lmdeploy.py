@@ -17,7 +17,7 @@ def identify(pages: Pages) -> About | None:
 
 
 def call(ask: Ask) -> tuple[str, dict[str, Any]]:
-    """All settings are said: what it does by itself is top_k 40 and a temperature of 0.7."""
+    """All settings are said: what it does by itself is top_k 40 and a temperature of 0.7. /generate takes no seed."""
     settings = ask.settings
     sampling = {
         "temperature": settings.temperature, "top_p": settings.top_p, "min_p": settings.min_p,
