@@ -162,8 +162,8 @@ def page(
         f"```\n{shlex.join([script, *sys.argv[5:]])}\n```",
         f"{one_line(env)}, transformers {env['packages']['transformers']}.\n"
         f"The server: {versions(kind, options.server)}.\n"
-        f"float32, temperature 0, {MAX_NEW_TOKENS} new tokens at most. Plain decoding: it has no draft that nano could "
-        "use.\nTimes are not told: server and client share two cores.",
+        f"float32, temperature 0, {MAX_NEW_TOKENS} new tokens at most. Plain decoding: the server is given no draft.\n"
+        "Times are not told: server and client share two cores.",
         f"```\n{shlex.join(['dflash-bench', *map(str, words)])}\n```",
         markdown(heads, rows),
         "An answer is other than ours if its text, but for white space at its ends, or its number of tokens is; the "
