@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,17 +114,16 @@ class Compared:
     """What the server answered at one concurrency; `wrong` are answers with another text or length than ours."""
 
     concurrency: int
-    num_asked: int
     num_answers: int
     num_failed: int
+    miscounted: tuple[str, ...]
+    """Questions that are not answered exactly once."""
     wrong: tuple[str, ...]
     num_cached: int
 
     def problems(self) -> list[str]:
         where = f"concurrency {self.concurrency}"
-        lost = [f"{where}: {self.num_answers} answers to {self.num_asked} questions"] * (
-            self.num_answers != self.num_asked
-        )
+        lost = [f"{where}: {question} is not there exactly once" for question in self.miscounted]
         failed = [f"{where}: {self.num_failed} answers failed"] * bool(self.num_failed)
         return [*lost, *failed, *(f"{where}: {one}" for one in self.wrong)]
 
@@ -140,8 +140,15 @@ def compared(ours: Sequence[Record], theirs: Sequence[Record], concurrency: int)
                 f"{one.suite} {one.prompt_id} turn {one.turn}: {its.num_tokens} tokens and ours {mine.num_tokens}, "
                 f"text {'the same' if its.text.strip() == mine.text.strip() else 'another'}"
             )
+    answered = Counter((one.suite, one.prompt_id, one.turn) for one in given)
+    miscounted = [
+        f"{suite} {prompt_id} turn {turn}"
+        for suite, prompt_id, turn in place.keys() | answered.keys()
+        if answered[suite, prompt_id, turn] != 1
+    ]
     cached = sum(bool(one.generation.num_cached_tokens) for one in good)
-    return Compared(concurrency, len(place), len(given), len(given) - len(good), tuple(wrong), cached)
+    failed = len(given) - len(good)
+    return Compared(concurrency, len(given), failed, tuple(sorted(miscounted)), tuple(wrong), cached)
 
 
 def page(
