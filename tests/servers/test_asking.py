@@ -197,6 +197,17 @@ def test_settings_that_change_sampling_are_all_said(dialect: str) -> None:
     assert dialect != "llamacpp" or body["cache_prompt"] is False
 
 
+def test_mlx_is_told_to_look_back_over_the_whole_answer_for_repetitions() -> None:
+    """Left to itself it looks at the last 20 tokens."""
+    with FakeServer(dialect="mlx") as server:
+        one(server, **named("mlx"))
+        one(server, Settings(repetition_penalty=1.1), **named("mlx"))
+    plain, penalised = (body for _, body, _ in server.asked if body)
+    assert "repetition_penalty" not in plain
+    assert penalised["repetition_penalty"] == 1.1
+    assert penalised["repetition_context_size"] >= 1 << 20
+
+
 def test_a_field_that_a_server_refuses_is_left_out_once_it_has_said_so() -> None:
     with FakeServer(dialect="openai", refuses=("stream_options",)) as server, backend(server) as opened:
         answers = [opened.generate("ar", CHAT) for _ in range(2)]
