@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -203,6 +203,4 @@ def page(
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    sys.exit(main())

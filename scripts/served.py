@@ -115,8 +115,7 @@ def command(*words: object, expected: Sequence[int] = (0,)) -> str:
 
 def measured(asked: Prompts, urls: Mapping[str, str], ours: Sequence[str], folder: Path) -> Measured:
     """The servers by their labels, one answer and four at a time, beside `ours`, the methods of our own engine."""
-    methods = [word for name in ours if name != "ar" for word in ("--method", name)]
-    command("run", *asked.words, *(methods or ["--method", "ngram"]), "--out", folder / "engine")
+    command("run", *asked.words, *(word for name in ours for word in ("--method", name)), "--out", folder / "engine")
     servers = [word for label, url in urls.items() for word in ("--server", f"{label}={url}")]
     levels = ",".join(map(str, CONCURRENCY))
     # 1: an answer is wrong, which the table then shows.
@@ -132,7 +131,10 @@ def measured(asked: Prompts, urls: Mapping[str, str], ours: Sequence[str], folde
 
 
 def differences(engine: Path, server: Path) -> tuple[str, ...]:
-    """What `compare` names between a run of our engine and one over servers."""
+    """What `compare` names between a run of our engine and one over servers.
+
+    It refuses a run in which an answer is missing, or there twice.
+    """
     allowed = [word for name in OTHERWISE for word in ("--allow", name)]
     compared = json.loads(command("compare", engine, server, *allowed, "--json"))
     told = "allowed although it differs: "

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_bench import labels
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, summarise
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, has_baseline, summarise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
@@ -223,7 +223,7 @@ def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
 def summarised(results: Results) -> list[Cell]:
     """The cells of a run. Raises UserError if a suite has no plain answers to compare with, in a run that has them."""
     cells = summarise(results.rows, results.info["identity"])
-    if BASELINE not in results.info["identity"].get("methods", {BASELINE: None}):
+    if not has_baseline(results.info["identity"]):
         return cells
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))

@@ -247,6 +247,11 @@ def _share(sums: Any, right: str, judged: str) -> Share | None:
     return (int(both[0]), int(both[1])) if both[1] else None
 
 
+def has_baseline(identity: Mapping[str, Any]) -> bool:
+    """Was plain decoding to be measured in this run? Only one over a single server may leave it out."""
+    return BASELINE in identity.get("methods", {BASELINE: None})
+
+
 def mismatched(rows: Any) -> Any:
     """The mask of answers that differ from what they must be, by more than rounding explains."""
     return (rows["exactness"] == "mismatch") | (rows["audit"] == "mismatch")

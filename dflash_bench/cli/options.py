@@ -118,8 +118,7 @@ Servers = Annotated[
         metavar="NAME=URL",
         help="Measure live servers instead of models loaded here: plain=URL for plain decoding, and dflash=URL or "
         "another method (NAME@LABEL=URL) for each server that drafts; a single one is measured without a speed-up. "
-        "Give --model or --target too, if the same "
-        "weights are here, to send prompts as token ids and judge answers.",
+        "Give --model or --target too, if the same weights are here, to send prompts as token ids and judge answers.",
     ),
 ]
 Dialect = Annotated[

@@ -97,8 +97,10 @@ class ServerBackend:
 
     @property
     def has_thinking(self) -> bool:
-        if self.local is None or not self.local.has_thinking:
-            return self.local is None and self.asks_to_think
+        if self.local is None:
+            return self.asks_to_think
+        if not self.local.has_thinking:
+            return False
         heard = (self._sends_ids(server) or server.dialect.takes_thinking for server in self.servers.values())
         return self.asks_to_think or all(heard)
 

@@ -108,7 +108,7 @@ def _no_baseline(case: Case) -> Seen | None:
         return None
     text = "there are no plain answers (ar) to compare with, so there is no speed-up"
     remedy = "finish the run with --resume, or run it again"
-    if case.has_no_plain:
+    if not metrics.has_baseline(case.identity):
         remedy = "give a server that drafts nothing, too: --server plain=URL"
         if not case.good["audit"].notna().any():
             text += ", and nothing says whether these answers are the model's own"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
 from dflash_bench.methods import draft_of
 
 MIN_PROMPTS = 20
@@ -63,14 +63,9 @@ class Case:
         return self.cell.method == BASELINE
 
     @property
-    def has_no_plain(self) -> bool:
-        """Is it of a run of a single method, which was never to be compared?"""
-        return BASELINE not in self.identity.get("methods", {BASELINE: None})
-
-    @property
     def is_first(self) -> bool:
         """Is it what a fault of the whole suite is looked for in: plain decoding, or the only method?"""
-        return self.is_baseline or self.has_no_plain
+        return self.is_baseline or not has_baseline(self.identity)
 
     @property
     def draft(self) -> Mapping[str, Any]:

@@ -36,6 +36,8 @@ class About:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+FAR = 1 << 20
+"""Tokens that a repetition penalty is to look back: all of them."""
 Pages = Mapping[str, Any]
 """By path: the JSON that a server answers there; absent where it answers none."""
 

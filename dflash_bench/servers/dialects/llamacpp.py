@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
+from dflash_bench.servers.dialects.dialect import FAR, About, Ask, Dialect, Pages
 from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
 
 PROPS = "/props"
-FAR = 1 << 20
-"""Tokens that a repetition penalty looks back: all of them."""
 STOPS = {"eos": "stop", "word": "stop", "limit": "length"}
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-
-FAR = 1 << 20
-"""Tokens that a repetition penalty looks back: all of them."""
+from dflash_bench.servers.dialects.dialect import FAR, About, Ask, Dialect, Pages
 
 
 def identify(pages: Pages) -> About | None:
