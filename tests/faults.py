@@ -37,6 +37,9 @@ class Fault:
     methods: tuple[str, ...] = DRAFTED
     """Those whose answers it changes."""
 
+    def __str__(self) -> str:
+        return self.name
+
 
 class Wrapped:
     """The engine's network; `ask` may change what it is asked, `answer` its logits [B, N, V]."""

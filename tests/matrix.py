@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,11 @@ import torch
 from faults import Fault
 
 from dflash_bench import cli
+from dflash_bench.engine import captures, local
+from dflash_bench.engine.drafter import Captures, Drafter
 from dflash_bench.engine.local import open_backend
+from dflash_bench.engine.replays import Replays
+from dflash_bench.engine.target import Target
 from dflash_bench.methods import parse
 from dflash_bench.models import loading
 from dflash_bench.models.presets import preset
@@ -29,12 +33,42 @@ from dflash_bench.run.items import Item
 from dflash_bench.tasks import suites
 
 SUITES = ("gsm8k", "humaneval")
-LIMIT, MOST = 2, 48
-"""Prompts of a suite, and tokens of an answer."""
+MOST = 48
+"""Tokens of an answer."""
 METHODS = ("dflash", "eagle3", "eagle3-tree:nodes=15")
 LOAD = loading.load
 MORE_THAN_ROUNDING = 1.0
 """Logits, in float32: a token so far behind the best one is wrong in any dtype."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """In which a run decodes: each axis has mistakes of its own."""
+
+    engine: str = "lean"
+    dtype: str = "float32"
+    concurrency: int = 1
+    captured: bool = False
+    """Are passes replayed? By `captures.traced`, which bakes in what a CUDA graph does."""
+
+    def __str__(self) -> str:
+        parts = [self.engine, self.dtype, f"{self.concurrency} at a time", *["captured"] * self.captured]
+        return ", ".join(parts)
+
+    @property
+    def limit(self) -> int:
+        """Prompts of a suite: as many as are decoded together, and two where that is one."""
+        return max(self.concurrency, 2)
+
+
+WAYS = tuple(
+    Way(engine, dtype, concurrency, captured)
+    for engine in ("lean", "transformers")
+    for dtype in ("float32", "bfloat16")
+    for concurrency in (1, 3)
+    for captured in ((False, True) if engine == "lean" else (False,))
+)
+"""All there are: only passes of the lean network can be captured."""
 
 
 @cache
@@ -48,30 +82,33 @@ def without_answer(_plan: Any, _backend: Any, item: Item) -> WarmUp:
 
 
 @contextmanager
-def planted(fault: Fault | None, dtype: str) -> Iterator[pytest.MonkeyPatch]:
+def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load", lambda *_: models(dtype))
+        patch.setattr(loading, "load", lambda *_: models(way.dtype))
         # Nothing is timed here.
         patch.setattr(runner, "_warm_up", without_answer)
+        if way.captured:
+            patch.setattr(local, "capture_passes", traced_passes)
         if fault is not None:
             fault.plant(patch)
         yield patch
 
 
+def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None) -> str:
+    for reader in (target, *(drafter for drafter in drafters if isinstance(drafter, Captures))):
+        reader.replays = Replays(captures.traced)
+    return "traced"
+
+
 def run(
-    fault: Fault | None,
-    dtype: str,
-    out: Path,
-    limit: int = LIMIT,
-    max_new_tokens: int = MOST,
-    engine: str = "transformers",
+    fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST
 ) -> tuple[int, list[Record]]:
-    """`dflash-bench run` in this process; its exit status and rows."""
-    words = ["run", "--dtype", dtype, "--limit", limit, "--max-new-tokens", max_new_tokens, "--out", out]
-    words += ["--engine", engine]
+    """`dflash-bench run` in this process, of `limit` prompts a suite; its exit status and rows."""
+    words = ["run", "--out", out, "--limit", limit or way.limit, "--max-new-tokens", most]
+    words += ["--engine", way.engine, "--dtype", way.dtype, "--concurrency", way.concurrency]
     words += [word for suite in SUITES for word in ("--suite", suite)]
     words += [word for method in METHODS for word in ("--method", method)]
-    with planted(fault, dtype) as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+    with planted(fault, way) as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         patch.setattr(sys, "argv", ["dflash-bench", *map(str, words)])
         try:
             cli.main()

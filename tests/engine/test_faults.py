@@ -10,6 +10,7 @@ import pytest
 import torch
 from classes import ATTENTION, HYBRID, made
 from faults import ASKED, FAULTS, RAGGED, STATES, WINDOWS, Fault
+from matrix import Way
 from test_local import Letters
 from toy import Scripted, sometimes_wrong
 
@@ -20,44 +21,53 @@ from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.records import Generation, Record
 
-Sound = Callable[[str, str], Sequence[Record]]
-PROMPTS = {"float32": 2, "bfloat16": 1}
-"""Of a suite; `scripts/fault_matrix` takes two in both."""
+Sound = Callable[[Way], Sequence[Record]]
+FEW = {"float32": 2, "bfloat16": 1}
+"""Prompts of a suite, one at a time; `scripts/fault_matrix` takes two in both types."""
+
+
+def limit_of(way: Way) -> int:
+    return FEW[way.dtype] if way.concurrency == 1 else way.concurrency
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
-    """Rows of a sound run; a run per dtype and engine."""
-    runs: dict[tuple[str, str], Sequence[Record]] = {}
+    """Rows of a sound run; a run per way."""
+    runs: dict[Way, Sequence[Record]] = {}
 
-    def rows_of(dtype: str, engine: str) -> Sequence[Record]:
-        if (dtype, engine) not in runs:
+    def rows_of(way: Way) -> Sequence[Record]:
+        if way not in runs:
             out = tmp_path_factory.mktemp("sound") / "run"
-            status, runs[dtype, engine] = matrix.run(None, dtype, out, PROMPTS[dtype], engine=engine)
+            status, runs[way] = matrix.run(None, way, out, limit_of(way))
             assert status == 0
-        return runs[dtype, engine]
+        return runs[way]
 
     return rows_of
 
 
+ALONE, TOGETHER = Way(), Way(concurrency=3)
+CAPTURED = Way(captured=True), Way(captured=True, concurrency=3)
+BETWEEN_ROWS = ("rollback one too short", "bonus token of the last row", "kept path not moved in the cache")
+"""What each row does at its own place, so that it may go wrong in other ways beside others."""
 PLANTED = [
-    *((fault, "float32", "lean") for fault in FAULTS),
+    *((fault, ALONE) for fault in FAULTS),
     # The loop is the same in another type and over transformers' network: only what a network is asked may go wrong in
-    # other ways. `scripts/fault_matrix` plants all in both types.
-    *((fault, "bfloat16", "transformers") for fault in FAULTS if fault.name in ASKED),
+    # other ways. `scripts/fault_matrix` plants all in every way.
+    *((fault, Way("transformers", "bfloat16")) for fault in FAULTS if fault.name in ASKED),
+    *((fault, way) for fault in FAULTS if fault.name in BETWEEN_ROWS for way in (TOGETHER, *CAPTURED)),
 ]
 
 
-@pytest.mark.parametrize(("fault", "dtype", "engine"), PLANTED, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(("fault", "way"), PLANTED, ids=str)
 def test_a_fault_is_found_in_every_suite_where_it_changed_a_token(
-    fault: Fault, dtype: str, engine: str, sound: Sound, tmp_path: Path
+    fault: Fault, way: Way, sound: Sound, tmp_path: Path
 ) -> None:
-    status, rows = matrix.run(fault, dtype, tmp_path / "run", PROMPTS[dtype], engine=engine)
-    outcomes = matrix.outcomes(rows, sound(dtype, engine), dtype)
+    status, rows = matrix.run(fault, way, tmp_path / "run", limit_of(way))
+    outcomes = matrix.outcomes(rows, sound(way), way.dtype)
     for outcome in outcomes:
         assert outcome.num_found == outcome.num_wrong, outcome
     num_wrong = sum(outcome.num_wrong for outcome in outcomes)
-    if dtype == "float32":
+    if way.dtype == "float32":
         # A fault that changes nothing would prove nothing.
         changed = {outcome.method.partition(":")[0] for outcome in outcomes if outcome.num_changed}
         assert changed == set(fault.methods)
@@ -65,7 +75,7 @@ def test_a_fault_is_found_in_every_suite_where_it_changed_a_token(
 
 
 def test_no_sound_answer_of_200_is_called_wrong_in_bfloat16(tmp_path: Path) -> None:
-    status, rows = matrix.run(None, "bfloat16", tmp_path / "run", limit=25, max_new_tokens=64, engine="lean")
+    status, rows = matrix.run(None, Way(dtype="bfloat16"), tmp_path / "run", limit=25, most=64)
     assert len(rows) >= 200
     assert {"mismatch"}.isdisjoint({row.exactness for row in rows} | {row.audit for row in rows})
     assert status == 0
