@@ -63,6 +63,7 @@ IDENTITY: dict[str, Any] = {
     "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": (int, None)}},
     "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
     "revisions?": {ANY: (str, None)},
+    "unpinned?": [str],
     "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str, "contexts?": {ANY: str}}},
     "max_new_tokens?": int,
     "seed?": (int, None),

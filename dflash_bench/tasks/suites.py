@@ -26,7 +26,7 @@ _PLACEHOLDER = re.compile(
     r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What publishers leave where they may not pass texts on, and forms that nobody filled in; what stands in quotes is code."""
+"""What publishers leave where they may not pass texts on, and forms that nobody filled in; what is quoted is code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ OF_LAYERS: Variants = {
 }
 VARIANTS: Variants = {**OF_BLOCKS, **OF_LAYERS}
 HARMLESS = (
-    "num_anchors", "num_target_layers", "attn_implementation", "swa_window_size", "markov_head_type",
+    "num_anchors", "attn_implementation", "swa_window_size", "markov_head_type",
     "confidence_head_with_markov", "confidence_head_alpha",
 )  # fmt: skip
 """Keys of inner configs that say how it was trained or is served, and change nothing by themselves."""
