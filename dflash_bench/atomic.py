@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import IO
 
 from dflash_bench.errors import UserError
+from dflash_bench.reading import require_output
 
 
 def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Write a temporary file beside `path`, sync it and rename it to `path`. Raises UserError if that fails."""
     temporary = path.with_name(f".{path.name}.tmp")
+    require_output(path)
     try:
         with temporary.open("wb") as file:
             fill(file)

@@ -5,6 +5,7 @@ With random weights nothing is downloaded, and memory is predicted before any is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,9 +147,9 @@ def _check(asked: Asked) -> None:
         raise UserError("--draft has no effect with --random-weights, whose drafts are random too; leave it out")
     if asked.random_weights and request.dtype == "auto":
         raise UserError("--dtype auto is the checkpoint's, and random weights have none; name a type")
-    if asked.acceptance is not None and asked.acceptance < 1:
+    if asked.acceptance is not None and not 1 <= asked.acceptance < math.inf:
         raise UserError(
-            f"--acceptance {asked.acceptance:g}: a round always gives one token, so al.pooled is at least 1"
+            f"--acceptance {asked.acceptance:g}: a round always gives one token, so al.pooled is a number from 1 up"
         )
     for flag, values in (("--batch", asked.batches), ("--context", asked.contexts), ("--width", asked.widths)):
         if min(values) < 1:

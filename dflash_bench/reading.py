@@ -36,6 +36,20 @@ def require_file(path: Path) -> None:
             raise UserError(f"cannot read {path}: it is {name}, not a file")
 
 
+def require_output(path: Path) -> None:
+    """Raises UserError for a place that can hold no file of ours: a pipe would wait for a reader, a device keeps
+    nothing."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+    for is_kind, name in KINDS:
+        if is_kind(mode):
+            raise UserError(f"cannot write {path}: it is {name}, not a file; name another place")
+
+
 def text_of(path: Path) -> str:
     require_file(path)
     try:

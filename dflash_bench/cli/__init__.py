@@ -18,6 +18,7 @@ from dflash_bench.cli import (
     diagnosis,
     distribution,
     measuring,
+    net,
     profiling,
     results,
     training,
@@ -38,7 +39,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point: a UserError is one line on stderr and exit status 2; anything else is a bug and a traceback."""
+    """Entry point: a UserError, and what `net` knows to be no bug of ours, is one line on stderr and exit status 2.
+
+    Anything else is a bug and a traceback.
+    """
     prepare()
     try:
         _refuse_undecodable(sys.argv)
@@ -47,6 +51,10 @@ def main() -> None:
         note(f"dflash-bench: {error}")
     except USAGE_ERROR as error:
         note(f"dflash-bench: {error.format_message().rstrip('.')}; see 'dflash-bench COMMAND --help'")
+    except net.FROM_OUTSIDE as error:
+        if (text := net.said(error)) is None:
+            raise
+        note(f"dflash-bench: {text}")
     sys.exit(2)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from typer import Context
 from typer.core import TyperCommand, TyperOption
 
+from dflash_bench.cli.net import require_addresses
 from dflash_bench.errors import UserError
 from dflash_bench.text import shortened
 
@@ -19,6 +20,7 @@ class Command(TyperCommand):
         typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
         if any(param.name == "help" for param in typed_params):
             return super().parse_args(ctx, args)
+        require_addresses()
         for param in typed_params:
             _refuse_repeated(param, typed_params.count(param))
             value = typed[str(param.name)]

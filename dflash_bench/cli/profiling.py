@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dflash_bench.atomic import write_whole
 from dflash_bench.cli import options
 from dflash_bench.cli.command import GroupedHelp
 from dflash_bench.cli.options import under
@@ -78,7 +79,7 @@ def profile(
     if out is not None:
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
         plots.write_profile(profiled.judged, title, out / "profile.svg")
-        (out / "profile.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(out / "profile.json", lambda file: file.write(f"{text}\n".encode()))
     say(text if as_json else shown.text(profiled), end="\n" if as_json else "")
     if out is not None:
         note(f"saved in {out}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from itertools import combinations
@@ -17,6 +16,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.reading import require_output
 from dflash_bench.text import visible
 
 app = typer.Typer()
@@ -124,18 +124,12 @@ def check(
 def _save(path: Path | None, mode: str, text_of: Callable[[], str]) -> None:
     if path is None:
         return
+    require_output(path)
     try:
-        with open(path, mode, encoding="utf-8", opener=_opened) as file:
+        with open(path, mode, encoding="utf-8") as file:
             file.write(visible(text_of(), keep="\n\t"))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _opened(path: str, flags: int) -> int:
-    """Fails for a pipe that nobody reads, instead of waiting for a reader."""
-    file = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    os.set_blocking(file, True)
-    return file
 
 
 @app.command(cls=Command)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dflash_bench.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -82,5 +84,5 @@ class Round:
     """Has the row's answer ended?"""
 
 
-class DecodingError(Exception):
+class DecodingError(UserError):
     """This generation cannot be had (no room, broken logits); it becomes a row that says so, never a number."""

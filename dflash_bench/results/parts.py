@@ -16,6 +16,7 @@ from typing import Any
 
 from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
+from dflash_bench.reading import require_file
 from dflash_bench.records import Record
 from dflash_bench.results.columns import COLUMNS, leaf, of_table, refuse_newer, schema, upgraded
 from dflash_bench.results.differences import differences
@@ -107,6 +108,10 @@ def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import parquet
 
+    try:
+        require_file(path)
+    except UserError as error:
+        raise DamagedError(str(error)) from error
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             metadata = file.schema_arrow.metadata or {}

@@ -1,15 +1,21 @@
 """What `run.json` and baselines must look like to be read, and where an edited file does not.
 
-A shape is a type, None, a tuple of alternative shapes, a list with the one shape of all its items, or a dict of shapes
-by key. The key ANY stands for all other keys; a key that ends in OPTIONAL may be absent.
+A shape is a type, POSITIVE, COUNT, None, a tuple of alternative shapes, a list with the one shape of all its items, or
+a dict of shapes by key. The key ANY stands for all other keys; a key that ends in OPTIONAL may be absent.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 ANY, OPTIONAL = "*", "?"
+WIDTH = "<width>"
+"""Stands, as ANY does, for all other keys: numbers of tokens from 1 on, in digits."""
+DIGITS = "[1-9][0-9]{0,5}"
+POSITIVE, COUNT = "positive", "count"
+"""Shapes of numbers that are divided by, and of whole numbers from 0 on."""
 MOST = 2**53
 """Larger numbers cannot be counts, and not every whole number above is exact as a float."""
 
@@ -57,6 +63,7 @@ IDENTITY: dict[str, Any] = {
     "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": (int, None)}},
     "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
     "revisions?": {ANY: (str, None)},
+    "unpinned?": [str],
     "suites?": {ANY: {"version": int, "source": str, "prompts": int, "scorer?": str, "contexts?": {ANY: str}}},
     "max_new_tokens?": int,
     "seed?": (int, None),
@@ -85,15 +92,30 @@ IDENTITY: dict[str, Any] = {
     "judge?": ({"target": str, "dtype": str}, None),
 }
 FORWARDS: dict[str, Any] = {
-    "rows": int,
-    "context": int,
-    "seconds": {ANY: float},
-    "bandwidth": float,
-    "products": float,
+    "rows": COUNT,
+    "context": COUNT,
+    "seconds": {WIDTH: POSITIVE},
+    "bandwidth": POSITIVE,
+    "products": POSITIVE,
     "size": {
-        "weight_bytes": int,
-        "matrix_elements": int,
-        "attention": [{"num_layers": int, "window": (int, None), "query_size": int, "cache_bytes": int}],
+        "weight_bytes": POSITIVE,
+        "matrix_elements": COUNT,
+        **{
+            f"{name}?": COUNT
+            for name in (
+                "row_bytes",
+                "stored_bytes",
+                "num_experts",
+                "experts_per_token",
+                "expert_bytes",
+                "expert_elements",
+                "state_bytes",
+                "num_layers",
+                "vocab_size",
+                "itemsize",
+            )
+        },
+        "attention": [{"num_layers": COUNT, "window": (COUNT, None), "query_size": COUNT, "cache_bytes": COUNT}],
     },
 }
 """What forwards of several widths took when the run began."""
@@ -145,12 +167,18 @@ def _in_object(shape: Mapping[str, Any], value: Any, path: str) -> Iterator[str]
         return
     known = {key.removesuffix(OPTIONAL): one for key, one in shape.items()}
     for key in shape:
-        if key not in value and key != ANY and not key.endswith(OPTIONAL):
+        if key not in value and key not in (ANY, WIDTH) and not key.endswith(OPTIONAL):
             yield f"{path}.{key} is missing"
+    if WIDTH in known and not value:
+        yield f"{path} is empty"
     for key, item in value.items():
         if key in known or ANY in known:
             name = key if key.isprintable() else repr(key)
             yield from faults(known[key] if key in known else known[ANY], item, f"{path}.{name}")
+        elif WIDTH in known:
+            if not re.fullmatch(DIGITS, key):
+                yield f"{path} has {key!r}, not a number of tokens"
+            yield from faults(known[WIDTH], item, f"{path}.{key!r}")
 
 
 _NAMES = {
@@ -161,12 +189,16 @@ _NAMES = {
     list: "a list",
     dict: "an object",
     None: "null",
+    POSITIVE: "a number above 0",
+    COUNT: "a whole number from 0 on",
 }
 
 
 def _is(kind: Any, value: Any) -> bool:
     if kind is None:
         return value is None
+    if kind in (POSITIVE, COUNT):
+        return _is(float if kind == POSITIVE else int, value) and (value > 0 if kind == POSITIVE else value >= 0)
     if kind in (int, float):
         number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
         return number and abs(value) < MOST  # False for NaN, too

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from dflash_bench import environment
 from dflash_bench.errors import UserError
+from dflash_bench.models import hub
 from dflash_bench.records import Message
 from dflash_bench.run import contexts
 from dflash_bench.run.contexts import Contexts
@@ -21,6 +22,22 @@ class Prepared:
     contexts: Contexts
     memory: dict[str, int | None] | None
     """As `run.json` holds it; None where nothing is loaded."""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """Of target and drafts that come from the hub, what their ids meant when they were fetched: ID@COMMIT."""
+
+    def pinned(self, resolved: Resolved) -> Resolved:
+        """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between."""
+        model, commits = resolved.model, self.commits
+        drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
+        return replace(resolved, model=replace(model, target=commits.get("target", model.target), drafts=drafts))
+
+    def unpinned(self, resolved: Resolved) -> list[str]:
+        """The parts whose ids named no commit."""
+        return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
+
+
+def _reference(resolved: Resolved, part: str) -> str:
+    return resolved.model.target if part == "target" else resolved.model.drafts[part]
 
 
 def prepare(resolved: Resolved) -> Prepared:
@@ -28,15 +45,18 @@ def prepare(resolved: Resolved) -> Prepared:
     for a context that the target has not, and for too little memory."""
     import torch
 
-    from dflash_bench.models import chat, gguf, hub, language, memory, networks, targets
+    from dflash_bench.models import chat, gguf, language, memory, networks, targets
     from dflash_bench.models.language import Placement
 
     wanted, elsewhere = wanted_of(resolved.request), resolved.request.ray_address is not None
     device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     model, trusted = resolved.model, wanted.trust_remote_code
-    drafts = {name: networks.fetch(name, model.drafts[name]).folder for name in resolved.drafts}
+    fetched = {name: networks.fetch(name, model.drafts[name]) for name in resolved.drafts}
+    drafts = {name: draft.folder for name, draft in fetched.items()}
     place = str(gguf.converted(Path(model.target))) if gguf.is_file(model.target) else model.target
-    folder = hub.fetch(place, code=trusted).folder
+    target = hub.fetch(place, code=trusted)
+    folder, of_hub = target.folder, {"target": target, **fetched}
+    commits = {part: one.revision for part, one in of_hub.items() if "@" in one.revision}
     spread = wanted.device_map is not None
     config = language.check(folder, Placement(spread=spread, trust_remote_code=trusted, quantize=wanted.quantize))
     tokenizer = targets.tokenizer_of(folder, trusted)
@@ -74,7 +94,7 @@ def prepare(resolved: Resolved) -> Prepared:
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(held.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
-    return Prepared(padded, asdict(held) | found)
+    return Prepared(padded, asdict(held) | found, commits)
 
 
 def _free_bytes(device: str, spread: bool) -> int | None:

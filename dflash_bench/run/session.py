@@ -58,7 +58,7 @@ def _run_launched(
     launched, addresses = launching.launch(resolved, folder, stack, tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = prepare(resolved.judging)
-    add_judge(backend, resolved)
+    add_judge(backend, prepared.pinned(resolved))
     try:
         _run(resolved, prepared, backend, folder, resume, tell, lambda: launching.keep_logs(launched, folder))
     except UserError as error:
@@ -72,14 +72,16 @@ def _run_launched(
 def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | Pool]:
     """What can be found out cheaply comes before weights are loaded; servers and workers are left with the stack."""
     if resolved.request.workers is not None:
-        return prepare(resolved), stack.enter_context(opened_workers(resolved))
+        prepared = prepare(resolved)
+        return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
-        return prepare(resolved), open_local(resolved)
+        prepared = prepare(resolved)
+        return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
     if not remote.has_target(resolved.request):
         return Prepared(Contexts(0, 0), None), backend
     prepared = prepare(resolved.judging)
-    add_judge(backend, resolved)
+    add_judge(backend, prepared.pinned(resolved))
     return prepared, backend
 
 
@@ -98,7 +100,11 @@ def _run(
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
     plan = _plan(resolved, settings, prepared)
     info = _info(resolved, plan, backend, prepared)
-    for note in [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes]:
+    pins = [
+        f"{part} is not pinned: it is {prepared.commits[part]} now, and another one when the hub's changes"
+        for part in prepared.unpinned(resolved)
+    ]
+    for note in [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]:
         tell(f"note: {note}")
     if request.compiler is not None:
         tell("note: passes are compiled before they are timed, which takes up to half a minute each the first time")
@@ -188,6 +194,7 @@ def _identity(resolved: Resolved, plan: Plan, backend: Described, prepared: Prep
         "repeats": plan.repeats,
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
+        **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }

@@ -14,7 +14,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import Message, Prompt
 from dflash_bench.tasks import rows
 from dflash_bench.tasks.rows import Row
-from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, name_of, text_of
+from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, name_of, refuse_placeholder, text_of
 
 FORMS = {
     "prompt": "a string, or a list of strings, one per turn",
@@ -70,6 +70,8 @@ def _conversation(where: str, form: str, value: Any) -> tuple[Sequence[str], tup
             return value, ()
         case "messages", [*_, {"role": "user"}] if all(map(_is_message, value)):
             *opening, last = (Message(message["role"], message["content"]) for message in value)
+            for message in opening:
+                refuse_placeholder(where, message.content)
             return [last.content], tuple(opening)
     raise UserError(f"{where}: {form} must be {FORMS[form]}")
 
@@ -82,15 +84,25 @@ def _is_message(value: object) -> bool:
 
 
 def _reference(where: str, row: Row, num_turns: int, is_scored: bool) -> str | None:
-    """What the last turn's answer is compared with: the last of a list with one per turn, or else the only one."""
+    """What the last turn's answer is compared with: the last of a list with one per turn, or else the only one.
+
+    In its place may stand a list of answers that are right alike, of which a scorer can take only one.
+    """
     value = row["reference"]
     if not isinstance(value, list):
         return text_of(where, "reference", row)
-    if len(value) in (1, num_turns):
-        return text_of(where, "reference", {"reference": value[-1]})
-    if is_scored:
-        raise UserError(f"{where}: 'reference' lists {len(value)} texts for {num_turns} turns; give one per turn")
-    return None
+    if len(value) not in (1, num_turns):
+        if is_scored:
+            raise UserError(f"{where}: 'reference' lists {len(value)} texts for {num_turns} turns; give one per turn")
+        return None
+    last = value[-1]
+    if not is_texts(last):
+        return text_of(where, "reference", {"reference": last})
+    if is_scored and len(last) != 1:
+        raise UserError(
+            f"{where}: 'reference' lists {len(last)} answers for one turn, and --score compares with one; give one"
+        )
+    return last[0] if len(last) == 1 else None
 
 
 def _notes(path: Path, file_rows: Sequence[Row], columns: Sequence[str]) -> tuple[str, ...]:

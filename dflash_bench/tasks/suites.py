@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,11 @@ from dflash_bench.tasks.rows import DataSet, Row
 from dflash_bench.text import shortened, visible
 
 LONGEST_NAME = 200
+_PLACEHOLDER = re.compile(
+    r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""What publishers leave where they may not pass texts on, and forms that nobody filled in; what is quoted is code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +232,18 @@ def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
     """The turns, unchanged. Raises UserError if there are none or one is blank."""
     if not turns or not all(turn.strip() for turn in turns):
         raise UserError(f"{where}: a prompt needs at least one turn, and no turn may be blank")
+    for turn in turns:
+        refuse_placeholder(where, turn)
     return tuple(turns)
+
+
+def refuse_placeholder(where: str, text: str) -> None:
+    """Raises UserError for what stands in a row in place of a prompt, which would be answered and measured as one."""
+    if match := _PLACEHOLDER.search(text):
+        raise UserError(
+            f"{where}: its text is a placeholder ('{shortened(visible(match[0].strip()), 60)}') and no prompt; prepare "
+            "the data set as its publisher says, and use what that writes"
+        )
 
 
 def is_texts(value: object) -> TypeGuard[list[str]]:

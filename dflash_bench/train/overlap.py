@@ -102,10 +102,37 @@ def _lines(text: str) -> set[str]:
     return {line.strip() for line in text.splitlines()}
 
 
+def require_suites(folder: Path) -> None:
+    """Raises UserError unless the folder holds rows of suites that we know, and of no others: a name that is mistyped
+    would leave prompts unguarded."""
+    known = suites.known_suites()
+    looked_for = f"known: {', '.join(f'{name}/{suite.split}' for name, suite in known.items())}.jsonl or .parquet"
+    try:
+        named = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"--against {folder}: {error.strerror}; {looked_for}") from error
+    of_suites = {
+        name for name in named if any((folder / name).glob("*.jsonl")) or any((folder / name).glob("*.parquet"))
+    }
+    if unknown := sorted(of_suites - known.keys()):
+        raise UserError(f"--against {folder} has rows of {unknown[0]}, which is no suite; {looked_for}")
+    for name in named:
+        if name in known and not _has_rows(folder / name, known[name].split):
+            raise UserError(f"--against {folder}: {name} holds no rows of its split; {looked_for}")
+    if not of_suites:
+        raise UserError(
+            f"--against {folder} holds rows of no suite, so no prompt would be held against it; {looked_for}"
+        )
+
+
+def _has_rows(folder: Path, split: str) -> bool:
+    return any((folder / f"{split}.{kind}").exists() for kind in ("jsonl", "parquet"))
+
+
 def _suites(against: Path | None) -> Iterable[suites.Loaded]:
     for suite in suites.known_suites().values():
         yield suites.load_prompts(suite)
-        if against is not None and any((against / suite.name).glob(f"{suite.split}.*")):
+        if against is not None and _has_rows(against / suite.name, suite.split):
             yield suites.load_prompts(suite, against)
 
 

@@ -67,6 +67,8 @@ class Prepared:
 
 
 def prepare(request: Request, tell: Tell) -> Prepared:
+    if request.against is not None:
+        overlap.require_suites(request.against)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     tell("loading the target")

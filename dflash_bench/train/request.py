@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.text import shortened
 
 METHODS = ("dflash", "eagle3", "medusa")
 ALLOW = ("overlap",)
@@ -58,8 +61,30 @@ class Request:
     format: str | None = None
 
 
+MOST = {
+    "written": 15_000, "invented": 10**5, "batch_size": 4096, "max_disk_gb": 10**6, "epochs": 10**4, "steps": 10**7,
+    "rate": 10.0, "patience": 10**6, "seed": 2**32 - 1, "draft_vocab": 10**7,
+}  # fmt: skip
+"""Far more than any training takes: a slip of the keyboard must not run for ever or fill the memory."""
+
+
+def _check_sizes(request: Request) -> None:
+    for name, most in MOST.items():
+        value = getattr(request, name)
+        if value is not None and not (math.isfinite(value) and value <= most):
+            flag = f"--{name.removesuffix('_gb').replace('_', '-')}"
+            raise UserError(f"{flag} takes a number of at most {most:,}, not {shortened(f'{value}', 40)}")
+    if request.rate == 0:
+        raise UserError("--rate 0 trains nothing; leave it out to have it searched for")
+    if request.threads is not None and request.threads > (os.cpu_count() or 1):
+        raise UserError(
+            f"--threads {shortened(str(request.threads), 40)} is more than this machine has, {os.cpu_count()}"
+        )
+
+
 def check(request: Request) -> None:
     """Raises UserError for what contradicts itself or has no effect."""
+    _check_sizes(request)
     if request.method not in METHODS:
         raise unknown("method to train", request.method, list(METHODS))
     for name in request.allow:

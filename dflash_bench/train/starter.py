@@ -13,10 +13,13 @@ from random import Random
 from typing import Any
 
 from dflash_bench import reading
+from dflash_bench.errors import UserError
 
 KINDS = ("chat", "code", "mathematics")
 ENDINGS = ("", "", " Show your work.", "\nPlease reason step by step, and put your final answer within \\boxed{}.")
 """Of mathematics."""
+TRIES = 1000
+"""Draws in a row that give nothing new: then all there is has been drawn, or nearly."""
 NUMBERS = {"a": (4, 60), "b": (2, 9), "c": (3, 12)}
 
 
@@ -26,11 +29,14 @@ def _texts() -> dict[str, Any]:
 
 
 def prompts(kind: str, count: int, seed: int = 0) -> Iterator[str]:
-    """So many different prompts of a kind; the same ones for the same seed."""
-    rng, known, forms = Random(f"{kind} {seed}"), set[str](), _texts()["forms"][kind]
+    """So many different prompts of a kind; the same ones for the same seed. Raises UserError where there are fewer."""
+    rng, known, forms, known_in_a_row = Random(f"{kind} {seed}"), set[str](), _texts()["forms"][kind], 0
     while len(known) < count:
         text = _filled(rng.choice(forms), rng) + (rng.choice(ENDINGS) if kind == "mathematics" else "")
-        if text not in known:
+        known_in_a_row = known_in_a_row + 1 if text in known else 0
+        if known_in_a_row > TRIES:
+            raise UserError(f"there are only about {len(known):,} different prompts of {kind}; lower --written")
+        if not known_in_a_row:
             known.add(text)
             yield text
 

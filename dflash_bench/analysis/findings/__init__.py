@@ -157,6 +157,15 @@ def _other_mode(case: Case) -> Seen | None:
     return case.seen("other_mode", text, f"add --thinking {'on' if trained else 'off'}, or use another draft")
 
 
+def _unpinned(case: Case) -> Seen | None:
+    parts = case.identity.get("unpinned") or []
+    if not case.is_baseline or not parts:
+        return None
+    commits = [str((case.identity.get("revisions") or {}).get(part)) for part in parts]
+    text = f"{' and '.join(parts)} came from the hub by names that can move; here they were {' and '.join(commits)}"
+    return case.seen_in_suite("unpinned", text, "to measure the same again, give these commits: ID@COMMIT")
+
+
 def _other_target(case: Case) -> Seen | None:
     verifier, target = case.draft.get("verifier"), case.identity.get("target")
     if not verifier or not target or last_part(verifier) == last_part(target):
@@ -213,5 +222,5 @@ CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     loops.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
     speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
-    serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines,
+    serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines, _unpinned,
 )  # fmt: skip

@@ -140,6 +140,7 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
         "prompt_hashes": hashes,
         "cells": [_cells_as_json(of_runs, kept, with_timings) for of_runs in cells.values() if of_runs[0].num_prompts],
     }
+    reading.require_output(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_one_cell_a_line(stored), encoding="utf-8")

@@ -11,14 +11,13 @@ from typing import Any
 from dflash_bench.errors import UserError
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.eagle3 import Eagle3Config
-from dflash_bench.models.formats import dflash, fields
+from dflash_bench.models.formats import dflash, fields, variants
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
 
 LAYER = "layers.0."
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
-    fields.refuse(config, dflash.WHAT, "markov_rank", "enable_confidence_head", "is_causal")
     return dflash.checkpoint(
         config,
         tensors,
@@ -30,6 +29,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def read_eagle3(config: Json, tensors: Tensors, _depth: int | None) -> Checkpoint:
+    variants.refuse(config, "an EAGLE-3 draft", variants.OF_LAYERS)
     fields.refuse(config, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
     draft = Eagle3Config(
         draft_vocab_size=config["vocab_size"],

@@ -24,6 +24,12 @@ ARCHITECTURES = {
 }
 UNSUPPORTED_ARCHITECTURES = {
     "DFlash2DraftModel": "DFlash 2",
+    "DominoDraftModel": "Domino",
+    "DSparkDraftModel": "DSpark",
+    "QwenDFlareDraftModel": "DFlare",
+    "LiLiCorrDraftModel": "LiLiCorr",
+    "XPressDraftModel": "XPress",
+    "PEagleDraftModel": "P-EAGLE",
     "Gemma4DSparkModel": "DeepSpec's DFlash for Gemma 4",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
@@ -34,6 +40,8 @@ UNSUPPORTED_TENSORS = {
     r"markov_head\.": "DSpark",
     r"confidence_head\.": "DSpark with a confidence head",
     r"mask_hidden$": "P-EAGLE",
+    r"lilicorr\.": "LiLiCorr",
+    r"refiner_head\.": "XPress",
     r"encoder\.fc\.": "an assistant for transformers' own DFlash",
     r"\d+\.\d+\.linear\.": "Medusa",
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_bench.errors import UserError
 from dflash_bench.models.dflash import DFlashConfig, default_target_layers
-from dflash_bench.models.formats import fields
+from dflash_bench.models.formats import fields, variants
 from dflash_bench.models.formats.checkpoint import Checkpoint, Json, Tensors
 
 WHAT = "a DFlash draft"
@@ -24,6 +24,7 @@ def checkpoint(
 
     `depth` is that of the user's target; a depth that the file declares takes precedence.
     """
+    variants.refuse(config, WHAT)
     _refuse_sliding(config)
     unfused = _unfused(config, tensors)
     values: dict[str, Any] = {

@@ -18,6 +18,14 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 """Rotary scalings that do not depend on the length of the text, and the keys that each must have."""
+READ = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "attention_bias", "max_position_embeddings", "original_max_position_embeddings",
+    "target_hidden_size", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+    "quantization_config",
+)  # fmt: skip
+"""Keys of a draft's layers, wherever they stand."""
 FROM_LENGTH = ("yarn", "llama3")
 """Scalings that also need the context length of the original training."""
 
@@ -32,6 +40,7 @@ def refuse(config: Json, what: str, *variants: str) -> None:
 def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]:
     """The fields that both kinds of draft share. A missing key is a KeyError."""
     refuse(config, what, "quantization_config")
+    _refuse_sliding(config, what)
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; only silu is")
     return {
@@ -45,6 +54,14 @@ def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]
         "target_hidden_size": different(config.get("target_hidden_size"), config["hidden_size"]),
         **_rotary(config),
     }
+
+
+def _refuse_sliding(config: Json, what: str) -> None:
+    """Of types that are the draft's own layers'; publishers also leave their target's there."""
+    types = config.get("layer_types")
+    own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
+    if own and "sliding_attention" in types:  # type: ignore[operator]
+        raise UserError(f"{what} with sliding-window layers is not supported: implementations disagree on them")
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_bench.errors import UserError
 from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
-from dflash_bench.models.formats import dflash, fields
+from dflash_bench.models.formats import dflash, fields, variants
 from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
 
 FORMULA = "1, n//2 - 1, n - 4"
 WHAT = "an EAGLE-3 draft"
+READ = (
+    *fields.READ, "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
+    "norm_output", "draft_vocab_size",
+)  # fmt: skip
+"""Keys of `eagle_config` that are read here."""
 OLDER_NAME = "norm_output is read as in EAGLE 3.1; SpecForge used the name for something else before September 2026"
 
 
 def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
-    both = {**config, **(config.get("eagle_config") or {})}
-    if both.get("use_aux_hidden_state") is False:
-        raise UserError(f"{WHAT} with use_aux_hidden_state = False in config.json is not supported")
+    inner = config.get("eagle_config") or {}
+    both = {**config, **inner}
+    variants.refuse_unknown(inner, "eagle_config", WHAT, READ)
+    variants.refuse(both, WHAT, variants.OF_LAYERS)
     taps = both.get("eagle_aux_hidden_state_layer_ids") or ()
     tensors = fields.renamed(tensors, "layers.0.", "midlayer.")
     draft = Eagle3Config(

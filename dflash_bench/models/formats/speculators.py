@@ -12,7 +12,7 @@ from typing import Any
 from dflash_bench.errors import UserError
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
-from dflash_bench.models.formats import dflash, fields, safeailab
+from dflash_bench.models.formats import dflash, fields, safeailab, variants
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
 
 LAYER = "layers.0."
@@ -22,6 +22,7 @@ NO_FLAG = "norm_before_residual is absent: read as False, the library's default;
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     body = _body(config)
+    variants.refuse(config, dflash.WHAT)
     taps = config.get("aux_hidden_state_layer_ids")
     reduced = fields.different(config.get("draft_vocab_size", 32000), body["vocab_size"])
     checkpoint = dflash.checkpoint(
@@ -38,6 +39,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     body = _body(config)
+    variants.refuse({**body, **config}, safeailab.WHAT, variants.OF_LAYERS)
     taps = config.get("eagle_aux_hidden_state_layer_ids")
     tensors = fields.renamed(tensors, LAYER, "midlayer.")
     draft = Eagle3Config(

@@ -10,14 +10,24 @@ from dataclasses import replace
 
 from dflash_bench.errors import UserError
 from dflash_bench.models.dflash import DFlashConfig
-from dflash_bench.models.formats import dflash, fields
-from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
+from dflash_bench.models.formats import dflash, fields, variants
+from dflash_bench.models.formats.checkpoint import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
+
+READ = (
+    *fields.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size", TARGET_HEAD,
+    "sample_from_anchor",
+)  # fmt: skip
+"""Keys of `dflash_config` that are read here."""
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
-    both = {**config, **(config.get("dflash_config") or {})}
-    variants = ("causal", "is_causal", "use_swa", "projector_type", "attention_sink_bias", "attention_value_scale")
-    fields.refuse(both, dflash.WHAT, *variants, "shift_label", "sample_from_anchor")
+    inner = config.get("dflash_config") or {}
+    both = {**config, **inner}
+    variants.refuse(config, dflash.WHAT)  # an inner one counts, but does not take back what stands beside it
+    variants.refuse_unknown(inner, "dflash_config", dflash.WHAT, READ)
+    fields.refuse(both, dflash.WHAT, "sample_from_anchor")
+    if inner.get("target_hidden_size") not in (None, config.get("hidden_size")):
+        raise UserError(f"{dflash.WHAT} with an adapter for targets of another width is not supported")
     reduced = {"draft_vocab_size": both["draft_vocab_size"]} if fields.leaves_head(both, tensors) else {}
     taps = tuple(both.get("target_layer_ids") or ())
     read = dflash.checkpoint(both, tensors, depth, target_layer_ids=taps, **reduced)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_bench.analysis.profiling import Place
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.reading import require_output
 from dflash_bench.report.contexts import by_context
 from dflash_bench.report.plots import acceptance, context, load, speed, sweep
 from dflash_bench.report.plots.material import Material
@@ -77,6 +78,7 @@ def svg(material: Material, name: str) -> str:
 
 
 def _write(draw: Callable[[Any], Any], what: Any, path: Path) -> Path:
+    require_output(path)
     image: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,100 @@
+"""Keys of a draft's config.json that change what is computed and leave the tensors as they are.
+
+Such a draft would load and draft badly, and nobody would know why: what is not computed here is refused by name, with
+what it means. Inside `dflash_config` and `eagle_config`, which hold little else, keys that nobody here knows are
+refused as well; at the top level publishers leave much that says nothing, copied from their targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dflash_bench.errors import UserError
+
+ABSENT = (None, False)
+"""Values that say no: `false` and `null`, and of a number also 0."""
+CAUSAL = "each slot of a block sees only those before it, as JetSpec's heads do"
+DFLASH2, DOMINO, DSPARK = "DFlash 2", "Domino", "DSpark"
+
+Variants = Mapping[str, tuple[str, tuple[Any, ...]]]
+"""By key: what it means, and the values with which it changes nothing."""
+OF_BLOCKS: Variants = {
+    "causal": (CAUSAL, ABSENT),
+    "causal_head": (CAUSAL, ABSENT),
+    "is_causal": (CAUSAL, ABSENT),
+    "use_swa": ("all layers see a window of the context", ABSENT),
+    "shift_label": ("each slot predicts the token after it", ABSENT),
+}
+"""Of how a block sees itself; other drafts are causal anyway."""
+OF_LAYERS: Variants = {
+    "attention_sink_bias": ("a learned value joins each softmax of attention", ABSENT),
+    "attention_value_scale": ("values of attention are scaled", (*ABSENT, 1)),
+    "attention_mode": ("attention of another kind", (*ABSENT, "gqa", "mha")),
+    "input_embedding_scale": ("the block's embeddings are scaled, as Gemma's are", (*ABSENT, 1)),
+    "embedding_scale": ("embeddings are scaled", (*ABSENT, 1)),
+    "embedding_multiplier": ("embeddings are scaled", (*ABSENT, 1)),
+    "scale_embeddings": ("embeddings are scaled", ABSENT),
+    "residual_multiplier": ("what layers add is scaled", (*ABSENT, 1)),
+    "attention_multiplier": ("attention has a scale of its own", ABSENT),
+    "query_pre_attn_scalar": ("attention has a scale of its own", ABSENT),
+    "attn_logit_softcapping": ("attention is capped", (*ABSENT, 0)),
+    "output_multiplier": ("its logits are scaled, which changes what is drawn", (*ABSENT, 1)),
+    "logit_scale": ("its logits are scaled, which changes what is drawn", (*ABSENT, 1)),
+    "logits_scaling": ("its logits are scaled, which changes what is drawn", (*ABSENT, 1)),
+    "final_logit_softcapping": ("its logits are capped, which changes what is drawn", (*ABSENT, 0)),
+    "projector_type": ("a head of another kind corrects its drafts", (*ABSENT, "none", "dflash")),
+    "conv_kernel_size": (DFLASH2, (*ABSENT, 0)),
+    "conv_group_size": (DFLASH2, (*ABSENT, 0)),
+    "selector_rank": (DFLASH2, (*ABSENT, 0)),
+    "selector_top_k": (DFLASH2, (*ABSENT, 0)),
+    "emb_dim": (DOMINO, (*ABSENT, 0)),
+    "gru_hidden_dim": (DOMINO, (*ABSENT, 0)),
+    "pure_draft_prefix_len": (DOMINO, ABSENT),
+    "markov_rank": (DSPARK, (*ABSENT, 0)),
+    "enable_confidence_head": (DSPARK, ABSENT),
+    "lilicorr_enabled": ("LiLiCorr", ABSENT),
+    "lilicorr_num_layers": ("LiLiCorr", ABSENT),
+    "num_jacobi_passes": ("XPress", (*ABSENT, 0)),
+    "xpress_rank": ("XPress", (*ABSENT, 0)),
+    "use_heterogeneous_kv": ("DFlare", ABSENT),
+    "attention_k_eq_v": ("values are the keys", ABSENT),
+    "use_input_layernorm_in_first_layer": ("its first layer norms nothing", (None, True)),
+    "use_last_layernorm": ("nothing is normed before its head", (None, True)),
+    "use_mtp_layernorm": ("norms of another kind", ABSENT),
+    "next_layer_regular": ("further layers are of another kind", (None, True)),
+    "parallel_draft_step": ("several tokens are drafted in a pass", (*ABSENT, 0, 1)),
+    "use_aux_hidden_state": ("it reads the last layer alone, as EAGLE-2 does", (None, True)),
+    "use_aux_hidden_states": ("it reads the last layer alone, as EAGLE-2 does", (None, True)),
+}
+VARIANTS: Variants = {**OF_BLOCKS, **OF_LAYERS}
+HARMLESS = (
+    "num_anchors", "attn_implementation", "swa_window_size", "markov_head_type",
+    "confidence_head_with_markov", "confidence_head_alpha",
+)  # fmt: skip
+"""Keys of inner configs that say how it was trained or is served, and change nothing by themselves."""
+
+
+def refuse(config: Mapping[str, Any], what: str, variants: Variants = VARIANTS) -> None:
+    """Raises UserError for the first key whose value changes what is computed."""
+    for name, (meaning, neutral) in variants.items():
+        value = config.get(name)
+        if not any(_same(value, one) for one in neutral):
+            raise UserError(f"{what} with {name} = {value!r} in config.json is not supported: {meaning}")
+
+
+def _same(value: object, neutral: object) -> bool:
+    """0 and false differ, as nobody knows what a flag of 0 means; 1 and 1.0 do not."""
+    if isinstance(value, bool) or isinstance(neutral, bool):
+        return value is neutral
+    return type(value) in (int, float, str, type(None)) and value == neutral
+
+
+def refuse_unknown(inner: Any, where: str, what: str, known: Collection[str]) -> None:
+    """Raises UserError for a key of an inner config that is neither read, nor known to change nothing."""
+    for key in inner or ():
+        if key not in known and key not in HARMLESS and key not in VARIANTS:
+            raise UserError(
+                f"{what} with {key!r} in {where} of config.json is not supported: nobody here knows what it changes; "
+                "if it changes nothing, remove it from the file"
+            )

@@ -1,0 +1,357 @@
+"""The outer net: what others' files, disks and memory bring about is one line and exit status 2; bugs stay bugs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import tiny
+import torch
+
+from dflash_bench import cli
+from dflash_bench.cli import net, output
+from dflash_bench.errors import UserError
+from dflash_bench.models import fetching
+from dflash_bench.results import store
+from dflash_bench.train import starter
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def one_line(main: Main, *words: object) -> str:
+    code, out, err = main(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
+    assert err.startswith("dflash-bench: ") and len(err) < 1500
+    return err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    runs.stored(tmp_path / "run", runs.answers(4))
+    return tmp_path / "run"
+
+
+# What is no bug of ours.
+
+MEMORY = {
+    "Python's own": MemoryError(),
+    "of the system": OSError(errno.ENOMEM, "Cannot allocate memory"),
+    "a thread": RuntimeError("can't start new thread"),
+    "torch's": RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    "of a GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "a library": ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_is_refused_is_one_line(kind: str, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise MEMORY[kind]
+
+    monkeypatch.setattr("dflash_bench.models.catalogue.machine", refuse)
+    assert "out of memory (" in one_line(main, "models")
+
+
+def test_memory_that_brought_another_error_about_is_found() -> None:
+    try:
+        try:
+            raise MemoryError
+        except MemoryError as cause:
+            raise ImportError("Error importing numpy") from cause
+    except ImportError as error:
+        assert net.said(error) is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.EMFILE])
+def test_a_disk_that_fails_is_one_line(number: int, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), "/data/\x1b[31mfile")
+
+    monkeypatch.setattr("dflash_bench.models.catalogue.machine", fail)
+    assert one_line(main, "models") == f"dflash-bench: /data/\\u001b[31mfile: {os.strerror(number)}\n"
+
+
+BUGS = {
+    "a plain one": ValueError("a bug"),
+    "of torch": RuntimeError("The size of tensor a (2) must match the size of tensor b (0)"),
+    "an import": ImportError("cannot import name 'x' from 'dflash_bench.y'"),
+    "a file of ours": FileNotFoundError(errno.ENOENT, "No such file", str(net.PACKAGE / "suites.toml")),
+    "no error of the system's": OSError("what a library makes up"),
+}
+
+
+@pytest.mark.parametrize("kind", BUGS)
+def test_a_bug_keeps_its_traceback(kind: str, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BUGS[kind]
+
+    monkeypatch.setattr("dflash_bench.models.catalogue.machine", fail)
+    with pytest.raises(type(BUGS[kind])):
+        main("models")
+
+
+LIMITED_MB = (200, 400, 700, 1000)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v is Linux's")
+@pytest.mark.parametrize("words", [["report", "run"], ["methods"], ["run", "--prompts", "p.jsonl", "--out", "new"]])
+@pytest.mark.parametrize("megabytes", LIMITED_MB)
+def test_a_shell_that_allows_little_memory_is_told_so(
+    megabytes: int, words: list[str], run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    limit = megabytes * 10**6
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_bench.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)), check=False,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "memory" in done.stderr or "map segment" in done.stderr
+
+
+# What libraries say.
+
+
+def test_what_libraries_log_and_warn_of_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    factory, formatted = logging.getLogRecordFactory(), warnings.formatwarning
+    try:
+        output.prepare()
+        for name in ("transformers", "datasets", "huggingface_hub", "httpx", "torch"):
+            record = logging.getLogger(name).makeRecord(name, 30, "f", 1, "rope_type=%s", ("\x1b[31m\u202e",), None)
+            assert record.getMessage() == "rope_type=\\u001b[31m\\u202e"
+        shown = warnings.formatwarning(UserWarning("\x1b[2J"), UserWarning, "a.py", 1)
+        assert "\x1b" not in shown and "\\u001b[2J" in shown
+    finally:
+        logging.setLogRecordFactory(factory)
+        warnings.formatwarning = formatted
+
+
+def test_an_escape_in_a_rope_type_does_not_reach_the_terminal(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    edit(tmp_path / "m/target/config.json", rope_parameters={"rope_type": "\x1b[31mred", "rope_theta": 1e4})
+    words = ["inspect", "m/dflash", "--target", "m/target"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_bench.cli", *words], cwd=tmp_path, capture_output=True, timeout=120, check=False
+    )
+    assert b"\x1b" not in done.stderr + done.stdout
+
+
+# Eleven tracebacks, and what hung.
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_width_in_run_json_that_is_none_is_one_line(main: Main, run: Path) -> None:
+    size = {"weight_bytes": 1, "matrix_elements": 1, "attention": []}
+    forwards = {"rows": 1, "context": 1, "bandwidth": 1.0, "products": 1.0, "size": size}
+    for seconds, said in (
+        ({"1x": 0.1}, "forwards.seconds has '1x', not a number of tokens"),
+        ({}, "forwards.seconds is empty"),
+        ({"1": 0}, "forwards.seconds.'1' is 0, not a number above 0"),
+    ):
+        edit(run / "run.json", forwards={**forwards, "seconds": seconds})
+        assert said in one_line(main, "report", run)
+    edit(run / "run.json", forwards={**forwards, "seconds": {"1": 0.1}, "bandwidth": 0})
+    assert "forwards.bandwidth is 0, not a number above 0" in one_line(main, "report", run)
+
+
+TARGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads of less than nothing": ({"head_dim": -8}, "head_dim in its config.json cannot be -8"),
+    "heads of a word": ({"head_dim": "8"}, "head_dim in its config.json cannot be '8'"),
+    "a context of three": ({"max_position_embeddings": 3}, "max_position_embeddings in its config.json is 3"),
+    "sliding layers without a window": (
+        {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": True, "sliding_window": None},
+        "names sliding layers, and sliding_window cannot be None",
+    ),
+    "sliding layers with a window of 0": (
+        {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": True, "sliding_window": 0}, "sliding_window",
+    ),
+    "too few types of layers": ({"layer_types": ["full_attention"]}, "layer"),
+    "heads that do not add up": ({"num_key_value_heads": 3}, "do not add up"),
+    "a huge layer": ({"intermediate_size": 10**9}, "intermediate_size in its config.json cannot be 1000000000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["run", "inspect", "doctor", "profile", "convert"])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_target_that_describes_no_network_is_one_line(
+    kind: str, command: str, model: Path, main: Main, tmp_path: Path
+) -> None:
+    changes, said = TARGETS[kind]
+    shutil.copytree(model, tmp_path / "m")
+    edit(tmp_path / "m/target/config.json", **changes)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
+    words = {
+        "run": ["--prompts", "p.jsonl", "--model", "m", "--max-new-tokens", "2", "--out", "new"],
+        "inspect": ["m/dflash", "--target", "m/target"],
+        "doctor": ["--model", "m"],
+        "profile": ["--model", "m"],
+        "convert": ["m/target", "new.gguf", "--to", "gguf"],
+    }[command]
+    code, out, err = main(command, *words)
+    assert (code, out) == (2, "") and said in err
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new.gguf").exists()
+
+
+TRAININGS = {
+    "epochs without end": (["--epochs", "inf"], "--epochs takes a number of at most"),
+    "no number of epochs": (["--epochs", "nan"], "--epochs"),
+    "an endless rate": (["--rate", "inf", "--estimate"], "--rate takes a number of at most"),
+    "a rate of nothing": (["--rate", "0"], "--rate 0 trains nothing"),
+    "endless steps": (["--steps", str(10**30)], "--steps takes a number of at most"),
+    "endless prompts": (["--written", str(10**15)], "--written takes a number of at most"),
+    "endless ones that it makes up": (["--invented", str(10**15)], "--invented takes a number of at most"),
+    "an endless disk": (["--max-disk", "inf"], "--max-disk takes a number of at most"),
+    "all processors": (["--threads", "100000"], "--threads 100000 is more than this machine has"),
+    "a batch of everything": (["--batch-size", str(10**12)], "--batch-size takes a number of at most"),
+    "a seed without end": (["--seed", "9" * 40], "--seed takes a number of at most"),
+}
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_a_training_without_end_is_refused_before_anything_is_loaded(kind: str, main: Main) -> None:
+    words, said = TRAININGS[kind]
+    written = [] if "--written" in words else ["--written", "2"]
+    assert said in one_line(main, "train", "--target", "nano", "--out", "new", *written, *words)
+    assert not Path("new").exists()
+
+
+def test_prompts_that_are_all_written_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {"forms": {"chat": ["Say {topic}."]}, "gaps": {"topic": ["yes", "no"]}}
+    monkeypatch.setattr(starter, "_texts", lambda: forms)
+    with pytest.raises(UserError, match=r"there are only about 2 different prompts of chat; lower --written"):
+        list(starter.prompts("chat", 3))
+
+
+def test_a_training_is_guarded_by_suites_that_are_there(main: Main, tmp_path: Path) -> None:
+    def refused(*words: str) -> str:
+        return one_line(main, "train", "--target", "nano", "--out", "new", "--written", "2", "--against", *words)
+
+    assert "absent: No such file or directory; known: aime24/" in refused("absent")
+    (tmp_path / "empty").mkdir()
+    assert "holds rows of no suite, so no prompt would be held against it; known: " in refused("empty")
+    (tmp_path / "typo/gsm8").mkdir(parents=True)
+    (tmp_path / "typo/gsm8/test.jsonl").write_text("{}\n")
+    assert "has rows of gsm8, which is no suite; known: " in refused("typo")
+    (tmp_path / "split/gsm8k").mkdir(parents=True)
+    (tmp_path / "split/gsm8k/train.jsonl").write_text("{}\n")
+    assert "gsm8k holds no rows of its split; known: " in refused("split")
+
+
+@pytest.mark.parametrize("acceptance", ["nan", "inf", "-inf", "0.5"])
+def test_an_acceptance_that_is_no_number_is_one_line(acceptance: str, main: Main) -> None:
+    assert "al.pooled is a number from 1 up" in one_line(main, "profile", "--acceptance", acceptance)
+
+
+def test_a_pipe_as_a_part_is_damage_and_never_waited_for(main: Main, run: Path) -> None:
+    part = next(run.glob("part-*.parquet"))
+    part.unlink()
+    os.mkfifo(part)
+    assert "it is a pipe, not a file" in one_line(main, "report", run)
+    with pytest.raises(UserError, match="it is a pipe"):
+        store.check_resumable(run)
+
+
+def test_a_pipe_as_the_prompts_of_a_run_is_never_waited_for(main: Main, run: Path) -> None:
+    (run / "prompts.parquet").unlink(missing_ok=True)
+    os.mkfifo(run / "prompts.parquet")
+    assert "it is a pipe, not a file" in one_line(main, "report", run, "--html", "page.html")
+
+
+OUTPUTS = {
+    "page": ["report", "run", "--html"],
+    "junit": ["check", "run", "--junit"],
+    "summary": ["check", "run", "--summary"],
+    "benchmark": ["check", "run", "--benchmark"],
+    "baseline": ["baseline", "run", "--output"],
+}
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_what_is_no_file_is_not_written_to(command: str, kind: str, main: Main, run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    if kind == "a pipe":
+        os.mkfifo(place)
+    elif kind == "a folder":
+        place.mkdir()
+    else:
+        place = Path("/dev/null")
+    assert f"cannot write {place}: it is {kind}, not a file" in one_line(main, *OUTPUTS[command], place)
+
+
+def test_a_pipe_as_a_plot_is_not_waited_for(main: Main, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "plots").mkdir()
+    os.mkfifo(tmp_path / "plots/acceptance.png")
+    assert "acceptance.png: it is a pipe, not a file" in main("plot", run, "--out", "plots")[2]
+
+
+def test_nothing_is_downloaded_for_a_folder_that_cannot_be_written(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_downloaded", lambda *_: pytest.fail("downloaded"))
+    (tmp_path / "file").write_text("")
+    assert "nothing was downloaded" in one_line(main, "fetch", "smollm2", "--cache", tmp_path / "file")
+
+
+# Settings that print alike.
+
+ALIKE = [
+    ("--temperature", "0.7,0.7000001", "0.7 and 0.7000001 both print as 0.7"),
+    ("--temperature", "1,0.99999999", "1.0 and 0.99999999 both print as 1"),
+    ("--top-p", "0.9,0.9000001", "0.9 and 0.9000001 both print as 0.9"),
+    ("--min-p", "0.1,0.10000001", "0.1 and 0.10000001 both print as 0.1"),
+    ("--repetition-penalty", "1.1,1.1000001", "1.1 and 1.1000001 both print as 1.1"),
+]
+
+
+@pytest.mark.parametrize(("flag", "values", "said"), ALIKE)
+@pytest.mark.parametrize("over", [False, True])
+def test_settings_that_print_alike_are_refused_before_anything_is_measured(
+    over: bool, flag: str, values: str, said: str, main: Main
+) -> None:
+    Path("p.jsonl").write_text('{"prompt": "Hi"}\n')
+    words = ["--over", f"{flag[2:].replace('-', '_')}={values}"] if over else [flag, values]
+    hot = [] if flag == "--temperature" else ["--temperature", "1"]
+    assert said in one_line(main, "run", "--prompts", "p.jsonl", "--out", "new", *words, *hot)
+    assert not Path("new").exists()
+
+
+def test_rates_that_print_alike_are_refused(main: Main) -> None:
+    Path("p.jsonl").write_text('{"prompt": "Hi"}\n')
+    words = ["--server", "plain=http://127.0.0.1:9", "--rate", "2,2.0000001"]
+    assert "--rate 2.0 and 2.0000001" in one_line(main, "run", "--prompts", "p.jsonl", "--out", "new", *words)
+
+
+def test_a_stored_run_with_such_settings_is_one_line_to_read(main: Main, run: Path) -> None:
+    info = json.loads((run / "run.json").read_text())
+    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "thinking": None}
+    info["identity"]["settings"] = [{"temperature": one, **settings} for one in (0.7, 0.7000001)]
+    (run / "run.json").write_text(json.dumps(info))
+    assert "two settings that print alike" in one_line(main, "report", run)
+
+
+def test_the_entry_point_is_the_nets() -> None:
+    assert cli.net is net

@@ -1,0 +1,173 @@
+"""Commits of hub ids: presets may name them, a run records them and says which were not named, others are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import tiny
+from huggingface_hub import constants
+
+from dflash_bench.errors import UserError
+from dflash_bench.models import hub, presets
+
+Main = Callable[..., tuple[int, str, str]]
+OLD, NEW = "0" * 40, "1" * 40
+
+
+class Hub:
+    """Of ids and their folders; `heads` are the commits that their branches are at."""
+
+    def __init__(self, folders: dict[str, Path], cache: Path) -> None:
+        self.folders, self.heads, self.cache = folders, dict.fromkeys(folders, OLD), cache
+
+    def model_info(self, name: str, revision: str, timeout: float) -> SimpleNamespace:
+        return SimpleNamespace(sha=revision if hub.COMMIT.fullmatch(revision) else self.heads[name])
+
+    def download(self, name: str, revision: str, **_choice: Any) -> str:
+        folder = self.cache / name.replace("/", "--") / revision
+        if not folder.exists():
+            shutil.copytree(self.folders[name], folder)
+        return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def served(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    served = Hub({"org/target": model / "target", "org/draft": model / "dflash"}, tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info", lambda _self, *words, **named: served.model_info(*words, **named)
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", served.download)
+    return served
+
+
+def words(out: str, target: str = "org/target", draft: str = "org/draft") -> list[str]:
+    Path("p.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "1 + 1?"}\n')
+    return [
+        "run", "--prompts", "p.jsonl", "--target", target, "--draft", f"dflash={draft}", "--max-new-tokens", "4",
+        "--out", out,
+    ]  # fmt: skip
+
+
+def info(folder: str) -> Any:
+    return json.loads((Path(folder) / "run.json").read_text())
+
+
+def test_a_run_records_what_a_name_meant_and_says_that_it_can_move(main: Main, served: Hub) -> None:
+    code, out, err = main(*words("run"))
+    assert code == 0, err
+    assert f"note: target is not pinned: it is org/target@{OLD} now" in err
+    assert f"note: dflash is not pinned: it is org/draft@{OLD} now" in err
+    identity = info("run")["identity"]
+    assert identity["unpinned"] == ["target", "dflash"]
+    assert identity["revisions"] == {"target": f"org/target@{OLD}", "dflash": f"org/draft@{OLD}"}
+    assert f"target and dflash came from the hub by names that can move; here they were org/target@{OLD}" in " ".join(
+        out.split()
+    )
+
+
+def test_what_names_its_commits_is_pinned(main: Main, served: Hub) -> None:
+    code, out, err = main(*words("run", f"org/target@{NEW}", f"org/draft@{OLD}"))
+    assert code == 0, err
+    assert "pinned" not in err and "can move" not in out
+    assert "unpinned" not in info("run")["identity"]
+    assert info("run")["identity"]["revisions"] == {"target": f"org/target@{NEW}", "dflash": f"org/draft@{OLD}"}
+
+
+def test_a_branch_is_not_pinned(main: Main, served: Hub) -> None:
+    assert main(*words("run", "org/target@main", f"org/draft@{OLD}"))[0] == 0
+    assert info("run")["identity"]["unpinned"] == ["target"]
+
+
+def test_resume_and_compare_refuse_another_commit(main: Main, served: Hub) -> None:
+    assert main(*words("old"))[0] == 0
+    finished = info("old")
+    (Path("old") / "run.json").write_text(json.dumps(finished | {"state": "unfinished", "finished": None}))
+    next(Path("old").glob("part-*.parquet")).unlink()
+    served.heads["org/draft"] = NEW
+    code, _, err = main(*words("old"), "--resume")
+    assert code == 2 and err.count("\n") == err.count("note: ") + 1
+    assert f'revisions.dflash was "org/draft@{OLD}", now "org/draft@{NEW}"' in err
+    served.heads["org/draft"] = OLD
+    assert main(*words("old"), "--resume")[0] == 0
+    for part in ("org/draft", "org/target"):
+        served.heads = dict.fromkeys(served.heads, OLD) | {part: NEW}
+        assert main(*words(part[4:]))[0] == 0
+        code, _, err = main("compare", "old", part[4:])
+        assert code == 2 and f"{part}@{OLD}" in err and f"{part}@{NEW}" in err, err
+
+
+def test_what_is_loaded_is_what_was_looked_at(main: Main, served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = iter([OLD, NEW, NEW, NEW, NEW, NEW])
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info",
+        lambda _self, name, revision, timeout: SimpleNamespace(
+            sha=revision if hub.COMMIT.fullmatch(revision) else next(asked)
+        ),
+    )  # fmt: skip
+    assert main(*words("run"))[0] == 0
+    assert info("run")["identity"]["revisions"] == {"target": f"org/target@{NEW}", "dflash": f"org/draft@{OLD}"}
+
+
+def test_folders_are_known_by_their_weights(tmp_path: Path) -> None:
+    assert hub.is_pinned(str(tmp_path))
+    assert hub.is_pinned(f"org/name@{OLD}")
+    assert not any(map(hub.is_pinned, ["org/name", "org/name@main", "org/name@v1", f"org/name@{OLD[:-1]}"]))
+
+
+TABLE = """
+[one]
+target = "org/target"
+drafts = {{ dflash = "org/draft", eagle3 = "./nano/eagle3" }}
+source = "here"
+revision = {{ {} }}
+"""
+
+
+def preset(folder: Path, revision: str) -> presets.Preset:
+    path = folder / "table.toml"
+    path.write_text(TABLE.format(revision))
+    presets.table.cache_clear()
+    try:
+        return presets.table(path)["one"]
+    finally:
+        presets.table.cache_clear()
+
+
+def test_a_preset_names_the_commits_that_are_known(tmp_path: Path) -> None:
+    known = preset(tmp_path, f'target = "{OLD}"')
+    assert (known.target, known.drafts["dflash"]) == (f"org/target@{OLD}", "org/draft")
+    assert presets.name(known.target) == "org/target"
+    assert preset(tmp_path, f'dflash = "{NEW}"').drafts["dflash"] == f"org/draft@{NEW}"
+
+
+@pytest.mark.parametrize(
+    ("revision", "said"),
+    [
+        ('target = "main"', "revision of target is 'main', not a commit of 40 digits"),
+        ("target = 7", "revision of target is 7, not a commit of 40 digits"),
+        (f'medusa = "{OLD}"', "unknown part in revision of table.toml, one: 'medusa'"),
+        (f'eagle3 = "{OLD}"', "eagle3 is ./nano/eagle3, which takes no revision"),
+    ],
+)
+def test_a_revision_that_pins_nothing_is_refused(revision: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as told:
+        preset(tmp_path, revision)
+    assert said in str(told.value)
+
+
+def test_the_table_pins_by_commits_alone() -> None:
+    for name, known in presets.table().items():
+        assert all(hub.COMMIT.fullmatch(commit) for commit in known.revision.values()), name

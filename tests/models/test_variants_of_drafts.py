@@ -1,0 +1,139 @@
+"""Keys of a draft's config that change what is computed are refused by name; what changes nothing is let pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from dflash_bench.errors import UserError
+from dflash_bench.models import inspection
+from dflash_bench.models.formats import TargetShape, read_checkpoint, variants
+
+TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
+GOLDEN = Path(os.environ.get("DFLASH_BENCH_GOLDEN", Path(__file__).resolve().parents[3] / "shared/data/golden"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny.build(tmp_path)
+
+
+def read(folder: Path) -> Any:
+    return read_checkpoint(folder, TARGET)[1].config
+
+
+def edit(folder: Path, inner: str | None, changes: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (config.setdefault(inner, {}) if inner else config).update(changes)
+    path.write_text(json.dumps(config))
+
+
+REFUSED: dict[str, Any] = {
+    "causal_head": True, "causal": True, "is_causal": True, "use_swa": True, "attention_sink_bias": True,
+    "attention_value_scale": 0.5, "attention_mode": "mla", "input_embedding_scale": 64, "embedding_multiplier": 12.0,
+    "output_multiplier": 0.2, "final_logit_softcapping": 30.0, "projector_type": "domino", "shift_label": True,
+    "conv_kernel_size": 2, "selector_rank": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0,
+    "markov_head_type ": "gated", "lilicorr_num_layers": 2, "an_unknown_key": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_of_dflash_config_that_changes_or_may_change_the_network_is_refused_by_name(
+    key: str, model: Path
+) -> None:
+    edit(model / "dflash", "dflash_config", {key: REFUSED[key]})
+    with pytest.raises(UserError, match=rf"a DFlash draft with '?{key}'? .*not supported"):
+        read(model / "dflash")
+
+
+@pytest.mark.parametrize("key", variants.VARIANTS)
+def test_the_same_keys_are_refused_beside_it(key: str, model: Path) -> None:
+    edit(model / "dflash", None, {key: 7.5})
+    with pytest.raises(UserError, match="not supported"):
+        read(model / "dflash")
+
+
+@pytest.mark.parametrize("key", variants.OF_LAYERS)
+def test_and_in_a_config_of_eagle3(key: str, model: Path) -> None:
+    edit(model / "eagle3", None, {key: 7.5})
+    with pytest.raises(UserError, match="not supported"):
+        read(model / "eagle3")
+
+
+@pytest.mark.parametrize("key", variants.VARIANTS)
+def test_values_that_change_nothing_pass(key: str, model: Path) -> None:
+    before = read(model / "dflash")
+    for value in variants.VARIANTS[key][1]:
+        edit(model / "dflash", "dflash_config", {key: value})
+        edit(model / "dflash", None, {key: value})
+        assert read(model / "dflash") == before
+
+
+@pytest.mark.parametrize("key", variants.HARMLESS)
+def test_keys_that_say_how_it_was_trained_pass(key: str, model: Path) -> None:
+    before = read(model / "dflash")
+    edit(model / "dflash", "dflash_config", {key: 8})
+    assert read(model / "dflash") == before
+
+
+def test_an_adapter_for_a_target_of_another_width_is_refused(model: Path) -> None:
+    edit(model / "dflash", "dflash_config", {"target_hidden_size": tiny.HIDDEN})
+    read(model / "dflash")
+    edit(model / "dflash", "dflash_config", {"target_hidden_size": 48})
+    with pytest.raises(UserError, match="an adapter for targets of another width is not supported"):
+        read(model / "dflash")
+
+
+def test_an_inner_key_does_not_take_back_what_stands_beside_it(model: Path) -> None:
+    edit(model / "dflash", None, {"is_causal": True})
+    edit(model / "dflash", "dflash_config", {"is_causal": False})
+    with pytest.raises(UserError, match="is_causal = True"):
+        read(model / "dflash")
+
+
+def test_an_unknown_key_of_eagle_config_is_refused_by_name(model: Path) -> None:
+    edit(model / "eagle3", "eagle_config", {"use_mtp_layernorm": False, "use_aux_hidden_state": True})
+    read(model / "eagle3")
+    edit(model / "eagle3", "eagle_config", {"what_is_this": 1})
+    with pytest.raises(UserError, match="an EAGLE-3 draft with 'what_is_this' in eagle_config"):
+        read(model / "eagle3")
+
+
+def test_a_sliding_layer_of_an_eagle3_draft_is_refused(model: Path) -> None:
+    edit(model / "eagle3", None, {"layer_types": ["sliding_attention"], "sliding_window": 8})
+    with pytest.raises(UserError, match="sliding-window layers is not supported"):
+        read(model / "eagle3")
+
+
+def test_what_a_target_left_there_is_let_pass(model: Path) -> None:
+    edit(model / "eagle3", None, {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8})
+    read(model / "eagle3")
+
+
+# What publishers' own code drafts otherwise than we would: each of these must be refused, and by its name.
+
+NAMED = {
+    "angelslim-dflare": "DFlare", "deepspec-dspark-rnn-cut": "DSpark", "deepspec-dspark-vanilla": "DSpark",
+    "jetspec-causal-head": "causal_head = True", "nvidia-lilicorr": "LiLiCorr", "specforge-domino-in-place": "Domino",
+    "specforge-domino-shifted": "Domino", "specforge-dspark-gated": "DSpark", "specforge-p-eagle": "P-EAGLE",
+    "speculators-dspark": "DSpark", "speculators-xpress": "XPress", "zlab-causal-full": "is_causal = True",
+    "zlab-dflash2": "DFlash 2", "zlab-dflash2-sliding": "DFlash 2",
+    "zlab-embedding-scale": "input_embedding_scale = 8.0", "zlab-sliding-default": "sliding-window layers",
+    "zlab-sliding-noncausal": "sliding-window layers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_published_kind_that_is_not_computed_here_is_refused_by_name(case: str) -> None:
+    folder = GOLDEN / case / "draft"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not here; DFLASH_BENCH_GOLDEN names another folder of golden cases")
+    with pytest.raises(UserError) as told:
+        inspection.inspect(str(folder), None)
+    assert NAMED[case] in str(told.value) and "not supported" in str(told.value)

@@ -1,0 +1,94 @@
+"""Rows as others publish them: Spec-Bench's own forms load, placeholders in place of prompts are refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench.errors import UserError
+from dflash_bench.tasks import prompts, suites
+
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."], "reference": []},
+    {"question_id": 101, "category": "reasoning", "turns": ["Who?", "Why?"], "reference": ["You.", "Because."]},
+    {"question_id": 161, "category": "translation", "turns": ["Translate."], "reference": ["Done."]},
+    {"question_id": 241, "category": "qa", "turns": ["When?"], "reference": ["1999"]},
+    {"question_id": 401, "category": "rag", "turns": ["Where?"], "reference": [["here", "there"]]},
+    {"question_id": 402, "category": "rag", "turns": ["What?"], "reference": [["this"]]},
+]
+"""In the shapes of its question.jsonl; what is asked is ours."""
+
+
+def own(folder: Path, *rows: Any) -> Path:
+    path = folder / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_spec_benchs_own_file_loads(tmp_path: Path) -> None:
+    loaded = prompts.load(own(tmp_path, *SPEC_BENCH))
+    assert [prompt.prompt_id for prompt in loaded.prompts] == ["81", "101", "161", "241", "401", "402"]
+    assert [prompt.reference for prompt in loaded.prompts] == [None, "Because.", "Done.", "1999", None, "this"]
+    assert loaded.notes == ()
+
+
+def test_several_right_answers_are_not_scored_as_one(tmp_path: Path) -> None:
+    said = "'reference' lists 2 answers for one turn, and --score compares with one; give one"
+    with pytest.raises(UserError, match=said):
+        prompts.load(own(tmp_path, SPEC_BENCH[4]), scorer="gsm8k_number")
+    assert prompts.load(own(tmp_path, SPEC_BENCH[5]), scorer="gsm8k_number").prompts[0].reference == "this"
+
+
+@pytest.mark.parametrize("reference", [[["a", 1], ["b"]], [{"a": 1}], [[["a"]]], {"a": 1}, 1.5, [None]])
+def test_what_is_no_reference_is_refused_or_none(reference: Any, tmp_path: Path) -> None:
+    path = own(tmp_path, {"turns": ["Hi"], "reference": reference})
+    if isinstance(reference, list) and len(reference) > 1:
+        assert prompts.load(path).prompts[0].reference is None
+    else:
+        with pytest.raises(UserError, match="'reference' must be a string or an integer"):
+            prompts.load(path)
+
+
+PLACEHOLDERS = [
+    "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH",
+    "Full benchmark data should be fetched elsewhere",
+    "{question}",
+    "Answer briefly.\n\nQuestion: {question}  ",
+    "Summarise this:\n{article}\nIn one line.",
+]
+
+
+@pytest.mark.parametrize("text", PLACEHOLDERS)
+def test_a_placeholder_is_no_prompt(text: str, tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}]
+    for row in ({"prompt": text}, {"turns": ["Hi", text]}, {"messages": talk}):
+        with pytest.raises(UserError, match=r"line 1: its text is a placeholder \('.*'\) and no prompt; prepare"):
+            prompts.load(own(tmp_path, row))
+
+
+CODE = ['print(f"Q: {question}")', "Explain `{article}`", "x = {question: 1}", "Say {question} twice"]
+
+
+@pytest.mark.parametrize("text", CODE)
+def test_code_with_braces_is_a_prompt(text: str, tmp_path: Path) -> None:
+    assert prompts.load(own(tmp_path, {"prompt": text})).prompts[0].turns == (text,)
+
+
+def test_a_placeholder_in_a_suites_rows_is_refused(tmp_path: Path) -> None:
+    (suite,) = suites.expand(["mt_bench"])
+    (tmp_path / "mt_bench").mkdir()
+    row = {"prompt": [PLACEHOLDERS[0], "Hi"], "category": "writing", "prompt_id": 1}
+    (tmp_path / f"mt_bench/{suite.split}.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match="its text is a placeholder"):
+        suites.load_prompts(suite, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\n" * 300_000, "{" * 300_000, "a " * 300_000, "{question" * 50_000])
+def test_looking_for_placeholders_takes_no_time(text: str) -> None:
+    start = time.process_time()
+    suites.refuse_placeholder("here", text)
+    assert time.process_time() - start < 5
