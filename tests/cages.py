@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -34,11 +34,11 @@ import json, sys
 from dflash_bench.tasks import sandbox
 sandbox._KEEPER += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
-    cage, limits, program = json.loads(line)
-    if program is None: print(json.dumps([sandbox.holds(sandbox.Cage(**cage)), ""]), flush=True)
+    cage, limits, program, tests, asked = json.loads(line)
+    if program is None: print(json.dumps([sandbox.holds(sandbox.Cage(**cage)), "", True]), flush=True)
     else:
-        outcome = sandbox.run_tests(program, sandbox.Cage(**cage), sandbox.ProgramLimits(**limits))
-        print(json.dumps([outcome.passed, outcome.reason]), flush=True)
+        outcome = sandbox.run_tests(program, sandbox.Cage(**cage), sandbox.ProgramLimits(**limits), tests, asked)
+        print(json.dumps([outcome.passed, outcome.reason, outcome.by_value]), flush=True)
 """
 
 
@@ -52,15 +52,17 @@ class Box:
     def __str__(self) -> str:
         return f"{self.cage}".replace("as root", "asked by nobody") if self.is_nobody else f"{self.cage}"
 
-    def run(self, program: str, limits: ProgramLimits = USUAL) -> ProgramOutcome:
+    def run(
+        self, program: str, limits: ProgramLimits = USUAL, tests: str = "", asked: Sequence[str] = ()
+    ) -> ProgramOutcome:
         if self.is_nobody:
-            return ProgramOutcome(*_ask(self.cage, limits, program))
-        return sandbox.run_tests(program, self.cage, limits)
+            return ProgramOutcome(*_ask(self.cage, limits, program, tests, asked))
+        return sandbox.run_tests(program, self.cage, limits, tests, asked)
 
-    def fails(self, program: str, limits: ProgramLimits = SHORT) -> str:
+    def fails(self, program: str, limits: ProgramLimits = SHORT, tests: str = "", asked: Sequence[str] = ()) -> str:
         """The reason."""
-        outcome = self.run(program, limits)
-        assert not outcome.passed, program
+        outcome = self.run(program, limits, tests, asked)
+        assert outcome.passed is False, program
         return outcome.reason
 
     def passes(self, program: str, limits: ProgramLimits = USUAL) -> bool:
@@ -74,15 +76,17 @@ class Box:
             os.chown(path, NOBODY, NOBODY)
 
 
-def _ask(cage: Cage, limits: ProgramLimits, program: str | None) -> tuple[bool, str]:
+def _ask(
+    cage: Cage, limits: ProgramLimits, program: str | None, tests: str = "", asked: Sequence[str] = ()
+) -> tuple[bool | None, str, bool]:
     server = _server()
     assert isinstance(server, subprocess.Popen)
     assert server.stdin
     assert server.stdout
-    server.stdin.write(json.dumps([asdict(cage), asdict(limits), program]) + "\n")
+    server.stdin.write(json.dumps([asdict(cage), asdict(limits), program, tests, asked]) + "\n")
     server.stdin.flush()
-    passed, reason = json.loads(server.stdout.readline())
-    return passed, reason
+    passed, reason, by_value = json.loads(server.stdout.readline())
+    return passed, reason, by_value
 
 
 @cache

@@ -1,21 +1,27 @@
-"""Runs model-written Python in a cage, and reports whether it ran to the end.
+"""Runs model-written Python in a cage, and the tests of it in another.
 
-Three processes: the caller; a *keeper* (`cage.keeper`), which builds the cage and watches the clock; and the
-*runner* (`cage.runner`), forked by the keeper, which executes the program. The kernel enforces the cage; where it
-cannot, the program is not run. The walls:
+The answer's program and the tests are two processes. The tests call the answer's functions through a pipe, and what
+they get are plain values, built anew from exact built-in types (`cage.plain`); so a verdict is reached where nothing of
+the answer's program is. What is returned and does not go by value is refused, and has not passed.
+
+Each of the two has a *keeper* (`cage.keeper`), which builds a cage and watches the clock, and a *runner*, forked by it
+(`cage.runner`), which executes the program. The kernel enforces the cage; where it cannot, nothing is run. The walls:
 
 - a filter of system calls (seccomp), always: no second process, nothing executed, no socket, no signal to others;
 - namespaces, where granted: an empty network, no other processes, no files but read-only libraries and a small
   temporary folder in memory;
-- Landlock, from Linux 5.13: no files but the libraries to read and the temporary folder to write.
+- Landlock, from Linux 5.13: no files but the libraries to read, and that temporary folder to write. Without namespaces
+  there is none: the program gets a PermissionError for every file that it would write.
 
 A cage has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. What it does not prevent:
 
-- programs that cheat their own tests (see `cage.runner`), keeping the processor busy up to the limits, and exploiting
-  bugs of the kernel itself;
+- answers that know the tests' inputs by heart, or that are right in all that the tests ask and wrong elsewhere;
+- keeping the processor busy up to the limits, and exploiting bugs of the kernel itself;
 - reading any file in the library folders, including packages installed beside the standard library;
-- without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads; and
-  writing to the disk. Every 50 ms the keeper checks how many bytes and files are used (and, in any cage, threads).
+- without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads.
+
+How many threads a program has is checked every 50 ms. Without any cage (`--unsafe-code`) nothing here holds: such a
+program can do all that its user can, and that includes reading the tests and writing the verdict.
 """
 
 from __future__ import annotations
@@ -30,11 +36,14 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_bench.tasks.cage.keeper import last_line
+from dflash_bench.tasks.cage.testing import ENDED, FAILED, PASSED, REFUSED, UNTESTABLE, VERDICTS
 
 # -P keeps the current folder off the path, -S the installed packages.
 _START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.cage.keeper import main; main()"
@@ -43,7 +52,8 @@ _KEEPER: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(
 # would reserve more memory than the limit allows to be addressed.
 _KEEPER_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
-_ANSWER = re.compile(r"(\d+)\n(?:passed|failed (.*))\n", re.DOTALL)
+_PATIENCE_S = 2.0  # of the tests, on top of the program's wall clock: it is the program that has timed out
+_ANSWER = re.compile(rf"(\d+)\n({'|'.join(VERDICTS)})(?: (.*))?\n", re.DOTALL)
 _MIB = 2**20
 NO_CAGE = "this system does not offer seccomp together with namespaces or Landlock"
 REMEDY = "use Linux 5.13 or newer on x86-64 or 64-bit ARM; or, at your own risk, run it again with --unsafe-code"
@@ -51,7 +61,7 @@ REMEDY = "use Linux 5.13 or newer on x86-64 or 64-bit ARM; or, at your own risk,
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """What one program may use. Standard output is discarded, standard error counts as a file."""
+    """What the answer's program may use, and the tests too. Standard output is discarded, standard error is a file."""
 
     cpu_s: int = 5
     wall_s: float = 10.0
@@ -65,8 +75,11 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutcome:
-    passed: bool
+    passed: bool | None
+    """None where the tests cannot be run here: they give a function what does not go by value."""
     reason: str
+    by_value: bool = True
+    """False if something was returned, or was to be given, that is no plain value; `reason` says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +130,8 @@ def holds(cage: Cage) -> bool:
     """Does a harmless program pass in it, and are the most common ways out all blocked?"""
     with tempfile.NamedTemporaryFile(prefix="dflash-bench-") as secret:
         os.chmod(secret.name, 0o666)
-        return run_tests(_PROBE.format(private=_private_file(), secret=secret.name), cage).passed
+        program = _PROBE.format(private=_private_file(), secret=secret.name, has_folder=cage.namespaces)
+        return run_tests(program, cage).passed is True
 
 
 def _private_file() -> str:
@@ -130,14 +144,16 @@ def _private_file() -> str:
 
 _PROBE = """
 import decimal, os, random, socket, zlib
-open('file', 'w').close()
-os.remove('file')
-private, secret = {private!r}, {secret!r}
+private, secret, has_folder = {private!r}, {secret!r}, {has_folder}
+if has_folder:
+    open('file', 'w').close()
+    os.remove('file')
 ways_out = [
     (os.fork,), (os.execv, '/bin/true', ['true']), (socket.socket,), (os.kill, os.getppid(), 0),
     (open, '/etc/passwd'), (open, private), (os.open, os.__file__, os.O_WRONLY),
     (open, secret), (os.open, secret, os.O_WRONLY), (os.chmod, secret, 0o600), (os.open, secret + '2', os.O_CREAT),
 ]
+if not has_folder: ways_out += [(os.open, 'file', os.O_CREAT | os.O_WRONLY), (os.mkdir, 'folder')]
 for way, *args in ways_out:
     try: way(*args)
     except OSError: continue
@@ -145,42 +161,88 @@ for way, *args in ways_out:
 """
 
 
-def run_tests(program: str, cage: Cage, limits: ProgramLimits = ProgramLimits()) -> ProgramOutcome:
-    """Run a complete program, solution and tests together; it passes if it gets past its last line.
+def run_tests(
+    program: str, cage: Cage, limits: ProgramLimits = ProgramLimits(), tests: str = "", asked: Collection[str] = ()
+) -> ProgramOutcome:
+    """Run an answer's program to its end, then `tests`, which may call the functions named in `asked`.
 
-    None of its processes is alive when this returns. If the keeper itself fails, the program has failed.
+    None of the processes is alive when this returns. If a keeper itself fails, the program has failed.
     """
-    order = {"parent": os.getpid(), **asdict(cage), **asdict(limits), "program": program}
     folder = tempfile.mkdtemp(prefix="dflash-bench-")
+    terms = {"parent": os.getpid(), **asdict(cage), **asdict(limits)}
+    orders = {**terms, "program": program, "asked": None}, {**terms, "program": tests, "asked": [*asked]}
+    orders[1]["wall_s"] = limits.wall_s + _PATIENCE_S
     try:
-        with tempfile.TemporaryFile() as errors:
-            answer = _ask_keeper(marshal.dumps(order), folder, errors.fileno(), limits.wall_s + _GRACE_S)
-            match = _ANSWER.fullmatch(answer)
-            if match is None:
-                return ProgramOutcome(
-                    False, f"the cage broke down: {last_line(errors.fileno()) or 'its keeper was killed'}"
-                )
+        with _linked(orders, folder) as (answer, judge):
+            verdict, reason = judge.verdict(limits.wall_s + _PATIENCE_S + _GRACE_S)
+            if (verdict, reason) == (FAILED, ENDED):
+                _, reason = answer.verdict(limits.wall_s + _GRACE_S)
     finally:
         _remove(folder)
-    return ProgramOutcome(match[2] is None, match[2] or "passed")
+    return ProgramOutcome(_PASSED[verdict], reason or verdict, verdict not in (REFUSED, UNTESTABLE))
 
 
-def _ask_keeper(order: bytes, folder: str, errors: int, timeout_s: float) -> str:
-    """Its answer, complete or not. It and its runner are dead when this returns."""
-    with subprocess.Popen(
-        _KEEPER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-        cwd=folder, env=_KEEPER_ENV, start_new_session=True,
-    ) as keeper:  # fmt: skip
+_PASSED = {PASSED: True, FAILED: False, REFUSED: False, UNTESTABLE: None}
+
+
+@contextmanager
+def _linked(orders: Sequence[dict[str, Any]], folder: str) -> Iterator[list[_Keeper]]:
+    """Two keepers at work, each of whose runners hears what the other sends. All are dead when the context ends."""
+    with ExitStack() as stack:
+        pipes = [os.pipe(), os.pipe()]
+        try:
+            keepers = []
+            for order, own, other in zip(orders, pipes, reversed(pipes), strict=True):
+                ends = {"receiving": own[0], "sending": other[1]}
+                keepers.append(stack.enter_context(_kept({**order, **ends}, folder)))
+        finally:
+            for end in (end for pipe in pipes for end in pipe):
+                os.close(end)
+        yield keepers
+
+
+@contextmanager
+def _kept(order: dict[str, Any], folder: str) -> Iterator[_Keeper]:
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as file:
+        file.write(marshal.dumps(order))  # to a file, so that we need not wait for a keeper that does not read it
+        file.seek(0)
+        with subprocess.Popen(
+            _KEEPER, stdin=file, stdout=subprocess.PIPE, stderr=errors, pass_fds=(order["receiving"], order["sending"]),
+            cwd=folder, env=_KEEPER_ENV, start_new_session=True,
+        ) as process:  # fmt: skip
+            keeper = _Keeper(process, errors.fileno())
+            try:
+                yield keeper
+            finally:
+                keeper.end(0)
+
+
+class _Keeper:
+    def __init__(self, process: subprocess.Popen[bytes], errors: int) -> None:
+        self.process, self.errors = process, errors
+        self.answer: str | None = None
+
+    def verdict(self, timeout_s: float) -> tuple[str, str]:
+        """What became of its program, and why. If it has not ended by then, it is ended."""
+        match = _ANSWER.fullmatch(self.end(timeout_s))
+        if match is None:
+            return FAILED, f"the cage broke down: {last_line(self.errors) or 'its keeper was killed'}"
+        return match[2], match[3] or ""
+
+    def end(self, timeout_s: float) -> str:
+        """Its answer, complete or not. It and its runner are dead when this returns."""
+        if self.answer is not None:
+            return self.answer
         try:
             with suppress(subprocess.TimeoutExpired):
-                keeper.communicate(order, timeout_s)
+                self.process.communicate(timeout=timeout_s)
         finally:
-            if keeper.returncode is None:  # interrupted, or it hangs
-                os.killpg(keeper.pid, signal.SIGKILL)
-        answer = keeper.communicate()[0].decode(errors="replace")
-    if runner := re.match(r"(\d{1,9})\n", answer):
-        _wait_for_end(int(runner[1]))
-    return answer
+            if self.process.returncode is None:  # it is no longer needed, it hangs, or we are interrupted
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.answer = self.process.communicate()[0].decode(errors="replace")
+        if runner := re.match(r"(\d{1,9})\n", self.answer):
+            _wait_for_end(int(runner[1]))
+        return self.answer
 
 
 def _wait_for_end(runner: int) -> None:

@@ -1,4 +1,7 @@
-"""File access limited by Landlock, which needs no privilege: read the libraries, write one folder, execute nothing.
+"""File access limited by Landlock, which needs no privilege: read the libraries, write nothing, execute nothing.
+
+Where namespaces give the program a folder in memory, of limited size, it may write there. It may not write on a disk:
+no right of Landlock limits how much, and what is held open or mapped without a name is in no folder to be counted.
 
 It does not hide that a file exists, nor its size, owner and times; and it does not protect owner, mode, times and
 attributes of files, nor (before version 3) their length. The filter of system calls refuses to change those.
@@ -29,7 +32,7 @@ _WRITE = (
 )  # fmt: skip
 
 
-def restrict(folder: str) -> None:
+def restrict(folder: str, writable: bool) -> None:
     """Restrict this process for good; it must have renounced privileges. Raises OSError where there is no Landlock."""
     version = kernel.system_call(_CREATE_RULESET, None, 0, _VERSION)
     handled = (1 << _NUM_RIGHTS.get(version, 16)) - 1
@@ -40,7 +43,7 @@ def restrict(folder: str) -> None:
     for path in readable():
         _allow(ruleset, path, _READ)
     _allow(ruleset, os.devnull, _READ_FILE | _WRITE_FILE)
-    _allow(ruleset, folder, _WRITE & handled)
+    _allow(ruleset, folder, (_WRITE if writable else _READ) & handled)
     kernel.system_call(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 

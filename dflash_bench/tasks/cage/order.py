@@ -1,4 +1,4 @@
-"""What the caller sends to the keeper: one program, and the cage and limits to run it under."""
+"""What the caller sends to a keeper: one program, and the cage and limits to run it under."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class Order:
     num_open_files: int
     num_threads: int
     program: str
+    asked: list[str] | None
+    """The functions that the tests call; None in the order of the answer's program."""
+    receiving: int
+    sending: int
+    """The ends of two pipes, whose others the keeper of the other program has."""
 
     def __init__(self, terms: Mapping[str, object]) -> None:
         vars(self).update(terms)

@@ -1,8 +1,7 @@
-"""The runner: gives up every right that the program must not have, runs it, and reports that it got to the end.
+"""The runner: gives up every right that the program must not have, and runs it: an answer's program, or the tests.
 
-Nothing inside one process can prove that the program really ended. The token stops a program from passing by leaving
-early, or by searching its frames, modules and the garbage collector's lists. A program that reads raw memory can find
-it, but then it can also cheat its tests in simpler ways (answers that equal everything). All it gains is a verdict.
+An answer's program that has done everything right says nothing of it here: what it returned is judged by the tests, in
+another runner of another keeper. So no word, number or exit status of this process can make a wrong answer pass.
 """
 
 from __future__ import annotations
@@ -14,34 +13,41 @@ import types
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dflash_bench.tasks.cage import kernel, landlock, seccomp
+from dflash_bench.tasks.cage import answering, kernel, landlock, seccomp
+from dflash_bench.tasks.cage.link import Link
 from dflash_bench.tasks.cage.order import Order
+from dflash_bench.tasks.cage.testing import PASSED, Tests
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
 NOBODY = 65534
-READY = b"ready"
-TOKEN_BYTES = 16
+READY = b"ready\n"
 
 
-def run(order: Order, folder: str, token: int, report: int) -> NoReturn:
-    """`token` and `report` are pipes to the keeper: the first is read once, the second written twice."""
+def run(order: Order, folder: str, report: int) -> NoReturn:
+    """`report` is a pipe to the keeper: READY where the program compiles and, from the tests, the verdict.
+
+    An exception, even SystemExit, ends the runner as it would end any script.
+    """
     _confine(order, folder)
     module = types.ModuleType("solution")  # not __main__, so that `if __name__ == "__main__"` is skipped
     sys.modules["solution"] = module
     sys.argv[:] = ["solution"]
     code = compile(order.program, "<program>", "exec")
     os.write(report, READY)
-    # While the program runs, the token is only on the evaluation stack: no name, frame or object leads to it.
-    # An exception, even SystemExit, ends the runner as it would end any script.
-    _finish(os.getpid(), report, os.read(token, TOKEN_BYTES), eval(code, vars(module)))
+    link = Link(order.receiving, order.sending)
+    if order.asked is None:
+        os.close(report)
+        eval(code, vars(module))
+        answering.serve(link, vars(module))
+    else:
+        tests = Tests(link, report)
+        tests.wait_until_ready()
+        vars(module).update((name, tests.stand_in(name)) for name in order.asked)
+        eval(code, vars(module))
+        tests.leave(PASSED)
     os._exit(0)
-
-
-def _finish(runner: int, report: int, token: bytes, _: None) -> None:
-    if os.getpid() == runner:  # not a copy that the program has forked, where it can
-        os.write(report, token)
 
 
 def _confine(order: Order, folder: str) -> None:
@@ -57,7 +63,7 @@ def _confine(order: Order, folder: str) -> None:
         kernel.renounce_privileges()
         kernel.die_with_parent()
     if order.landlock:
-        landlock.restrict(folder)
+        landlock.restrict(folder, writable=order.namespaces)
     if order.seccomp:
         seccomp.restrict()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+import symtable
 import textwrap
 import warnings
 from collections.abc import Collection
@@ -22,23 +24,51 @@ LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest 
 
 
 def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+    """The tests have what the prompt defines before the function: as the prompt says it, whatever the answer says."""
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = _code(text, {name})
+    given = stub.partition(f"def {name}(")[0]
     if _defines(code, {name}):
-        solution = stub.partition(f"def {name}(")[0] + code
+        solution = given + code
     else:  # only the body, or what follows the stub
         solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
-    return _score(code, _join(solution, prompt.row["test"], f"check({name})"), cage)
+    tests = _join(given, prompt.row["test"], f"check({name})")
+    return _score(code, _join(solution), tests, {name} | _asked(tests), cage)
 
 
 def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
-    tests = prompt.row["test_list"]
+    imports, tests = prompt.row["test_imports"], prompt.row["test_list"]
     code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
-    return _score(code, _join(*prompt.row["test_imports"], code, *tests), cage)
+    program = _join(*imports, *tests)
+    return _score(code, _join(*imports, code), program, _asked(program) or _named(prompt), cage)
 
 
-def _score(code: str, program: str, cage: Cage | None) -> Score:
-    return Score(code, run_tests(program, cage, LIMITS).passed if cage else None)
+def _score(code: str, program: str, tests: str, asked: Collection[str], cage: Cage | None) -> Score:
+    if cage is None:
+        return Score(code, None)
+    outcome = run_tests(program, cage, LIMITS, tests, sorted(asked))
+    return Score(code if outcome.by_value else f"{code.rstrip()}\n\n# {outcome.reason}", outcome.passed)
+
+
+def _asked(tests: str) -> set[str]:
+    """The names that these tests use, and neither they nor Python define: functions of the answer."""
+    try:
+        top = symtable.symtable(tests, "<tests>", "exec")
+    except (SyntaxError, ValueError):  # which will be said when they are run
+        return set()
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    return _used(top) - defined - vars(builtins).keys()
+
+
+def _named(prompt: Prompt) -> set[str]:
+    """What the task's own solution defines: a task may ask for a function with the name of a built-in one."""
+    return set(re.findall(r"^def (\w+)", str(prompt.row.get("code")), re.MULTILINE))
+
+
+def _used(table: symtable.SymbolTable) -> set[str]:
+    """The global names that are read in it and in what it encloses."""
+    used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+    return used.union(*map(_used, table.get_children()))
 
 
 def _code(text: str, names: Collection[str]) -> str:

@@ -1,0 +1,85 @@
+"""The tests' side: the suite's own code, in a process where nothing of the answer's program is.
+
+The tests call functions by name; each is a stand-in that asks the other process. If that breaks the rules or is gone,
+the verdict is given at once, so that no `except` of a test can overlook it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.tasks.cage import answering, plain
+from dflash_bench.tasks.cage.link import ClosedError, Link
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+VERDICTS = PASSED, FAILED, REFUSED, UNTESTABLE = "passed", "failed", "refused", "untestable"
+ENDED = "its program ended"
+"""The reason where the answer's program is gone: why, its own keeper knows."""
+MOST_CALLS = 100_000
+REASON_CHARS = 200
+
+
+class Tests:
+    def __init__(self, link: Link, report: int) -> None:
+        self.link, self.report, self.num_calls = link, report, 0
+
+    def leave(self, verdict: str, reason: str = "") -> NoReturn:
+        text = f"{verdict} {' '.join(reason.split())[:REASON_CHARS]}"
+        os.write(self.report, text.strip().encode(errors="replace"))
+        os._exit(0)
+
+    def wait_until_ready(self) -> None:
+        if self._reply() != (answering.READY,):
+            self.leave(FAILED, "its program sent what is no answer")
+
+    def stand_in(self, name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            return self._call(name, args, kwargs)
+
+        call.__name__ = call.__qualname__ = name
+        return call
+
+    def _call(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        self.num_calls += 1
+        if self.num_calls > MOST_CALLS:
+            self.leave(FAILED, f"more than {MOST_CALLS} calls")
+        try:
+            self.link.send(plain.to_bytes((name, args, kwargs), exact=True))
+        except plain.NotPlainError as refusal:
+            self.leave(UNTESTABLE, f"the tests give {name}() a {refusal}, which is no plain value")
+        except plain.TooMuchError as refusal:
+            self.leave(FAILED, f"the tests give {name}() {refusal}")
+        except ClosedError:
+            self.leave(FAILED, ENDED)
+        match self._reply():
+            case (answering.RETURNED, value):
+                return value
+            case (answering.RAISED, str(kind), str(message)):
+                raise _error(kind, message)
+            case (answering.REFUSED, str(reason)):
+                self.leave(REFUSED, reason)
+        return self.leave(FAILED, "its program sent what is no answer")
+
+    def _reply(self) -> Any:
+        try:
+            return self.link.receive()
+        except ClosedError:
+            self.leave(FAILED, ENDED)
+        except plain.MalformedError as error:
+            self.leave(FAILED, f"its program sent what is no plain value: {error}")
+
+
+def _error(kind: str, message: str) -> Exception:
+    """The same built-in error; else, and for those that would quietly end a loop over calls, another that names it."""
+    known = getattr(builtins, kind, None)
+    if isinstance(known, type) and issubclass(known, Exception) and known not in (StopIteration, StopAsyncIteration):
+        try:
+            return known(message)
+        except TypeError:  # it takes more than a message
+            pass
+    return RuntimeError(f"{kind}: {message}")
