@@ -24,6 +24,8 @@ TICK_S = 0.01
 WRONGLY_ASKED = (400, 404, 405, 415, 422)
 EXACT = frozenset(("vllm.request", "sglang.request", "tensorrt_llm.request"))
 """Counts in an answer that need no others."""
+ENDS_UNCOUNTED = frozenset(("lmdeploy.counters", "tensorrt_llm.request"))
+"""By servers that may leave the token that ends an answer out of its usage, where they name no tokens."""
 
 
 TOGETHER = "the server counts no rounds in its answers, and several answers ran at a time"
@@ -52,7 +54,7 @@ async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
         async with asyncio.timeout(server.client.access.timeout_s):
             await _listen(server, ask, heard)
         generation = _counted(heard.generation(num_prompt), heard.counts)
-        at = heard.counts.by_position if heard.counts is not None else None
+        at = heard.counts.by_position if heard.counts is not None and generation.uncounted is None else None
         server.has_answered = True
     except AnswerError as error:
         _refuse_if_never_right(server, error)
@@ -89,8 +91,9 @@ async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> 
     # What the answer itself says comes before what its counters do not.
     if isinstance(counts, str) and generation.uncounted != TOGETHER:
         return timed
-    at = counts.by_position if isinstance(counts, Counts) else None
-    return replace(timed, generation=_counted(generation, counts), at=at)
+    generation = _counted(generation, counts)
+    at = counts.by_position if isinstance(counts, Counts) and generation.uncounted is None else None
+    return replace(timed, generation=generation, at=at)
 
 
 async def _listen(server: Server, ask: Ask, heard: Heard) -> None:
@@ -120,14 +123,26 @@ async def _difference(server: Server, before: Counters | None, num_tokens: int) 
 
 def _counted(generation: Generation, counts: Counts | str | None) -> Generation:
     """With these counts, or why there are none."""
-    if isinstance(counts, Counts) and not counts.are_possible:
-        return replace(generation, uncounted=f"what the server counts cannot be right ({counts.by})")
-    if isinstance(counts, Counts):
+    if not isinstance(counts, Counts):
+        return replace(generation, uncounted=counts or TOGETHER)
+    if why := _contradiction(generation, counts):
+        # What it said before in another place is not believed either.
         return replace(
-            generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
-            counted_by=counts.by, uncounted=None,
+            generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None,
+            uncounted=f"what the server counts cannot be right ({counts.by}): {why}",
         )  # fmt: skip
-    return replace(generation, uncounted=counts or TOGETHER)
+    return replace(
+        generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
+        counted_by=counts.by, uncounted=None,
+    )  # fmt: skip
+
+
+def _contradiction(generation: Generation, counts: Counts) -> str | None:
+    num, stopped = generation.num_tokens, generation.finish_reason == "stop"
+    why = counts.contradiction(num, not stopped)
+    if why and stopped and generation.hides_tokens and counts.by in ENDS_UNCOUNTED:
+        return counts.contradiction(num + 1, False)
+    return why
 
 
 async def when_due(

@@ -5,12 +5,12 @@ vLLM, lmdeploy and llama.cpp count rounds under the same names, each with a pref
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflash_bench.servers.heard import Counts
+from dflash_bench.text import shortened, visible
 
 METRICS = "/metrics"
 PREFIXES = ("vllm", "lmdeploy", "llamacpp")
@@ -18,7 +18,14 @@ ROUNDS, DRAFTED, ACCEPTED = (f"spec_decode_num_{name}" for name in ("drafts", "d
 BY_POSITION = f"{ACCEPTED}_per_pos"
 TOKENS = ("generation_tokens", "tokens_predicted")
 """What these servers call the tokens of all answers."""
-LINE = re.compile(r"^([a-z]+):([a-z_]+?)(?:_total)?(?:\{([^}]*)\})? ([-+0-9.eE]+|[+-]?Inf|NaN)(?: -?[0-9]+)?$")
+LINE = re.compile(
+    rf"^({'|'.join(PREFIXES)}):([a-z_]{{1,80}}?)(?:_total)?"
+    r'(?:\{((?:[^"{}]|"(?:[^"\\\n]|\\.)*")*)\})?[ \t]+([^\s]{1,400})(?:[ \t]+-?[0-9]+)?[ \t]*$',
+    re.MULTILINE,
+)
+NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
+MOST = 2.0**53
+"""Above this, a number of this type has no unit's place, and differences are none."""
 POSITION = re.compile(r'(?:^|,) *position="([0-9]{1,3})"')
 
 
@@ -30,6 +37,8 @@ class Counters:
     values: Mapping[str, float]
     at: Mapping[int, float] = field(default_factory=dict)
     """By position in the draft, counted from 0: how many rounds accepted it."""
+    wrong: str | None = None
+    """The first value that is no count, with its name: nothing of these counters can then be used."""
 
     @property
     def count_rounds(self) -> bool:
@@ -44,20 +53,31 @@ def parse(text: str) -> Counters | None:
     """None where no prefix is one that we know."""
     by_prefix: dict[str, dict[str, float]] = {}
     at: dict[str, dict[int, float]] = {}
-    for line in text.splitlines():
-        if not (match := LINE.match(line)) or match[1] not in PREFIXES:
+    wrong: dict[str, str] = {}
+    for match in LINE.finditer(text):
+        prefix, name, labels, said = match.groups()
+        position = POSITION.search(labels or "") if name == BY_POSITION else None
+        if name not in (ROUNDS, DRAFTED, ACCEPTED, *TOKENS) and position is None:
             continue
-        prefix, name, labels, value = match.groups()
-        if name in (ROUNDS, DRAFTED, ACCEPTED, *TOKENS):
-            values = by_prefix.setdefault(prefix, {})
-            values[name] = values.get(name, 0.0) + float(value)
-        elif name == BY_POSITION and (position := POSITION.search(labels or "")):
+        value = _count(said)
+        if value is None:
+            wrong.setdefault(prefix, f"{prefix}:{name} is '{shortened(visible(said), 40)}'")
+        values = by_prefix.setdefault(prefix, {})
+        if position is None:
+            values[name] = values.get(name, 0.0) + (value or 0.0)
+        else:
             places = at.setdefault(prefix, {})
-            places[int(position[1])] = places.get(int(position[1]), 0.0) + float(value)
+            places[int(position[1])] = places.get(int(position[1]), 0.0) + (value or 0.0)
     for prefix in PREFIXES:
-        if prefix in by_prefix:
-            return Counters(prefix, by_prefix[prefix], at.get(prefix, {}))
+        if by_prefix.get(prefix):
+            return Counters(prefix, by_prefix[prefix], at.get(prefix, {}), wrong.get(prefix))
     return None
+
+
+def _count(said: str) -> float | None:
+    """A whole number from 0 up; None for anything else that a page may hold, such as NaN."""
+    value = float(said) if NUMBER.fullmatch(said) else -1.0
+    return value if 0 <= value <= MOST and value.is_integer() else None
 
 
 def lag(before: Counters, after: Counters, num_tokens: int) -> float:
@@ -68,28 +88,22 @@ def lag(before: Counters, after: Counters, num_tokens: int) -> float:
 
 
 def difference(before: Counters | None, after: Counters | None, num_tokens: int) -> Counts | str:
-    """What an answer of so many tokens added, or why that cannot be told."""
+    """What an answer of so many tokens added, or why that cannot be told; `counted.contradiction` checks what it is."""
     if before is None or after is None or not after.count_rounds:
         return "the server counts no rounds, neither in its answers nor in its metrics"
+    if wrong := before.wrong or after.wrong:
+        return f"the server's counters hold what is no count: {wrong}"
     added = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
-    if any(value < 0 or not math.isfinite(value) for value in added.values()):
+    if before.prefix != after.prefix or min(added.values()) < 0:
         return "the server's counters went back: it was started anew"
     counted = next((added[name] for name in TOKENS if name in added), None)
     if counted is not None and counted != num_tokens:
         return f"the server counted {counted:.0f} tokens for an answer of {num_tokens}: others use it, too"
-    rounds, drafted, accepted = (round(added[name]) for name in (ROUNDS, DRAFTED, ACCEPTED))
-    longest = math.ceil(drafted / rounds) if rounds else 0
-    if accepted > drafted or (rounds == 0 and drafted):
-        return "the server's counters contradict each other"
-    # A last round may accept more than there was room for.
-    if accepted + rounds > max(num_tokens - 1, 0) + longest + 1:
-        return f"the server counted {accepted + rounds} tokens of rounds for an answer of {num_tokens}: others use it"
+    rounds, drafted, accepted = (int(added[name]) for name in (ROUNDS, DRAFTED, ACCEPTED))
     return Counts(f"{after.prefix}.counters", rounds, drafted, accepted, _at(before, after))
 
 
 def _at(before: Counters, after: Counters) -> tuple[int, ...] | None:
     """How many rounds accepted each position; None for a server that does not tell."""
     added = {place: value - before.at.get(place, 0.0) for place, value in after.at.items()}
-    if not added or not all(map(math.isfinite, added.values())):
-        return None
-    return tuple(round(added.get(place, 0.0)) for place in range(max(added) + 1))
+    return tuple(int(added.get(place, 0.0)) for place in range(max(added) + 1)) if added else None

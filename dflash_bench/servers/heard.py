@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from dflash_bench import counted
 from dflash_bench.records import FinishReason, Generation
 from dflash_bench.servers.client import AnswerError
 
@@ -27,17 +29,21 @@ class Counts:
 
     @property
     def by_position(self) -> tuple[int, ...] | None:
-        """`at` if it is told, and agrees with the totals."""
-        return self.at if self.at is not None and self.are_possible and sum(self.at) == self.accepted else None
+        """`at` if it is told, agrees with the totals, and no draft is accepted without the one before it."""
+        if self.at is None or self.rounds is None or sum(self.at) != self.accepted:
+            return None
+        falls = all(more >= less for more, less in pairwise((self.rounds, *self.at, 0)))
+        return self.at if falls else None
 
-    @property
-    def are_possible(self) -> bool:
-        """Nothing is accepted that was not drafted, nor drafted outside a round."""
-        known = [count for count in (self.rounds, self.drafted, self.accepted) if count is not None]
-        if not all(0 <= count < MOST for count in known):
-            return False
-        more = self.drafted is not None and (self.accepted or 0) > self.drafted
-        return not more and not (self.rounds == 0 and (self.drafted or self.accepted))
+    def contradiction(self, num_tokens: int, at_limit: bool) -> str | None:
+        """Why they are not those of an answer of so many tokens; None if they can be."""
+        if self.rounds is None or self.accepted is None:
+            return "it does not tell its rounds"
+        at = self.by_position
+        most = None if at is None else sum(number > 0 for number in at)
+        return counted.contradiction(
+            self.by, num_tokens, self.rounds, self.drafted, self.accepted, most_accepted=most, at_limit=at_limit
+        )
 
 
 @dataclass(slots=True)

@@ -214,7 +214,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         ends = list(accumulate((kept + 1 for kept in rounds), initial=1))
         pieces = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
-        count = self._count(prompt, rounds)
+        count = self._count(prompt, rounds, len(tokens), most)
         finish = finish if fault != "odd_finish" else "abort"
         said = Said(does, path, tokens, count, hits, len(prompt), finish, body.get("detokenize") is False)
         while self.most_at_once < does.waits_for:
@@ -241,14 +241,17 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             rounds.append(accepts[len(rounds) % len(accepts)])
         return rounds
 
-    def _count(self, prompt: str, rounds: Sequence[int]) -> Count:
+    def _count(self, prompt: str, rounds: Sequence[int], num_tokens: int, most: int) -> Count:
         if self.does.counts is not None:
             return self.does.counts(prompt)
         block = self.does.block
         if not block:
             return Count()
-        at = [sum(kept > place for kept in rounds) for place in range(block)]
-        return Count(len(rounds), len(rounds) * block, sum(rounds), at)
+        drafted, kept = len(rounds) * block, list(rounds)
+        if self.does.dialect == "llamacpp":
+            drafted, kept = _as_llamacpp(rounds, block, num_tokens, most)
+        at = [sum(number > place for number in kept) for place in range(block)]
+        return Count(len(kept), drafted, sum(kept), at)
 
     def _counted(self, fault: str, num_tokens: int, answer: Count) -> None:
         count = self.count
@@ -258,6 +261,19 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             self.count = Count()
         if fault == "others":
             count.tokens += 100
+
+
+def _as_llamacpp(rounds: Sequence[int], block: int, num_tokens: int, most: int) -> tuple[int, list[int]]:
+    """It drafts what there is room for besides a bonus token, and the end of the answer is such a token, unless the
+    draft ends there."""
+    done, drafted, kept = 1, 0, []
+    for number in rounds:
+        room, emitted = min(block, most - done - 1), min(number + 1, num_tokens - done)
+        if room > 0:
+            drafted += room
+            kept.append(emitted if number >= emitted == room else emitted - 1)
+        done += emitted
+    return drafted, kept
 
 
 async def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,10 +206,7 @@ def at(rounds: float, drafted: float, accepted: float, tokens: float | None = No
         (at(10, 30, 10, 111), 11, Counts("vllm.counters", 0, 0, 0)),
         (at(13, 46, 17, 112), 11, "counted 12 tokens for an answer of 11"),
         (at(9, 46, 17), 11, "went back"),
-        (at(10, 46, 10), 11, "contradict"),
-        (at(13, 36, 17), 11, "contradict"),
-        (at(20, 130, 60), 11, "counted 60 tokens of rounds for an answer of 11"),
-        (at(float("nan"), 46, 17), 11, "went back"),
+        (replace(at(13, 46, 17), wrong="vllm:generation_tokens is 'NaN'"), 11, "no count: vllm:generation_tokens is"),
     ],
 )
 def test_what_an_answer_added_is_told_or_why_it_cannot_be(

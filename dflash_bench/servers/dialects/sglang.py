@@ -91,7 +91,8 @@ def _read_meta(meta: Mapping[str, Any], heard: Heard) -> None:
         at = at_of_histogram(meta.get("spec_accept_histogram"))
         heard.counts = Counts("sglang.request", rounds, proposed, accepted, at)
     elif heard.num_tokens is not None:
-        derived = max(heard.num_tokens - 1 - rounds, 0) if rounds else 0
+        # Below 0 it is no count, and is found to be none.
+        derived = heard.num_tokens - 1 - rounds if rounds else 0
         heard.counts = Counts("sglang.derived", rounds, proposed, derived)
 
 

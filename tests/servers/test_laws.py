@@ -1,0 +1,78 @@
+"""What a server counts must add up to the tokens of its answer, in its own way of counting; or it is not available."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from dflash_bench.analysis.conventions import CONVENTIONS, Decoded
+from dflash_bench.counted import COUNTED, LAWS, MOST_DRAFTED, contradiction
+
+
+def test_every_way_of_counting_has_its_law() -> None:
+    assert LAWS.keys() == COUNTED.keys() == CONVENTIONS.keys()
+
+
+def decoded(number: int) -> Iterator[Decoded]:
+    """Answers as engines decode them: ended by a stop anywhere in a round, or by the limit."""
+    dice = random.Random(number)
+    for _ in range(400):
+        drafts, limit = dice.randint(1, 16), dice.randint(2, 60)
+        stops, done, accepted = dice.randint(2, 80), 1, []
+        while done < min(limit, stops):
+            accepted.append(dice.choice([0, drafts, dice.randint(0, drafts)]))
+            done += accepted[-1] + 1
+        yield Decoded(min(done, limit, stops), tuple(accepted), drafts, limit)
+
+
+@pytest.mark.parametrize("by", sorted(LAWS))
+def test_no_true_count_is_refused(by: str) -> None:
+    for answer in decoded(23):
+        for convention in CONVENTIONS[by]:
+            counts = convention(answer)
+            most = None if counts.at is None else sum(bool(number) for number in counts.at)
+            why = contradiction(
+                by, answer.num_tokens, counts.rounds, counts.drafted, counts.accepted,
+                most_accepted=most, at_limit=answer.num_tokens == answer.limit,
+            )  # fmt: skip
+            assert why is None, (answer, counts)
+
+
+@pytest.mark.parametrize("by", sorted(LAWS))
+def test_rounds_that_are_merged_or_made_up_are_refused(by: str) -> None:
+    """Half as many rounds with the same drafts, or one accepted draft more for each: both raise the acceptance."""
+    whole = [one for one in decoded(24) if sum(one.accepted) + len(one.accepted) == one.num_tokens - 1]
+    num = 0
+    for answer in whole:
+        counts = CONVENTIONS[by][0](answer)
+        if counts.rounds < 4 or len(answer.accepted) < 4:
+            continue
+        num += 1
+        assert contradiction(by, answer.num_tokens, counts.rounds // 2, counts.drafted, counts.accepted)
+        if answer.num_drafts < counts.rounds:  # what the end cuts off a longer block would explain it
+            more = counts.accepted + counts.rounds
+            assert contradiction(by, answer.num_tokens, counts.rounds, answer.num_drafts * counts.rounds, more)
+    assert num > 30
+
+
+@pytest.mark.parametrize("by", sorted(LAWS))
+@pytest.mark.parametrize(
+    ("num_tokens", "rounds", "drafted", "accepted"),
+    [
+        (46, 1, 4, 4), (46, 1, 45, 4), (12, 10**6, 10**6, 0), (12, 10**6, 7 * 10**6, 10**6), (12, -1, 7, 3),
+        (12, 3, -7, 3), (12, 3, 7, -3), (12, 0, 7, 0), (12, 0, 0, 7), (12, 3, 5, 8), (1, 1, 7, 0), (0, 1, 7, 7),
+        (12, 1, 1000, 1000), (12, 12, 84, 0), (100, 10, 70, 10), (12, 4, 28, 28), (2, 1, 7 * MOST_DRAFTED, 1),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_every_way_of_counting(
+    by: str, num_tokens: int, rounds: int, drafted: int, accepted: int
+) -> None:
+    assert contradiction(by, num_tokens, rounds, drafted, accepted) is not None
+
+
+def test_plain_decoding_counts_no_rounds() -> None:
+    for by in LAWS:
+        assert contradiction(by, 46, 0, 0, 0) is None
+    assert contradiction("sglang.derived", 46, 0, None, 0) is None
