@@ -67,18 +67,41 @@ def run(
     engine: str = "transformers",
 ) -> tuple[int, list[Record]]:
     """`dflash-bench run` in this process; its exit status and rows."""
-    words = ["run", "--dtype", dtype, "--limit", limit, "--max-new-tokens", max_new_tokens, "--out", out]
+    status, _, _ = ended(fault, dtype, out, limit, max_new_tokens, engine)
+    return status, store.load(out)[1]
+
+
+def ended(
+    fault: Fault | None,
+    dtype: str,
+    out: Path,
+    limit: int = LIMIT,
+    max_new_tokens: int = MOST,
+    engine: str = "transformers",
+) -> tuple[int, str, str]:
+    """The same; exit status, output and errors."""
+    words: list[object] = ["run", "--dtype", dtype, "--limit", limit, "--max-new-tokens", max_new_tokens, "--out", out]
     words += ["--engine", engine]
     words += [word for suite in SUITES for word in ("--suite", suite)]
     words += [word for method in METHODS for word in ("--method", method)]
-    with planted(fault, dtype) as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+    with planted(fault, dtype):
+        return command(*words)
+
+
+def command(*words: object) -> tuple[int, str, str]:
+    """`dflash-bench` in this process; exit status, output and errors."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as said,
+        redirect_stderr(StringIO()) as errors,
+    ):
         patch.setattr(sys, "argv", ["dflash-bench", *map(str, words)])
         try:
             cli.main()
             status: Any = 0
         except SystemExit as stopped:
             status = stopped.code or 0
-    return int(status), store.load(out)[1]
+    return int(status), said.getvalue(), errors.getvalue()
 
 
 @dataclass(frozen=True)
