@@ -230,16 +230,12 @@ def _models(
 ) -> Any:
     from dflash_bench.models import loading, random_weights
     from dflash_bench.models.language import Placement
-    from dflash_bench.models.layout import lay_out
 
     if not asked.random_weights:
         placement = Placement(attention=asked.of_run.attention)
         return loading.load(preset, drafts_of(drafting), device, "auto" if dtype is None else dtype, placement)
     target = random_weights.filled_target(subject.target, device)
-    lay_out(target)
     drafts = {name: random_weights.filled_draft(draft, device, dtype) for name, draft in subject.drafts.items()}
-    for draft in drafts.values():
-        lay_out(draft)
     return loading.Models(target, None, drafts, {})
 
 

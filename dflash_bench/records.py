@@ -15,6 +15,8 @@ SCHEMA_VERSION = 7
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
 """`differs`: not exact, and there was no judge to say whether rounding explains it."""
+OWN_WEIGHTS, SHARED_WEIGHTS = "separate", "shared weights"
+"""Which weights the judge reads: its own, read from the files once more, or those of the engine."""
 Audit = Literal["all", "divergent", "none"]
 """Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
 

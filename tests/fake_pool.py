@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_bench.records import Message, Settings
 from dflash_bench.run.conversation import WarmUp
-from dflash_bench.run.items import Backend
+from dflash_bench.run.items import Backend, Witnessed
 from dflash_bench.run.pooling import Died, Done, Job, Pool, Ready, measure
 
 
@@ -45,6 +45,9 @@ class FakePool(Pool):
     def give(self, worker: int, job: Job) -> None:
         self.given.append((worker, job.items[0].prompt.prompt_id))
         self.under_way.append((worker, pickle.loads(pickle.dumps(job))))
+
+    def witnessed(self) -> Witnessed:
+        return Witnessed()
 
     def wait(self) -> Ready | Done | Died | None:
         if not self.under_way:

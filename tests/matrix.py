@@ -104,18 +104,36 @@ def run(
     fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST
 ) -> tuple[int, list[Record]]:
     """`dflash-bench run` in this process, of `limit` prompts a suite; its exit status and rows."""
-    words = ["run", "--out", out, "--limit", limit or way.limit, "--max-new-tokens", most]
+    status, _, _ = ended(fault, way, out, limit, most)
+    return status, store.load(out)[1]
+
+
+def ended(
+    fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST
+) -> tuple[int, str, str]:
+    """The same; exit status, output and errors."""
+    words: list[object] = ["run", "--out", out, "--limit", limit or way.limit, "--max-new-tokens", most]
     words += ["--engine", way.engine, "--dtype", way.dtype, "--concurrency", way.concurrency]
     words += [word for suite in SUITES for word in ("--suite", suite)]
     words += [word for method in METHODS for word in ("--method", method)]
-    with planted(fault, way) as patch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+    with planted(fault, way):
+        return command(*words)
+
+
+def command(*words: object) -> tuple[int, str, str]:
+    """`dflash-bench` in this process; exit status, output and errors."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as said,
+        redirect_stderr(StringIO()) as errors,
+    ):
         patch.setattr(sys, "argv", ["dflash-bench", *map(str, words)])
         try:
             cli.main()
             status: Any = 0
         except SystemExit as stopped:
             status = stopped.code or 0
-    return int(status), store.load(out)[1]
+    return int(status), said.getvalue(), errors.getvalue()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dflash_bench.engine.architecture import decoder_layers, final_norm
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.lean_layers import ACTIVATIONS, Experts, Tables, layer_of, norm_of
 from dflash_bench.engine.packing import Product, packed_head
+from dflash_bench.models.layout import laid_out
 
 COVERED = ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 TABLES = ("default", "linear", "llama3", "yarn")
@@ -39,7 +40,7 @@ def why_not(model: Any) -> str | None:
     if len({weight.device for weight in model.parameters()}) > 1:
         return "its layers are on several devices"
     linears = [module for layer in decoder_layers(model) for name, module in layer.named_modules() if "_proj" in name]
-    if any(type(module) is not nn.Linear for module in linears):
+    if any(type(module) is not nn.Linear or type(module.weight.data) is not Tensor for module in linears):
         return "its weights are quantised"
     return None
 
@@ -64,7 +65,8 @@ class Lean:
     def __init__(self, model: Any) -> None:
         config = model.config
         self.embedding: Any = model.get_input_embeddings()
-        self.head: Product = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        self.head: Product = head if head.weight is self.embedding.weight else laid_out(head)
         self.norm, self.rotary = norm_of(final_norm(model)), model.get_decoder().rotary_emb
         layers = decoder_layers(model)
         window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"

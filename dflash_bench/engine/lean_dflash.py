@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,14 +27,18 @@ class LeanDFlash:
         num_queries = config.num_heads * config.head_dim
         weights = joined([[linear.weight for linear in group] for group in projections])
         self.kv_weight, self.kv_bias = weights[:, num_queries:].mT, None
+        biases: Sequence[Tensor | None] = [None] * len(layers)
         if config.attention_bias:
-            biases = joined([[linear.bias for linear in group] for group in projections])
-            self.kv_bias = biases[:, None, num_queries:]
+            joined_biases = joined([[linear.bias for linear in group] for group in projections])
+            self.kv_bias, biases = joined_biases[:, None, num_queries:], list(joined_biases)
         k_norms = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
         self.key_norm = Norm(k_norms, config.rms_norm_eps, k_norms.dtype)
         self.fc: Linear | Packed = linear_of(draft.fc)
         self.context_norm, self.norm = norm_of(draft.hidden_norm), norm_of(draft.norm)
-        self.layers = [layer_of(layer, "full", config.num_heads, config.num_kv_heads, "silu") for layer in layers]
+        self.layers = [
+            layer_of(layer, "full", config.num_heads, config.num_kv_heads, "silu", qkv=Linear(weight.t(), bias))
+            for layer, weight, bias in zip(layers, weights, biases, strict=True)
+        ]
 
     def pack(self) -> None:
         """Large weights get a second layout (`packing.py`); the context's stay, of which few are read at a time."""

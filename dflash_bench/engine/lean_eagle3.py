@@ -9,6 +9,7 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.lean_layers import Linear, Tables, layer_of, linear_of, norm_of, packed
 from dflash_bench.engine.packing import Packed, Product, packed_head
 from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.models.layout import laid_out
 
 
 class LeanEagle3:
@@ -18,7 +19,7 @@ class LeanEagle3:
         self.config = config = draft.config
         self.layer = layer_of(draft.midlayer, "full", config.num_heads, config.num_kv_heads, "silu")
         self.hidden_norm, self.norm = norm_of(draft.midlayer.hidden_norm), norm_of(draft.norm)
-        self.head: Product = draft.lm_head
+        self.head: Product = laid_out(draft.lm_head)
         self.fc: Linear | Packed = linear_of(draft.fc)
         self.input_norm = norm_of(draft.input_norm) if config.norm_before_fc else None
         self.fc_norms = [norm_of(norm) for norm in draft.fc_norm] if config.fc_norm else []

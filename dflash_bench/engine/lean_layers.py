@@ -1,7 +1,7 @@
 """The usual decoder layer, of targets and of drafts, with little between its matrix products.
 
-Projections that read the same input are joined, and the model's own parameters become views of that, so nothing is held
-twice. Query heads that share keys are rows of one attention problem.
+Projections that read the same input are joined, and the model stays whole (`models/layout.py`). Query heads that share
+keys are rows of one attention problem.
 """
 
 from __future__ import annotations
@@ -205,8 +205,16 @@ class Layer:
         return self.feed.added_to(x, normed) if self.after_feed is None else x + self.after_feed(self.feed(normed))
 
 
-def layer_of(layer: Any, kind: str, num_heads: int, num_kv: int, activation: str, scale: float | None = None) -> Layer:
-    """`scale` is that of attention scores, if not one over the root of a head's size."""
+def layer_of(
+    layer: Any,
+    kind: str,
+    num_heads: int,
+    num_kv: int,
+    activation: str,
+    scale: float | None = None,
+    qkv: Linear | None = None,
+) -> Layer:
+    """`scale` is that of attention scores, if not one over the root of a head's size; `qkv` where it is joined."""
     attention, mlp = layer.self_attn, layer.mlp
     is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
     feed: FeedForward = Experts(mlp)
@@ -215,7 +223,7 @@ def layer_of(layer: Any, kind: str, num_heads: int, num_kv: int, activation: str
         feed = Gated(gate_up, linear_of(mlp.down_proj), ACTIVATIONS[activation])
     head_dim = attention.q_proj.weight.shape[0] // num_heads
     mixing = Attention(
-        qkv=linear_of(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=qkv or linear_of(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norm=_head_norm(attention, num_heads, num_kv) if hasattr(attention, "q_norm") else None,
         output=linear_of(attention.o_proj),
         num_heads=num_heads,
@@ -235,7 +243,7 @@ def layer_of(layer: Any, kind: str, num_heads: int, num_kv: int, activation: str
 
 
 def linear_of(*parts: nn.Linear) -> Linear:
-    """Weights and biases one below another; what they were made of becomes a view of it."""
+    """Weights and biases one below another."""
     weight = joined([[part.weight for part in parts]])[0]
     bias = None if parts[0].bias is None else joined([[part.bias for part in parts]])[0]
     return Linear(weight.t(), bias)

@@ -22,6 +22,7 @@ from dflash_bench.engine.networks import in_words, pack_like, target_of
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.sequences import DecodingError, Limits
 from dflash_bench.engine.target import Target
+from dflash_bench.engine.witness import Witness, given, witness_of
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
 from dflash_bench.models import chat, presets
@@ -39,12 +40,16 @@ def open_backend(
     machine: Mapping[str, Any] | None = None,
     engine: str | None = None,
     capture: str | None = None,
+    cache_bytes: int = 0,
 ) -> LocalBackend:
     """The reference backend for these methods, filed under their labels; UserError for what cannot go together.
 
     `engine` says by whose code the target is computed (`networks.py`), and `capture` how its passes are captured
-    (`capturing.py`); the judge always asks the publisher's code.
+    (`capturing.py`); the judge always asks the publisher's code, of weights of its own if these fit beside the caches
+    (`witness.py`).
     """
+    stops = stop_ids(models.target, models.tokenizer)
+    witness = witness_of(models, max_new_tokens, stops, cache_bytes)
     # What compiles has a layout of its own.
     target = target_of(models.target, engine, packs=capture != "inductor")
     trees = [method.label for method in methods if method.kind.shape == "tree"]
@@ -53,10 +58,14 @@ def open_backend(
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     pack_like(target, drafters.values(), models.drafts.values())
-    limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
-    computed = {"network": in_words(target), "capture": capture_passes(target, drafters.values(), capture)}
+    witness.require_unchanged()
+    computed = {
+        "network": in_words(target), "fallback": target.fallback,
+        "capture": capture_passes(target, drafters.values(), capture),
+    }  # fmt: skip
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
-    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about)
+    about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": witness.weights}
+    return LocalBackend(target, models.tokenizer, drafters, Limits(max_new_tokens, stops), seed, about, witness)
 
 
 def _about(
@@ -122,12 +131,18 @@ class LocalBackend:
         limits: Limits,
         seed: int = 0,
         about: Mapping[str, Any] | None = None,
+        witness: Witness | None = None,
     ) -> None:
+        """Without a witness the target's own model is asked, and answers end as `limits` say."""
         self.about = about or {}
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
         self.clock = clock_for(target.device)
-        self.judge = Judge(target.model, limits.stop_ids, limits.max_new_tokens)
+        self.witness = witness or given(target.model, limits.stop_ids, limits.max_new_tokens)
+
+    @property
+    def judge(self) -> Judge:
+        return self.witness.judge
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -256,12 +271,12 @@ class LocalBackend:
         other: Sequence[int],
         settings: Settings = GREEDY,
     ) -> Divergence:
-        return self.judge.divergence(self.encode(messages, settings), plain, other, settings.repetition_penalty)
+        return self.witness.divergence(messages, settings, self.encode(messages, settings), plain, other)
 
     def audit(
         self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence | None:
-        return self.judge.audit(self.encode(messages, settings), answer, settings.repetition_penalty)
+        return self.witness.audit(messages, settings, self.encode(messages, settings), answer)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":

@@ -39,7 +39,7 @@ def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Tar
     target = Target(model, network=network)
     difference = _difference(Target(model), target)
     if not difference <= TOLERANCES.get(model.dtype, TOLERANCES[torch.float32]):
-        reason = f"by {difference:.1e} of its largest logit over {PROBED} tokens"
+        reason = f"by {difference:.0e} of its largest logit over {PROBED} tokens"
         return _fallen_back(engine, model, f"computes this target differently ({reason})")
     return target
 
@@ -47,7 +47,9 @@ def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Tar
 def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
     if engine == "lean":
         raise UserError(f"--engine lean {reason}; leave it out")
-    return Target(model)
+    target = Target(model)
+    target.fallback = reason
+    return target
 
 
 def alike(target: Target, model: Any) -> Target:

@@ -17,17 +17,19 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from dflash_bench.engine.architecture import decoder_layers, recurrent_layers
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.recurrent import Recurrence
+from dflash_bench.models.layout import laid_out
 
 Masks = Tensor | Mapping[str, Tensor]
 
 
 class Published:
-    """`model` may be spread over devices."""
+    """`model` may be spread over devices. It is computed by modules of our own, so that no hook of ours is on its."""
 
     needs_masks = True
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model = model = laid_out(model)
+        self.head = model.get_output_embeddings()
         self.keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers = decoder_layers(model)
         self._recurrent = recurrent_layers(model.config.get_text_config())

@@ -44,6 +44,7 @@ class Network(Protocol):
     """Also where every token sees all that is in the cache."""
     keeps_some_logits: bool
     """Can the head be left out at places where nobody asks?"""
+    head: Callable[[Tensor], Tensor]
 
     def tap(self, taps: Sequence[int]) -> None: ...
 
@@ -94,6 +95,8 @@ class Target:
         self.tap(taps)
         self._cache: KVCache | None = None
         self.replays: Replays | None = None
+        self.fallback: str | None = None
+        """What our own code does with this target, where that is why it is not computed by it; a verb comes first."""
 
     def tap(self, taps: Sequence[int]) -> None:
         """Record the outputs of these layers (0-based) from now on."""
@@ -122,8 +125,7 @@ class Target:
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """From what the last norm says [..., H] to logits [..., V]."""
-        head: Callable[[Tensor], Tensor] = getattr(self.network, "head", None) or self.model.get_output_embeddings()
-        return head
+        return self.network.head
 
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dflash_bench import environment
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
 from dflash_bench.models import gguf, hub, language, networks, pairing, targets
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape
 from dflash_bench.models.language import PLAIN, Placement
-from dflash_bench.models.layout import lay_out
 from dflash_bench.models.presets import Preset, preset, require_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a target was read, and how, to be read again; `free_bytes` were free before that, None if unknown."""
+
+    folder: Path
+    device: str
+    dtype: torch.dtype | str
+    placement: Placement
+    free_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,15 @@ class Models:
     revisions: dict[str, str]
     verifiers: dict[str, str] = field(default_factory=dict)
     """Per draft that names it, the target it was made for; speculators checkpoints do."""
+    source: Source | None = None
+    """The target's; None for one that was not read from files."""
+
+    def sharing_memory(self, num: int) -> Models:
+        """As one of so many processes that load the same at the same time."""
+        source = self.source
+        if source is None or source.free_bytes is None:
+            return self
+        return replace(self, source=replace(source, free_bytes=source.free_bytes // num))
 
     def draft_of(self, method: Method) -> Any:
         """The weights of a method that has some."""
@@ -54,19 +74,25 @@ def load(
     checkpoint = hub.fetch(place, code=placement.trust_remote_code)
     language.check(checkpoint.folder, placement)
     tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code)
+    source = Source(checkpoint.folder, device, dtype, placement, _free_bytes(device, placement.spread))
     target = language.load(checkpoint.folder, device, dtype, placement)
     config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
     shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
     vocabulary = tokenizer.get_vocab() if fetched else {}
-    lay_out(target)
     loaded, verifiers = {}, {}
     for name, draft in fetched.items():
         if problem := pairing.other_tokenizer(draft.folder, vocabulary):
             raise UserError(f"{draft.folder}: {problem}")
         head = target.get_output_embeddings().weight
         loaded[name] = networks.load(name, draft.folder, shape, target.dtype, str(embedding.device), head)
-        lay_out(loaded[name])
         if named := pairing.verifier(read_config(draft.folder)):
             verifiers[name] = named
     revisions = {"target": checkpoint.revision} | {name: draft.revision for name, draft in fetched.items()}
-    return Models(target, tokenizer, loaded, revisions, verifiers)
+    return Models(target, tokenizer, loaded, revisions, verifiers, source)
+
+
+def _free_bytes(device: str, spread: bool) -> int | None:
+    if torch.device(device).type == "cpu":
+        return environment.free_bytes()
+    gpus = range(torch.cuda.device_count()) if spread else [torch.device(device)]
+    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)

@@ -155,6 +155,11 @@ def demand_of(
     return Demand(_of_language_model(target, dtype, trusted, quantize), footprints, methods)
 
 
+def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None) -> Footprint:
+    """Of a target. Raises UserError for what cannot be read."""
+    return _of_language_model(folder, dtype, trusted, quantize)
+
+
 def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.dtype) -> Footprint:
     weights = name.partition("@")[0]
     if weights == "medusa":

@@ -191,7 +191,8 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         "threads": identity.get("threads"),
         "workers": _workers(identity),
         "attention": identity.get("attention"),
-        "engine": identity.get("network"),
+        "engine": _engine(identity),
+        "judge": (identity.get("judge") or {}).get("weights"),
         "capture": None if identity.get("capture") == "off" else identity.get("capture"),
         **_of_settings(settings_of(identity)),
         "max new tokens": identity.get("max_new_tokens"),
@@ -202,6 +203,11 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
         for name, value in known.items()
         if value is not None
     ]
+
+
+def _engine(identity: Mapping[str, Any]) -> str | None:
+    network = identity.get("network")
+    return f"{network} (the engine's own {identity['fallback']})" if identity.get("fallback") else network
 
 
 def _workers(identity: Mapping[str, Any]) -> str | None:

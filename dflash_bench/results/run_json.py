@@ -31,6 +31,8 @@ def read_info(folder: Path) -> Info:
         raise UserError(f"cannot read {path}: not written by dflash-bench run")
     refuse_newer(path, info["schema_version"])
     check_shape(shape.STORED, info, path)
+    if "spoiled" in info:
+        raise UserError(f"{folder} proves nothing: {info['spoiled']}; delete it, and run again")
     return dict(info)
 
 

@@ -89,7 +89,8 @@ IDENTITY: dict[str, Any] = {
         }
     },
     "slo?": ({"ttft_s?": float, "tpot_s?": float}, None),
-    "judge?": ({"target": str, "dtype": str}, None),
+    "judge?": ({"target": str, "dtype": str, "weights?": str}, None),
+    "fallback?": (str, None),
 }
 FORWARDS: dict[str, Any] = {
     "rows": COUNT,
@@ -130,6 +131,8 @@ STORED: dict[str, Any] = {
     "options?": {"target?": (str, None), "model?": (str, None)},
     "resumed?": [{"sandbox?": (str, None)}],
     "measured?": {ANY: int},
+    "spoiled?": str,
+    "objections?": {ANY: int},
     "memory?": (MEMORY, None),
     "workers?": [{"machine": int}],
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},

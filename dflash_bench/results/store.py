@@ -203,6 +203,10 @@ class Run(AbstractContextManager["Run"]):
         while self._small:
             self._small.pop().unlink()
 
+    def mark_spoiled(self, why: str) -> None:
+        """Nobody is to read it any more, nor to go on with it."""
+        write_info(self.folder, read_info(self.folder) | {"spoiled": why})
+
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         self._merge(MERGED_AT_THE_END)
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}

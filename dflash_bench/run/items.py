@@ -33,6 +33,16 @@ class Described(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Witnessed:
+    """What judges have to say when a run ends, beyond the answers that they read."""
+
+    changed: str | None = None
+    """A weight that they share with the engine, and that is no longer what it was when it was loaded."""
+    objections: Mapping[str, int] = field(default_factory=dict)
+    """What was wrong beyond tokens, and how often."""
+
+
 class Backend(Described, Protocol):
     """Whatever can answer a chat by a method, and has a judge of the answers."""
 

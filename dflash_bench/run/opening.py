@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,13 @@ from dflash_bench.methods import Method
 from dflash_bench.models import quantizing
 from dflash_bench.models.presets import Preset
 from dflash_bench.run import remote
-from dflash_bench.run.items import Backend
+from dflash_bench.run.items import Backend, Witnessed
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved, drafts_of
 
 if TYPE_CHECKING:
     from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.engine.witness import Witness
     from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
 
@@ -38,6 +39,8 @@ class Wanted:
     capture: str | None = None
     quantize: str | None = None
     is_small: bool = False
+    workers: int = 1
+    """How many of them share the machine's memory, on the CPU."""
 
     @property
     def packs(self) -> bool:
@@ -45,10 +48,15 @@ class Wanted:
         return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
 
 
-def open_local(resolved: Resolved) -> LocalBackend:
-    """The engine of this process, with the models of a resolved request. Raises UserError for what cannot be had."""
-    wanted = wanted_of(resolved.request)
-    return opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, resolved.request.seed or 0)
+def open_local(resolved: Resolved, cache_bytes: int = 0) -> LocalBackend:
+    """The engine of this process, with the models of a resolved request, and its judge, whose weights are read.
+
+    `cache_bytes` as for `opened`. Raises UserError for what cannot be had.
+    """
+    wanted, seed = wanted_of(resolved.request), resolved.request.seed or 0
+    backend = opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, cache_bytes)
+    backend.witness.read()
+    return backend
 
 
 def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBackend:
@@ -64,17 +72,37 @@ def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBack
     return backend
 
 
-def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
+def add_judge(backend: ServerBackend, resolved: Resolved, cache_bytes: int = 0) -> None:
     """The same target in this process makes the prompts' token ids, and judges the answers."""
-    attach(backend, open_local(resolved.judging))
+    attach(backend, open_local(resolved.judging, cache_bytes))
 
 
 def attach(backend: ServerBackend, local: LocalBackend) -> None:
     """From now on prompts are sent as the token ids that this one makes, and its judge reads the answers."""
     about = local.describe()
-    judge = {name: about.get(name) for name in ("target", "dtype", "device")}
+    judge = {**about["judge"], "device": about.get("device")}
     backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
     backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
+
+
+def fallen_back(about: Mapping[str, Any]) -> list[str]:
+    """A note where the engine's own forward pass is left out without having been asked."""
+    reason = about.get("fallback")
+    return [f"the target is computed by transformers' code, because the engine's own {reason}"] if reason else []
+
+
+def witnessed(backend: Backend) -> Witnessed:
+    """What its judge has to say at the end, beyond the answers that it read."""
+    witness = _witness_of(backend)
+    return Witnessed() if witness is None else Witnessed(witness.changed(), dict(witness.objections))
+
+
+def _witness_of(backend: Backend) -> Witness | None:
+    from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.servers.backend import ServerBackend
+
+    local = backend.local if isinstance(backend, ServerBackend) else backend
+    return local.witness if isinstance(local, LocalBackend) else None
 
 
 LATE_S = 0.01
@@ -97,10 +125,14 @@ def wanted_of(request: Request) -> Wanted:
     return Wanted(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
         request.trust_remote_code, request.engine, request.capture, request.quantize, is_small=request.name == "nano",
+        workers=request.workers or 1,
     )  # fmt: skip
 
 
-def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int) -> LocalBackend:
+def opened(
+    model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int, cache_bytes: int = 0
+) -> LocalBackend:
+    """`cache_bytes` are what the caches will take; its judge has weights of its own if these fit, too."""
     device, dtype, threads = prepared(wanted)
     import torch
 
@@ -115,10 +147,12 @@ def opened(model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tok
         quantize=wanted.quantize,
     )
     models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
+    if wanted.workers > 1 and device == "cpu":
+        models = models.sharing_memory(wanted.workers)
     machine = {"device": device, "device_map": wanted.device_map, "threads": threads, "quantize": wanted.quantize}
-    # Ours joins weights, which it takes to be plain matrices.
-    engine = wanted.engine if wanted.quantize is None else "transformers"
-    return open_backend(models, model, methods, max_new_tokens, seed, machine, engine, wanted.capture)
+    return open_backend(
+        models, model, methods, max_new_tokens, seed, machine, wanted.engine, wanted.capture, cache_bytes
+    )
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:

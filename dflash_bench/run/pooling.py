@@ -21,7 +21,7 @@ from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, Run, key
 from dflash_bench.run import runner
 from dflash_bench.run.conversation import WarmUp
-from dflash_bench.run.items import Backend, Described, Item, Plan, Watcher
+from dflash_bench.run.items import Backend, Described, Item, Plan, Watcher, Witnessed
 
 MOST_TRIES = 3
 """A prompt that so many workers died of is not tried again."""
@@ -83,6 +83,10 @@ class Pool(Described, ABC):
     @abstractmethod
     def give(self, worker: int, job: Job) -> None:
         """To a worker that is ready and has nothing to do."""
+
+    @abstractmethod
+    def witnessed(self) -> Witnessed:
+        """What the judges of all workers have to say at the end."""
 
     @abstractmethod
     def wait(self) -> Ready | Done | Died | None:

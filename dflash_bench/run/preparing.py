@@ -39,6 +39,12 @@ class Prepared:
 def _reference(resolved: Resolved, part: str) -> str:
     return resolved.model.target if part == "target" else resolved.model.drafts[part]
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, of target and drafts."""
+        held = self.memory or {}
+        return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
+
 
 def prepare(resolved: Resolved) -> Prepared:
     """Checkpoints are fetched, and their tokenizer, configs and headers read. Raises UserError as loading them would,

@@ -25,10 +25,11 @@ from dflash_bench.bars import status
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import Message, Record, Settings
+from dflash_bench.records import SHARED_WEIGHTS, Message, Record, Settings
 from dflash_bench.results.differences import differences
 from dflash_bench.run.conversation import WarmUp
-from dflash_bench.run.opening import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of
+from dflash_bench.run.items import Witnessed
+from dflash_bench.run.opening import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of, witnessed
 from dflash_bench.run.pooling import Died, Done, Job, Pool, Ready, measure
 from dflash_bench.run.resolving import Resolved
 
@@ -68,6 +69,7 @@ class RayWorker:
         import ray
 
         self.backend = opened(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
+        self.backend.witness.read()
         self.warm: dict[str, WarmUp] = {}
         return {
             "identity": dict(self.backend.describe()),
@@ -78,6 +80,9 @@ class RayWorker:
 
     def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int]]:
         return *measure(job, self.backend, self.warm), captured_of(self.backend)
+
+    def witnessed(self) -> Witnessed:
+        return witnessed(self.backend)
 
     def forwards(self) -> dict[str, Any] | None:
         return forwards_of(self.backend)
@@ -147,7 +152,7 @@ class RayPool(Pool):
             self._nodes.append(about["node"])
         about["machine"] = self._nodes.index(about["node"])
         self._abouts[worker] = about
-        other = "; ".join(differences(dict(self._first["identity"]), about["identity"]))
+        other = "; ".join(differences(_alike(self._first["identity"]), _alike(about["identity"])))
         if other:
             raise UserError(f"worker {worker} computes otherwise than the first one: {other}; use machines of one kind")
         return {name: about[name] for name in ("machine", "environment")}
@@ -168,6 +173,14 @@ class RayPool(Pool):
         self.environment = self._first["environment"]
         self.forwards = self._value(self._actors[min(self._actors)].forwards.remote())
 
+    def witnessed(self) -> Witnessed:
+        """Of those that live: what the others measured was judged before they died."""
+        heard = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
+        objections: Counter[str] = Counter()
+        for one in heard:
+            objections.update(one.objections)
+        return Witnessed(next((one.changed for one in heard if one.changed), None), objections)
+
     @property
     def _first(self) -> dict[str, Any]:
         return self._abouts[min(self._abouts)]
@@ -184,7 +197,10 @@ class RayPool(Pool):
             "on_one_machine": max(Counter(about["machine"] for about in abouts).values()),
             "kinds": sorted({_kind(about["environment"]) for about in abouts}),
         }
-        return {**self._first["identity"], "workers": workers}
+        shared = [
+            judge for about in abouts if (judge := about["identity"].get("judge", {})).get("weights") == SHARED_WEIGHTS
+        ]
+        return {**self._first["identity"], **({"judge": shared[0]} if shared else {}), "workers": workers}
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         self._value(self._actors[min(self._actors)].check_chats.remote(chats, settings))
@@ -287,6 +303,11 @@ def _started(address: str | None, num_cpus: int) -> Any:
             remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token"
             raise UserError(f"--ray-address {address}: {_short(error)}; {remedy}") from error
     return ray
+
+
+def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same of all workers: not whether there was memory for a judge's own weights."""
+    return {name: value for name, value in identity.items() if name != "judge"}
 
 
 def _kind(machine: Mapping[str, Any]) -> str:

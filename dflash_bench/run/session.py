@@ -19,8 +19,17 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, pooling, remote, runner
 from dflash_bench.run.contexts import Contexts
-from dflash_bench.run.items import Backend, Described, Plan
-from dflash_bench.run.opening import add_judge, captured_of, forwards_of, late, open_local, open_servers
+from dflash_bench.run.items import Backend, Described, Plan, Witnessed
+from dflash_bench.run.opening import (
+    add_judge,
+    captured_of,
+    fallen_back,
+    forwards_of,
+    late,
+    open_local,
+    open_servers,
+    witnessed,
+)
 from dflash_bench.run.pooling import Pool
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
@@ -58,7 +67,7 @@ def _run_launched(
     launched, addresses = launching.launch(resolved, folder, stack, tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = prepare(resolved.judging)
-    add_judge(backend, prepared.pinned(resolved))
+    add_judge(backend, prepared.pinned(resolved), prepared.cache_bytes)
     try:
         _run(resolved, prepared, backend, folder, resume, tell, lambda: launching.keep_logs(launched, folder))
     except UserError as error:
@@ -76,12 +85,12 @@ def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | P
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
         prepared = prepare(resolved)
-        return prepared, open_local(prepared.pinned(resolved))
+        return prepared, open_local(prepared.pinned(resolved), prepared.cache_bytes)
     backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
     if not remote.has_target(resolved.request):
         return Prepared(Contexts(0, 0), None), backend
     prepared = prepare(resolved.judging)
-    add_judge(backend, prepared.pinned(resolved))
+    add_judge(backend, prepared.pinned(resolved), prepared.cache_bytes)
     return prepared, backend
 
 
@@ -104,7 +113,8 @@ def _run(
         f"{part} is not pinned: it is {prepared.commits[part]} now, and another one when the hub's changes"
         for part in prepared.unpinned(resolved)
     ]
-    for note in [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]:
+    notes = [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]
+    for note in [*notes, *fallen_back(info["identity"])]:
         tell(f"note: {note}")
     if request.compiler is not None:
         tell("note: passes are compiled before they are timed, which takes up to half a minute each the first time")
@@ -116,13 +126,14 @@ def _run(
         if isinstance(backend, Pool):
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 captured = pooling.execute(plan, backend, run, progress)
-            run.mark_finished({"captures": captured})
+            run.mark_finished({"captures": captured, **_heard(backend.witnessed(), run, tell)})
             return
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
+            heard = _heard(witnessed(backend), run, tell)
             run.mark_finished(
-                {"client_lag": late(backend)} if request.asks_servers else {"captures": captured_of(backend)}
+                heard | ({"client_lag": late(backend)} if request.asks_servers else {"captures": captured_of(backend)})
             )
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
@@ -155,7 +166,21 @@ def _execute_within(
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         tell(f"note: there was no time for {suite}; raise --for")
-    run.mark_finished({"measured": counts, "captures": captured_of(backend)})
+    run.mark_finished({"measured": counts, "captures": captured_of(backend), **_heard(witnessed(backend), run, tell)})
+
+
+def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> dict[str, Any]:
+    """What `run.json` keeps of what judges said. Raises UserError, after which nobody reads the run, where the weights
+    that they shared with the engine were changed."""
+    if said.changed is not None:
+        run.mark_spoiled(f"{said.changed}, which the judge shares with the engine, was changed while it was measured")
+        raise UserError(
+            f"{said.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
+            "says what the answers are worth; run again"
+        )
+    for what, number in said.objections.items():
+        tell(f"note: the judge objected {number} times: {what}")
+    return {"objections": dict(said.objections)}
 
 
 def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def reduced() -> Eagle3Draft:
 def test_a_cached_eagle3_chain_equals_a_full_recomputation(num_drafts: int, rows: list[int]) -> None:
     target = Target(tiny("llama"))
     drafter = eagle3_drafter(target, num_drafts, reduced())
-    recorded = record(drafter, drafter.draft.lm_head, target, [PROMPTS[row] for row in rows])
+    recorded = record(drafter, drafter.network.head, target, [PROMPTS[row] for row in rows])
     assert len(recorded.proposed) >= 4
     for tokens, logits, read, following in recorded.proposed:
         for row, features in enumerate(read):
@@ -262,7 +262,7 @@ def test_eagle3_proposes_only_tokens_of_its_own_vocabulary() -> None:
     known = draft.t2d.nonzero()[:, 0].tolist()
     assert draft.target_ids(torch.arange(40)).tolist() == known
     drafter = eagle3_drafter(target, 4, draft)
-    recorded = record(drafter, draft.lm_head, target, PROMPTS)
+    recorded = record(drafter, drafter.network.head, target, PROMPTS)
     proposed = {token for tokens, *_ in recorded.proposed for token in tokens.flatten().tolist()}
     assert len(proposed) > 3 and proposed <= set(known)
 

@@ -154,7 +154,8 @@ def drafted(
     """What the engine proposes after reading the row in parts of these lengths, drafting after each of them."""
     drafter = Eagle3Drafter(draft, embedding, NUM_DRAFTS)
     logits: list[Tensor] = []
-    hook = draft.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0, -1].clone()))
+    head: Any = drafter.network.head
+    hook = head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0, -1].clone()))
     drafter.begin(1, len(tokens) + NUM_DRAFTS)
     start, proposed = 0, []
     for length in parts:

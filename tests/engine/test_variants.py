@@ -132,7 +132,7 @@ def test_a_reduced_head_proposes_only_tokens_it_knows() -> None:
     draft = variant(own_head=True, draft_vocab_size=40)
     known = set(draft.t2d.nonzero()[:, 0].tolist())
     drafter = DFlashDrafter(draft, target.embedding, target.head)
-    recorded = record(drafter, draft.lm_head, target, PROMPTS)
+    recorded = record(drafter, drafter.network.head, target, PROMPTS)
     proposed = {token for tokens, *_ in recorded.proposed for token in tokens.flatten().tolist()}
     assert len(proposed) > 3 and proposed <= known
     assert run(target, drafter, PROMPTS, 12).tokens == plain(target, PROMPTS, 12)
@@ -212,7 +212,7 @@ def test_an_eagle3_variant_steps_as_a_full_recomputation_and_gives_the_plain_tok
     target = Target(tiny("llama"))
     draft = enlarged(Eagle3Draft(replace(EAGLE3, **NORMS[what])))
     drafter = Eagle3Drafter(draft, target.embedding, 3)
-    recorded = record(drafter, draft.lm_head, target, PROMPTS)
+    recorded = record(drafter, drafter.network.head, target, PROMPTS)
     for tokens, logits, read, following in recorded.proposed[:4]:
         for row, features in enumerate(read):
             expected, drafts = eagle3_from_scratch(drafter, features, following[row])

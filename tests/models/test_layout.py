@@ -1,11 +1,13 @@
-"""Weights by columns: same values and products, small float32 matrices only, no embeddings; and weights joined."""
+"""Weights by columns: same values and products, small float32 matrices only, no embeddings; and weights joined.
+
+What was laid out stays whole."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from dflash_bench.models.layout import MOST_ELEMENTS, by_columns, joined, lay_out
+from dflash_bench.models.layout import MOST_ELEMENTS, by_columns, joined, laid_out, twin
 
 
 def is_by_columns(matrix: torch.Tensor) -> bool:
@@ -31,31 +33,56 @@ def test_large_ones_and_other_types_stay_as_they_are() -> None:
     assert by_columns(large) is large and by_columns(half) is half
 
 
-def test_of_a_model_the_linear_layers_but_not_a_tied_head() -> None:
+def some_model() -> nn.ModuleDict:
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "up": nn.Linear(4, 6), "head": nn.Linear(4, 8, bias=False)})
     model["head"].weight = model["embed"].weight
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    lay_out(model)
-    assert is_by_columns(model["up"].weight) and model["head"].weight is model["embed"].weight
-    assert model["embed"].weight.is_contiguous()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return model
+
+
+def test_of_a_model_the_linear_layers_but_not_a_tied_head() -> None:
+    model = some_model()
+    own = laid_out(model)
+    assert is_by_columns(own["up"].weight) and own["head"].weight is own["embed"].weight is model["embed"].weight
+    assert own["embed"].weight.is_contiguous()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in own.state_dict().items())
+    assert all(value.is_contiguous() for value in model.state_dict().values())
+
+
+def test_what_is_hooked_to_a_twin_is_not_hooked_to_the_model_and_weights_are_shared() -> None:
+    model = some_model()
+    own = twin(model)
+    own["up"].register_forward_hook(lambda *_: torch.zeros(6))
+    x = torch.randn(4)
+    assert not torch.equal(model["up"](x), own["up"](x))
+    assert not model["up"]._forward_hooks
+    assert [*own.parameters()] and all(a is b for a, b in zip(own.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("size", [(6, 4), (6, 3, 3), (12,)])
-@pytest.mark.parametrize("num_columns", [3, MOST_ELEMENTS // 12 + 1])
-def test_what_is_joined_becomes_views_of_it_and_is_joined_once(size: tuple[int, ...], num_columns: int) -> None:
-    groups = [[torch.randn(rows, num_columns) for rows in size] for _ in range(2)]
+def test_small_ones_are_joined_in_a_copy_by_columns_and_stay_what_they_were(size: tuple[int, ...]) -> None:
+    groups = [[torch.randn(rows, 3) for rows in size] for _ in range(2)]
+    before = [(part.data_ptr(), part.stride()) for group in groups for part in group]
+    whole = joined(groups)
+    assert torch.equal(whole, torch.stack([torch.cat(group) for group in groups]))
+    assert all(is_by_columns(stacked) for stacked in whole)
+    assert [(part.data_ptr(), part.stride()) for group in groups for part in group] == before
+    assert not {part.untyped_storage().data_ptr() for group in groups for part in group} & {whole.data_ptr()}
+
+
+@pytest.mark.parametrize("size", [(6, 4), (6, 3, 3), (12,)])
+def test_large_ones_are_held_once_as_contiguous_parts_of_what_is_joined(size: tuple[int, ...]) -> None:
+    groups = [[torch.randn(rows, MOST_ELEMENTS // 10 + 1) for rows in size] for _ in range(2)]
     expected = torch.stack([torch.cat(group) for group in groups])
     whole = joined(groups)
-    assert torch.equal(whole, expected)
+    assert torch.equal(whole, expected) and whole.is_contiguous()
     for stacked, group in zip(whole, groups, strict=True):
         assert torch.equal(torch.cat(group), stacked)
+        assert all(part.is_contiguous() for part in group)
         assert {part.untyped_storage().data_ptr() for part in group} == {whole.untyped_storage().data_ptr()}
         # One group alone stands together too, and is left where it is.
         again = joined([group])[0]
         assert (again.data_ptr(), again.stride()) == (stacked.data_ptr(), stacked.stride())
     assert joined(groups).data_ptr() == whole.data_ptr()
-    assert all(is_by_columns(stacked) for stacked in whole) == (sum(size) * num_columns <= MOST_ELEMENTS)
 
 
 def test_weights_beside_each_other_in_another_order_are_joined_anew() -> None:

@@ -487,6 +487,21 @@ def test_every_id_in_a_column_head_has_its_formula_below_the_markdown() -> None:
         assert (f"`{formula_id}`" in formulas) == any(head.split(" ")[0] == formula_id for head in heads)
 
 
+def test_a_judge_without_weights_of_its_own_is_found_and_stands_in_the_settings() -> None:
+    judge = {"target": "Qwen/Qwen3-8B", "dtype": "float32", "weights": "shared weights"}
+    (finding,) = found(steady(), {"judge": judge})
+    assert finding.kind == "shared_weights" and "it read the engine's" in finding.text
+    assert found(steady(), {"judge": {**judge, "weights": "separate"}}) == []
+    assert found(steady(), {"judge": None}) == []
+
+
+def test_a_target_that_was_left_to_transformers_is_found_with_the_reason() -> None:
+    (finding,) = found(steady(), {"network": "transformers", "fallback": "does not cover this target: why not"})
+    assert finding.kind == "fallback"
+    assert finding.text.endswith("because the engine's own does not cover this target: why not")
+    assert found(steady(), {"network": "transformers", "fallback": None}) == []
+
+
 def test_nothing_found_is_said() -> None:
     cells = summarise(steady())
     assert report.text(cells, []).endswith("findings: none\n")

@@ -223,4 +223,5 @@ CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
     speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
     serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines, _unpinned,
+    machines.shared_weights, machines.fallback,
 )  # fmt: skip

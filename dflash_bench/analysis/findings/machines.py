@@ -1,8 +1,10 @@
-"""What several workers do to times: on one machine they disturb each other, on several they may differ."""
+"""What this machine did to the run: workers that disturbed each other, too little memory for a judge of its own, and a
+target for which the engine's own code would not do."""
 
 from __future__ import annotations
 
 from dflash_bench.analysis.findings.case import Case, Seen
+from dflash_bench.records import SHARED_WEIGHTS
 
 
 def shared_machine(case: Case) -> Seen | None:
@@ -25,3 +27,26 @@ def unlike_machines(case: Case) -> Seen | None:
         "prompt's speed-up compares times of one machine"
     )
     return case.seen_in_suite("unlike_machines", text, "for absolute speeds use machines of one kind")
+
+
+def shared_weights(case: Case) -> Seen | None:
+    """Of the judge with the engine."""
+    if not case.is_first or (case.identity.get("judge") or {}).get("weights") != SHARED_WEIGHTS:
+        return None
+    text = (
+        "there was no memory for weights of the judge's own: it read the engine's, which were the same when they "
+        "had been loaded, when they had been laid out and when the run ended"
+    )
+    remedy = "a fault in loading them is not found; free memory, or use a smaller --dtype or model"
+    return case.seen_in_suite("shared_weights", text, remedy)
+
+
+def fallback(case: Case) -> Seen | None:
+    reason = case.identity.get("fallback")
+    if not case.is_first or not reason:
+        return None
+    text = f"the target was computed by transformers' code, because the engine's own {reason}"
+    remedy = (
+        "plain decoding is slower in this way, and speed-ups over it are higher; --engine transformers if wanted so"
+    )
+    return case.seen_in_suite("fallback", text, remedy)

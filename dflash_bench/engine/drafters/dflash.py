@@ -20,6 +20,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.methods import Method
 from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.layout import laid_out
 from dflash_bench.models.loading import Models
 
 MARGIN = 0.02
@@ -62,7 +63,7 @@ class DFlashDrafter(CachedDrafter):
         super().__init__(draft, self.block_size)
         self.network = LeanDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
-        self.head: Product = draft.lm_head if self.config.own_head else head
+        self.head: Product = laid_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_slots
         self.picker = Picker(rule, draft.target_ids, self.config.draft_vocab_size)
 

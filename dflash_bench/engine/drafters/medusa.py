@@ -18,6 +18,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
+from dflash_bench.models.layout import laid_out
 from dflash_bench.models.loading import Models
 from dflash_bench.models.medusa import MedusaHeads
 
@@ -42,7 +43,7 @@ class MedusaDrafter:
     def __init__(
         self, heads: MedusaHeads, norm: nn.Module, last_layer: int, num_heads: int, nodes: int, top_k: int
     ) -> None:
-        self.heads, self.norm, self.num_heads = heads.eval(), norm, num_heads
+        self.heads, self.norm, self.num_heads = laid_out(heads).eval(), norm, num_heads
         self.taps: tuple[int, ...] = (last_layer,)
         self.device = next(heads.parameters()).device
         self.top_k = min(top_k, nodes, heads.config.vocab_size)

@@ -1,0 +1,190 @@
+"""Faults in what the engine shares with nobody: its weights, hooks, stop ids, template and tokenizer.
+
+Each is planted into `dflash-bench run` of nano, and ends in exit status 1: the judge has its own of all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matrix
+import pytest
+import torch
+from faults import Fault, Plant
+from torch import Tensor
+
+from dflash_bench.engine import lean_layers, local
+from dflash_bench.engine.witness import OTHER_PROMPT
+from dflash_bench.models import chat, loading
+from dflash_bench.models.layout import twin
+from dflash_bench.results.run_json import read_info
+from dflash_bench.run.conversation import Conversation
+
+
+def in_loading(change: Callable[[Any], None]) -> Plant:
+    """`change` gets the engine's own models, which are no other test's."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def load(*asked: Any) -> loading.Models:
+            models = matrix.LOAD(*asked)
+            change(models)
+            return models
+
+        patch.setattr(loading, "load", load)
+
+    return plant
+
+
+@torch.no_grad()
+def zeroed_down_proj(models: loading.Models) -> None:
+    models.target.model.layers[3].mlp.down_proj.weight.zero_()
+
+
+@torch.no_grad()
+def one_other_row(models: loading.Models) -> None:
+    models.target.model.embed_tokens.weight[5:400] *= 1.5
+
+
+def hooked_head(models: loading.Models) -> None:
+    models.target.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits.roll(1, dims=-1))
+
+
+def hooked_layer(models: loading.Models) -> None:
+    """Which our own forward pass does not call, and transformers' does."""
+    models.target.model.layers[7].mlp.register_forward_hook(lambda _module, _inputs, out: 0 * out)
+
+
+def other_template(models: loading.Models) -> None:
+    template = models.tokenizer.chat_template
+    models.tokenizer.chat_template = template.replace("user", "assistant")
+    assert models.tokenizer.chat_template != template
+
+
+def other_stop_in_config(models: loading.Models) -> None:
+    models.target.generation_config.eos_token_id = 17
+    models.tokenizer.eos_token = models.tokenizer.convert_ids_to_tokens(17)
+
+
+def damaged_joined(patch: pytest.MonkeyPatch) -> None:
+    sound = lean_layers.joined
+
+    def damaged(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+        whole = sound(groups)
+        if whole.ndim == 3 and len(groups[0]) > 1:
+            whole = whole.clone()
+            whole[:, ::3] *= 0.5
+        return whole
+
+    patch.setattr(lean_layers, "joined", damaged)
+
+
+def lost_stop_ids(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local, "stop_ids", lambda *_: frozenset())
+
+
+def a_space_more(patch: pytest.MonkeyPatch) -> None:
+    """Before each message: answers of nano hardly change, and the prompts do."""
+    rendered = chat.rendered
+
+    def faulty(tokenizer: Any, messages: Sequence[Any], thinking: bool) -> str:
+        return rendered(tokenizer, [replace(one, content=" " + one.content) for one in messages], thinking)
+
+    patch.setattr(chat, "rendered", faulty)
+
+
+def first_token_lost(patch: pytest.MonkeyPatch) -> None:
+    encode = local.LocalBackend.encode
+    patch.setattr(local.LocalBackend, "encode", lambda self, *asked: encode(self, *asked)[1:])
+
+
+BOTH, OURS, THEIRS = ("lean", "transformers"), ("lean",), ("transformers",)
+PLANTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
+    "a zeroed down_proj": (in_loading(zeroed_down_proj), BOTH),
+    "embeddings that are not the file's": (in_loading(one_other_row), BOTH),
+    "a hook on lm_head": (in_loading(hooked_head), BOTH),
+    "a hook on a layer": (in_loading(hooked_layer), THEIRS),
+    "weights damaged where they are joined": (damaged_joined, OURS),
+    "stop ids that are lost": (lost_stop_ids, BOTH),
+    "stop ids that are others": (in_loading(other_stop_in_config), OURS),
+    "another template": (in_loading(other_template), OURS),
+    "another rendering": (a_space_more, OURS),
+    "a prompt without its first token": (first_token_lost, OURS),
+}
+OF_PROMPTS = ("another template", "another rendering", "a prompt without its first token")
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [(name, engine) for name, (_, engines) in PLANTS.items() for engine in engines]
+)
+def test_what_the_engine_loaded_wrongly_is_found(name: str, engine: str, tmp_path: Path) -> None:
+    plant, _ = PLANTS[name]
+    status, rows = matrix.run(Fault(name, plant), Way(engine), tmp_path / "run", limit=2)
+    assert status == 1
+    wrong = [row for row in rows if "mismatch" in (row.exactness, row.audit)]
+    # What is wrong in plain decoding is wrong in every method, and so hidden from a comparison with it.
+    assert {row.method for row in wrong} == {"ar", *matrix.METHODS}
+    objections = read_info(tmp_path / "run")["objections"]
+    assert (set(objections) == {OTHER_PROMPT}) == (name in OF_PROMPTS)
+
+
+# Where weights are shared
+
+
+def shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("dflash_bench.engine.witness.has_room", lambda *_: False)
+    # Models of its own: what is planted here changes them.
+    patch.setattr(loading, "load", matrix.LOAD)
+
+
+def test_a_judge_that_shares_weights_says_so_and_a_sound_run_passes(tmp_path: Path) -> None:
+    status, rows = matrix.run(Fault("shared", shared), Way("transformers"), tmp_path / "run", limit=1)
+    assert status == 0 and {row.audit for row in rows} == {"exact"}
+    assert read_info(tmp_path / "run")["identity"]["judge"]["weights"] == "shared weights"
+
+
+def test_shared_weights_that_change_while_a_run_goes_on_end_it_and_nobody_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        shared(patch)
+        judged = Conversation.judged
+
+        @torch.no_grad()
+        def faulty(self: Any, *asked: Any) -> Any:
+            self.backend.target.model.model.layers[3].mlp.down_proj.weight[5, 7] += 1e-3
+            return judged(self, *asked)
+
+        patch.setattr(Conversation, "judged", faulty)
+
+    status, _, error = matrix.ended(Fault("changed", plant), Way("transformers"), tmp_path / "run", limit=1)
+    assert status == 2
+    assert "model.layers.3.mlp.down_proj.weight was changed while the run went on" in error
+    status, _, error = matrix.command("compare", tmp_path / "run", "--allow", "unfinished")
+    assert status == 2 and "proves nothing" in error
+
+
+def test_shared_weights_that_are_damaged_where_they_are_joined_are_refused(tmp_path: Path) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        shared(patch)
+        sound = lean_layers.joined
+
+        @torch.no_grad()
+        def faulty(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+            groups[0][0].data[0, 0:1] += 1
+            return sound(groups)
+
+        patch.setattr(lean_layers, "joined", faulty)
+
+    status, _, error = matrix.ended(Fault("damaged", plant), Way(), tmp_path / "run", limit=1)
+    assert status == 2 and "was changed when the engine laid out its weights" in error
+
+
+def test_a_twin_of_shared_weights_has_no_hook() -> None:
+    model = matrix.LOAD("nano", [], "cpu", torch.float32).target
+    hooked_head(loading.Models(model, None, {}, {}))
+    assert twin(model).lm_head._forward_hooks
+    witness = local.given(model, frozenset(), 8)
+    assert not any(module._forward_hooks for module in witness.judge.model.modules())
