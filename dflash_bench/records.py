@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
@@ -21,6 +21,8 @@ Audit = Literal["all", "divergent", "none"]
 """Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
 
 
+CLOCK_SHARE, CLOCK_S = 0.02, 0.001
+"""The runner's clock and the backend's may differ by this share of a time and so many seconds."""
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
 """The scorers that run what the model wrote."""
 
@@ -178,6 +180,49 @@ class Generation:
         return self.token_ids == other.token_ids
 
 
+class Listener(Protocol):
+    """Who is told of answers while they are decoded, and so need not believe what is said of them afterwards.
+
+    Whoever decodes says what happened just before it reads its own clock, and `marked` just after: so its reading is
+    known to lie between two others, however long the process was held up in between.
+    """
+
+    def began(self, request: int) -> None:
+        """The prompt of this request, by its place among those asked for together, is about to be read."""
+        ...
+
+    def heard(self, request: int, tokens: Sequence[int]) -> None:
+        """A request got these tokens: the first ones from prefill, others from a round each time."""
+        ...
+
+    def marked(self) -> None:
+        """The backend has read its own clock."""
+        ...
+
+    def passed(self) -> None:
+        """The target was asked for a forward pass."""
+        ...
+
+
+class Nobody:
+    """Listens to nothing."""
+
+    def began(self, request: int) -> None:
+        pass
+
+    def heard(self, request: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def marked(self) -> None:
+        pass
+
+    def passed(self) -> None:
+        pass
+
+
+NOBODY = Nobody()
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A generation among others, with its start and end in seconds since the first of them began."""
@@ -244,6 +289,18 @@ class Record:
     divergence: Divergence | None = None
     audit: Exactness | None = None
     """Against the published model: is every token its own choice? None where the judge was not asked."""
+    clock_s: float | None = None
+    """What the runner itself measured: seconds from asking the backend for this answer alone until it was there."""
+    clock_prefill_s: float | None = None
+    """By the runner's clock at least so long until the first token; None where it could not listen."""
+    clock_decode_s: float | None = None
+    """The same from the first token to the last."""
+    clock_slack_s: float | None = None
+    """By so much more either may be: how far apart its readings before and after the backend's own were."""
+    clock_rounds: int | None = None
+    """Rounds that the runner heard of."""
+    clock_passes: int | None = None
+    """Forward passes of the target after the first token; None where others were decoded at the same time."""
     worker: int | None = None
     """Which of the run's workers measured it, by its place in `run.json`; None where there are none."""
     departure: Divergence | None = None

@@ -1,7 +1,11 @@
-"""A backend that decodes nothing: answers, times and faults as a test orders them, through the real command line."""
+"""A backend that decodes nothing: answers, times and faults as a test orders them, through the real command line.
+
+What it says it took is taken off the clocks that runs read: they are ahead of those of the machine by that much.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,10 +14,49 @@ import pytest
 from rows import generation
 
 from dflash_bench import cli
-from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
+from dflash_bench.records import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
+from dflash_bench.results import store
+from dflash_bench.run import pooling, stopwatch
 from dflash_bench.run.resolving import Resolved
 
 Fault = Callable[[Generation], Generation]
+
+
+class Ahead:
+    """The module `time`, so many seconds ahead."""
+
+    seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.seconds
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.seconds
+
+
+CLOCK = Ahead()
+for module in (stopwatch, store, pooling):
+    module.time = CLOCK  # type: ignore[attr-defined]
+
+
+def decoded(answer: Generation, listener: Listener) -> Generation:
+    """The answer, as if it were decoded now: the listener hears of it at the times that it says."""
+    if answer.error is not None:
+        return answer
+    counts = [1, *(answer.emitted or ())] if answer.token_ids else [0]
+    seconds = [answer.prefill_s, *[answer.decode_s / max(len(counts) - 1, 1)] * (len(counts) - 1)]
+    tokens = list(answer.token_ids)
+    listener.began(0)
+    listener.marked()
+    for count, took in zip(counts, seconds, strict=True):
+        CLOCK.seconds += took
+        listener.heard(0, tokens[:count])
+        listener.marked()
+        del tokens[:count]
+    return answer
 
 
 @dataclass
@@ -30,6 +73,7 @@ class FakeBackend:
     audited: list[tuple[int, ...]] = field(default_factory=list)
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
+    tells_rounds: bool = True
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -38,8 +82,16 @@ class FakeBackend:
         pass
 
     def generate(
-        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+        self,
+        method: str,
+        messages: Sequence[Message],
+        settings: Settings = GREEDY,
+        repeat: int = 0,
+        listener: Listener = NOBODY,
     ) -> Generation:
+        return decoded(self.answer(method, messages), listener)
+
+    def answer(self, method: str, messages: Sequence[Message]) -> Generation:
         self.calls.append((method, tuple(messages)))
         if len(self.calls) in self.fails_at:
             raise self.fails_at[len(self.calls)]

@@ -108,9 +108,7 @@ def run(
     return status, store.load(out)[1]
 
 
-def ended(
-    fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST
-) -> tuple[int, str, str]:
+def ended(fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST) -> tuple[int, str, str]:
     """The same; exit status, output and errors."""
     words: list[object] = ["run", "--out", out, "--limit", limit or way.limit, "--max-new-tokens", most]
     words += ["--engine", way.engine, "--dtype", way.dtype, "--concurrency", way.concurrency]

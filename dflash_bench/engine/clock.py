@@ -13,6 +13,10 @@ class Clock(Protocol):
 
     def seconds(self, start: object, end: object) -> float: ...
 
+    def settle(self) -> None:
+        """Waits for what the device still has to do, so that what begins now is not charged with it."""
+        ...
+
 
 class HostClock:
     def mark(self) -> float:
@@ -21,6 +25,9 @@ class HostClock:
     def seconds(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
+
+    def settle(self) -> None:
+        pass
 
 
 class CudaClock:
@@ -39,6 +46,9 @@ class CudaClock:
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -27,6 +27,7 @@ from dflash_bench.engine.verify import (
     verify_sampled,
     verify_tree,
 )
+from dflash_bench.records import NOBODY, Listener
 
 PART = 256
 """Tokens of prompts that are read between two rounds, so that those who decode do not wait long."""
@@ -42,8 +43,11 @@ def decode(
     clock: Clock,
     seeds: Sequence[int] | None = None,
     num_rows: int | None = None,
+    listener: Listener = NOBODY,
 ) -> Iterator[Round]:
     """Decode prompts together, round by round, until each has ended.
+
+    The listener is told of every token as soon as the host has it, before anything is made of the round.
 
     With `num_rows` so many at a time: the others wait, and each takes the place of one that has ended. `seeds` are the
     prompts' own, in place of the one of `sampling`: with it a row draws what it would draw alone.
@@ -51,7 +55,10 @@ def decode(
     Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
     """
     if isinstance(drafter, StandAlone):
+        # Its passes are no rounds: it reads several times in each.
         target = drafter.reader
+    else:
+        target.listener = listener
     seeds = seeds or [sampling.seed] * len(prompts)
     rows = [
         Row(prompt, _room(target, prompt, limits), request, seed)
@@ -70,8 +77,9 @@ def decode(
                 reader.capture(shortest, capacity)
         num_places = limits.max_new_tokens + drafter.num_drafts + 1
         sampler = Sampler(sampling, num_rows, num_places, target.device)
-        yield from _State(target, drafter, rows, num_rows, limits, sampler, clock).rounds()
+        yield from _State(target, drafter, rows, num_rows, limits, sampler, clock, listener).rounds()
     finally:
+        target.listener = NOBODY
         # The model may be shared: taps must not slow down, or hold memory for, whoever uses it next.
         target.tap(())
 
@@ -97,10 +105,11 @@ class _State:
         limits: Limits,
         sampler: Sampler,
         clock: Clock,
+        listener: Listener,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.rows, self.waiting = rows[:num_rows], deque(rows[num_rows:])
-        self.stop_ids, self.sampler, self.clock = limits.stop_ids, sampler, clock
+        self.stop_ids, self.sampler, self.clock, self.listener = limits.stop_ids, sampler, clock, listener
         self.starts = [0] * num_rows
         self.anchor = torch.zeros(num_rows, dtype=torch.long, device=target.device)
 
@@ -109,7 +118,8 @@ class _State:
         return not self.waiting and all(row.finish for row in self.rows)
 
     def rounds(self) -> Iterator[Round]:
-        begin = self.clock.mark()
+        self.clock.settle()
+        begin = self._begin([row.request for row in self.rows])
         for row in self.rows:
             row.began = begin
         yield from self._read(0, self.rows)
@@ -118,13 +128,25 @@ class _State:
             if any(row.is_decoding for row in self.rows):
                 yield self.round()
 
+    def _begin(self, requests: Sequence[int]) -> object:
+        for request in requests:
+            self.listener.began(request)
+        begin = self.clock.mark()
+        self.listener.marked()
+        return begin
+
+    def _tell(self, emitted: Sequence[list[int] | None], rows: Sequence[Row]) -> None:
+        for row, tokens in zip(rows, emitted, strict=True):
+            if tokens is not None:
+                self.listener.heard(row.request, tokens)
+
     def _fill(self) -> Iterator[Round]:
         """Rows that have ended give way to prompts that wait; of these PART tokens are read, or one part more."""
         num_read = 0
         for place in range(len(self.rows)):
             if self.rows[place].finish and self.waiting:
                 self.rows[place], self.starts[place] = self.waiting.popleft(), 0
-                self.rows[place].began = self.clock.mark()
+                self.rows[place].began = self._begin([self.rows[place].request])
             row = self.rows[place]
             if row.is_reading and num_read < PART:
                 before = row.num_read
@@ -143,7 +165,9 @@ class _State:
             self._keep_prompt(first, rows, starts, output.hidden, following, None)
             return
         emitted = self._first_tokens(first, rows, output.logits)
+        self._tell(emitted, rows)
         seen = self.clock.mark()
+        self.listener.marked()
         if not self.ended:
             following = [[*part[1:], *tokens] for part, tokens in zip(parts, emitted, strict=True)]
             self._keep_prompt(first, rows, starts, output.hidden, following, self.anchor[first : first + len(rows)])
@@ -210,6 +234,7 @@ class _State:
             row.emit(new[: count + 1], self.stop_ids) if live else None
             for row, count, new, live in zip(self.rows, kept, host["tokens"], alive, strict=True)
         ]
+        self._tell(emitted, self.rows)
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
@@ -217,6 +242,7 @@ class _State:
             self._keep(verdict, output.hidden, tokens, counts, moved, host.get("choices", ()))
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
+        self.listener.marked()
         drafts = [length * live for length, live in zip(lengths, alive, strict=True)]
         ids = _first(host.get("drafted", [[]] * len(drafts)), drafts)
         parents = _first(host["parents"], drafts) if "parents" in host else None

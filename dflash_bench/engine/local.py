@@ -28,7 +28,7 @@ from dflash_bench.methods import Method
 from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import GREEDY, Divergence, Generation, Message, Served, Settings
+from dflash_bench.records import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Served, Settings
 
 
 def open_backend(
@@ -123,6 +123,8 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 class LocalBackend:
     """Answers chats with any of its drafters; `drafters` maps method names, `ar` among them, to drafters."""
 
+    tells_rounds = True
+
     def __init__(
         self,
         target: Target,
@@ -171,12 +173,18 @@ class LocalBackend:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(
-        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+        self,
+        method: str,
+        messages: Sequence[Message],
+        settings: Settings = GREEDY,
+        repeat: int = 0,
+        listener: Listener = NOBODY,
     ) -> Generation:
         """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
         prompt = self.encode(messages, settings)
         seed = self._seed(prompt, repeat)
-        generation = self.generate_ids(method, [prompt], Sampling.of(settings, seed))[0]
+        sampling = Sampling.of(settings, seed)
+        (generation,) = self._generations(*self._decode(method, [prompt], sampling, None, None, lambda: None, listener))
         return self._with_thinking(generation, prompt, settings)
 
     def serve(
@@ -185,6 +193,7 @@ class LocalBackend:
         requests: Sequence[tuple[Sequence[Message], int]],
         settings: Settings,
         ended: Callable[[], object] = lambda: None,
+        listener: Listener = NOBODY,
     ) -> list[Served]:
         """Chats, each with its repeat, `settings.concurrency` at a time; `ended` is told of each.
 
@@ -192,7 +201,9 @@ class LocalBackend:
         """
         prompts = [self.encode(messages, settings) for messages, _ in requests]
         seeds = [self._seed(prompt, repeat) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
-        decoded, error = self._decode(method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended)
+        decoded, error = self._decode(
+            method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended, listener
+        )
         begin = next((one.begin for one in decoded if one.rounds), None)
         return [
             Served(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
@@ -213,7 +224,7 @@ class LocalBackend:
         prompts' own, in place of the one of `sampling`.
         """
         return self._generations(
-            *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None)
+            *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None, NOBODY)
         )
 
     def _decode(
@@ -224,6 +235,7 @@ class LocalBackend:
         seeds: Sequence[int] | None,
         num_rows: int | None,
         ended: Callable[[], object],
+        listener: Listener,
     ) -> tuple[list[Decoded], str]:
         """What was decoded of each prompt, and what kept those that have not ended from ending."""
         drafter = self.drafters[method]
@@ -232,7 +244,8 @@ class LocalBackend:
             if isinstance(drafter, Foresees):
                 drafter.foresee(prompts, self.limits, sampling, seeds)
             self._reset_memory()
-            for step in decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows):
+            steps = decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows, listener)
+            for step in steps:
                 for row, request in enumerate(step.requests):
                     decoded[request].add(row, step)
                     if step.emitted[row] is not None and step.ended[row]:

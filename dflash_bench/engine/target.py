@@ -24,6 +24,7 @@ from dflash_bench.engine.architecture import (
 from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
 from dflash_bench.engine.published import Masks, Published
 from dflash_bench.engine.replays import Replays, room_for
+from dflash_bench.records import NOBODY, Listener
 
 ALL = 0
 """Places of which logits are wanted: all."""
@@ -97,6 +98,8 @@ class Target:
         self.replays: Replays | None = None
         self.fallback: str | None = None
         """What our own code does with this target, where that is why it is not computed by it; a verb comes first."""
+        self.listener: Listener = NOBODY
+        """Is told of every pass."""
 
     def tap(self, taps: Sequence[int]) -> None:
         """Record the outputs of these layers (0-based) from now on."""
@@ -225,6 +228,7 @@ class Target:
         as block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
+        self.listener.passed()
         cache, width = self.cache, tokens.shape[1]
         is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
         if self.replays is not None and is_block:

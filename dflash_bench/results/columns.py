@@ -45,6 +45,8 @@ COLUMNS = {
     "total_rounds": "int32", "total_drafted": "int32", "total_accepted": "int32",
     "counted_by": "string", "uncounted": "string", "rate": "double",
     "worker": "int32",
+    "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
+    "clock_rounds": "int32", "clock_passes": "int32",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -58,6 +60,7 @@ SINCE_6 = (
     "num_hidden_tokens", "num_first_tokens", "num_cached_tokens", "total_rounds", "total_drafted", "total_accepted",
     "counted_by", "uncounted", "rate",
 )
+SINCE_8 = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
 # fmt: on
 SINCE = (
     dict.fromkeys(SINCE_2, 2)
@@ -65,6 +68,7 @@ SINCE = (
     | {"context": 4, "quantize": 5}
     | dict.fromkeys(SINCE_6, 6)
     | {"worker": 7}
+    | dict.fromkeys(SINCE_8, 8)
 )
 """The schema version that introduced a column; in parts of an older one it reads as null."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}

@@ -17,7 +17,7 @@ import numpy as np
 from dflash_bench import repetition
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Settings
-from dflash_bench.results import parts, shape, whole
+from dflash_bench.results import parts, shape, validity, whole
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import Identity, settings_numbers, settings_of
 from dflash_bench.results.run_json import FILE, Info, carried, check_shape, read_info
@@ -41,7 +41,7 @@ NAMES = (
 """Columns with few different values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns that the sums of lists are completed from."""
-COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids")
+COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *validity.CLOCK)
 ALLOWED = ("damaged", *whole.REMEDIES)
 """The flaws that `--allow` lets a reader ignore."""
 

@@ -12,13 +12,16 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dflash_bench.records import SCHEMA_VERSION, Exactness, FinishReason
+from dflash_bench.records import CLOCK_S, CLOCK_SHARE, SCHEMA_VERSION, Exactness, FinishReason
 
 COUNTS = ("drafted", "accepted", "emitted")
 SECONDS = ("draft_s", "verify_s", "round_s")
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
+CLOCK = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
+"""What the runner saw of an answer, apart from what the backend says of it."""
 COLUMNS = (
+    *CLOCK,
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", *COUNTS, *SECONDS, "error",
     "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "order", *TOKENS, *TOTALS,
@@ -76,6 +79,25 @@ def _checked(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:
         values = seconds.fill_null(float("nan")).to_numpy(zero_copy_only=False)
         impossible = ~((values > 0) | ((values == 0) & ~np.asarray(worked))) | ~np.isfinite(values)
         yield f"{name} is {NO_TIME}", impossible & known & succeeded
+    yield "its times are not those of the runner's own clock", _off_clock(batch) & succeeded
+    heard, passes = (_counts(batch.column(name)) for name in ("clock_rounds", "clock_passes"))
+    uncounted = (heard >= 0) & ((has_rounds & (heard != lengths["accepted"])) | ((passes >= 0) & (passes != heard)))
+    yield "its rounds are not those that the runner heard of", uncounted & succeeded
+
+
+def _off_clock(batch: Any) -> Any:
+    """The mask of rows whose times the runner's clock denies, [rows]; see `run/stopwatch.py`."""
+    names = ("prefill_s", "decode_s", *CLOCK[:4])
+    prefill, decode, call, heard_prefill, heard_decode, slack = (
+        batch.column(name).fill_null(np.nan).to_numpy(zero_copy_only=False) for name in names
+    )
+    # Nothing is less or more than NaN.
+    off = prefill + decode > call * (1 + CLOCK_SHARE) + CLOCK_S
+    off |= decode < heard_decode * (1 - CLOCK_SHARE) - CLOCK_S
+    for told, heard in ((prefill, heard_prefill), (decode, heard_decode)):
+        most = (heard + slack) * (1 + CLOCK_SHARE) + CLOCK_S
+        off |= np.isfinite(call) & ((told < heard * (1 - CLOCK_SHARE) - CLOCK_S) | (told > most))
+    return off
 
 
 def _wrong_totals(rounds: Any, drafted: Any, accepted: Any) -> Any:

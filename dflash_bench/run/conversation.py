@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dflash_bench.methods import is_lossy
-from dflash_bench.records import Divergence, Generation, Message, Record, Settings
+from dflash_bench.records import NOBODY, Divergence, Generation, Message, Record, Settings
 from dflash_bench.results.plan import BASELINE
+from dflash_bench.run import stopwatch
 from dflash_bench.run.items import Backend, Item, Ledger, Plan, Watcher
+from dflash_bench.run.stopwatch import Stopwatch
 from dflash_bench.tasks import scoring
 from dflash_bench.tasks.scoring.answers import Score
 from dflash_bench.text import in_common
@@ -59,8 +61,12 @@ class Conversation:
             doing = " ".join(filter(None, [method, self.setting]))
             self.watcher.begins(self.item.suite, doing)
             start_s = self.run.seconds()
-            generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat)
-            record = self.item.record(method, turn, generation, (start_s, self.run.seconds()))
+            with Stopwatch() as watch:
+                said = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
+            why = stopwatch.alone(watch, said, tells_rounds=self.backend.tells_rounds)
+            generation = said if why is None else stopwatch.refused(said, why)
+            clock = watch.columns(alone=True)
+            record = self.item.record(method, turn, generation, (start_s, self.run.seconds()), clock)
             self.watcher.measured(record, doing)
             waiting.append(record)
             first = record.generation if method == self.plan.first else self._first(turn)
@@ -137,7 +143,7 @@ class Conversation:
                 return None
             if (self.warm.prompt_id, self.warm.settings) == (self.item.prompt.prompt_id, self.item.settings):
                 return self.warm.plain
-            return self.backend.generate(BASELINE, messages, self.item.settings, 0)
+            return self.backend.generate(BASELINE, messages, self.item.settings, 0, NOBODY)
         pairs = [(self._first(earlier), self._first(earlier, repeat=0)) for earlier in range(turn)]
         said_the_same = all(now and first and now.text == first.text for now, first in pairs)
         return self._first(turn, repeat=0) if said_the_same else None
@@ -175,10 +181,13 @@ def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
         watcher.begins(item.suite, doing)
         start_s = run.seconds()
         counted = _Counted(watcher, item.suite, doing, len(requests))
-        answers = first.backend.serve(method, requests, item.settings, counted)
+        with Stopwatch() as watch:
+            answers = first.backend.serve(method, requests, item.settings, counted, watch)
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             times = start_s + served.start_s, start_s + served.end_s
-            record = conversation.item.record(method, turn, served.generation, times)
+            why = stopwatch.beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
+            generation = served.generation if why is None else stopwatch.refused(served.generation, why)
+            record = conversation.item.record(method, turn, generation, times, watch.columns(number, alone=False))
             watcher.measured(record, doing)
             records.append((number, record))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}

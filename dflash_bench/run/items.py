@@ -7,7 +7,18 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Protocol
 
-from dflash_bench.records import GREEDY, Audit, Divergence, Generation, Message, Prompt, Record, Served, Settings
+from dflash_bench.records import (
+    GREEDY,
+    Audit,
+    Divergence,
+    Generation,
+    Listener,
+    Message,
+    Prompt,
+    Record,
+    Served,
+    Settings,
+)
 from dflash_bench.results import plan as plans
 from dflash_bench.results.plan import Asked
 from dflash_bench.results.store import Key
@@ -46,7 +57,14 @@ class Witnessed:
 class Backend(Described, Protocol):
     """Whatever can answer a chat by a method, and has a judge of the answers."""
 
-    def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation:
+    @property
+    def tells_rounds(self) -> bool:
+        """Does it tell the listener of every round, as it is decoded? Of a server only the whole answer is timed."""
+        ...
+
+    def generate(
+        self, method: str, messages: Sequence[Message], settings: Settings, repeat: int, listener: Listener
+    ) -> Generation:
         """One answer, decoded alone."""
         ...
 
@@ -56,9 +74,10 @@ class Backend(Described, Protocol):
         requests: Sequence[tuple[Sequence[Message], int]],
         settings: Settings,
         ended: Callable[[], object],
+        listener: Listener,
     ) -> Sequence[Served]:
         """Answers to chats, each with its repeat, `settings.concurrency` at a time, or each when it is due at
-        `settings.rate`; `ended` is told of each."""
+        `settings.rate`; `ended` is told of each. To the listener a request is its place among them."""
         ...
 
     def divergence(
@@ -210,10 +229,18 @@ class Item:
     def key(self, method: str, turn: int) -> Key:
         return self.suite, self.prompt.prompt_id, self.repeat, self.settings, method, turn
 
-    def record(self, method: str, turn: int, generation: Generation, times: tuple[float, float]) -> Record:
+    def record(
+        self,
+        method: str,
+        turn: int,
+        generation: Generation,
+        times: tuple[float, float],
+        clock: Mapping[str, Any] | None = None,
+    ) -> Record:
+        """`times` are its start and end on the run's clock, `clock` what the runner's stopwatch says of it."""
         return Record(
             suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
             prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
             repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),
-            generation=generation, settings=self.settings, start_s=times[0], end_s=times[1],
+            generation=generation, settings=self.settings, start_s=times[0], end_s=times[1], **(clock or {}),
         )  # fmt: skip

@@ -25,6 +25,12 @@ class Prepared:
     commits: Mapping[str, str] = field(default_factory=dict)
     """Of target and drafts that come from the hub, what their ids meant when they were fetched: ID@COMMIT."""
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, of target and drafts."""
+        held = self.memory or {}
+        return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
+
     def pinned(self, resolved: Resolved) -> Resolved:
         """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between."""
         model, commits = resolved.model, self.commits
@@ -38,12 +44,6 @@ class Prepared:
 
 def _reference(resolved: Resolved, part: str) -> str:
     return resolved.model.target if part == "target" else resolved.model.drafts[part]
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of keys and values, of target and drafts."""
-        held = self.memory or {}
-        return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
 
 def prepare(resolved: Resolved) -> Prepared:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dflash_bench.records import Message, Settings
+from dflash_bench.records import NOBODY, Message, Settings
 from dflash_bench.results.identity import short_names
 from dflash_bench.run.conversation import Conversation, WarmUp, answer_together
 from dflash_bench.run.items import Backend, Item, Ledger, Plan, Watcher
@@ -51,5 +51,5 @@ def execute(
 def _warm_up(plan: Plan, backend: Backend, item: Item) -> WarmUp:
     """The same loop on the same prompt, thrown away but for the plain answer."""
     messages = (*item.prompt.opening, Message("user", item.turns[0]))
-    answers = [backend.generate(method, messages, item.settings, 0) for method in plan.methods]
+    answers = [backend.generate(method, messages, item.settings, 0, NOBODY) for method in plan.methods]
     return WarmUp(item.suite, item.prompt.prompt_id, item.settings, answers[0])

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from dflash_bench.errors import UserError
-from dflash_bench.records import GREEDY, Divergence, Generation, Message, Served, Settings
+from dflash_bench.records import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Served, Settings
 from dflash_bench.servers import asking, detection
 from dflash_bench.servers.address import Access, Address
 from dflash_bench.servers.asking import Timed
@@ -47,6 +47,8 @@ class Local(Protocol):
 
 class ServerBackend:
     """Answers each method by its server. Close it, or use it in a `with`."""
+
+    tells_rounds = False
 
     def __init__(
         self,
@@ -141,8 +143,14 @@ class ServerBackend:
                     )
 
     def generate(
-        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+        self,
+        method: str,
+        messages: Sequence[Message],
+        settings: Settings = GREEDY,
+        repeat: int = 0,
+        listener: Listener = NOBODY,
     ) -> Generation:
+        """The listener is told nothing: a server's rounds are its own."""
         return self.answer(method, messages, settings, repeat).generation
 
     def answer(self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0) -> Timed:
@@ -157,6 +165,7 @@ class ServerBackend:
         requests: Sequence[tuple[Sequence[Message], int]],
         settings: Settings,
         ended: Callable[[], object] = lambda: None,
+        listener: Listener = NOBODY,
     ) -> list[Served]:
         """`settings.concurrency` at a time, or at `settings.rate`; an answer begins when it is sent."""
         server = self.servers[method]

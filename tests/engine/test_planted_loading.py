@@ -14,6 +14,7 @@ import matrix
 import pytest
 import torch
 from faults import Fault, Plant
+from matrix import Way
 from torch import Tensor
 
 from dflash_bench.engine import lean_layers, local

@@ -184,7 +184,7 @@ def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) ->
     assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float not null>"}
     assert {types[name] for name in ("prefill_s", "decode_s", "draft_prefill_s")} == {"double"}
     assert types["token_ids"] == "list<element: int32 not null>"
-    assert schema.metadata[b"schema_version"] == b"7"
+    assert schema.metadata[b"schema_version"] == b"8"
 
 
 def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ class Clock(FakeBackend):
     now: float = 0.0
     takes_s: Callable[[str, str], float] = lambda method, question: 1.0
 
-    def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation:
-        answer = FakeBackend.generate(self, method, messages, settings, repeat)
-        self.now += self.takes_s(method, messages[-1].content)
-        return replace(answer, decode_s=self.takes_s(method, messages[-1].content))
+    def answer(self, method: str, messages: Sequence[Message]) -> Generation:
+        answer, took_s = FakeBackend.answer(self, method, messages), self.takes_s(method, messages[-1].content)
+        self.now += took_s
+        return replace(answer, decode_s=took_s)
 
 
 def uneven(method: str, question: str) -> float:

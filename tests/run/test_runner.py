@@ -12,6 +12,7 @@ from fake import FakeBackend, other_tokens
 
 from dflash_bench.records import Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import store
+from dflash_bench.results.columns import SINCE_8
 from dflash_bench.run import runner
 from dflash_bench.run.items import Plan, Watcher
 from dflash_bench.tasks import scoring
@@ -258,7 +259,8 @@ class Stop(BaseException):
 
 def comparable(records: list[Record]) -> list[Record]:
     """In the order of the run, and without its clock."""
-    untimed = [replace(row, start_s=None, end_s=None) for row in records]
+    clocks = {name: None for name in ("start_s", "end_s", *SINCE_8) if name != "clock_rounds"}
+    untimed = [replace(row, **clocks) for row in records]
     return sorted(untimed, key=lambda row: row.order)
 
 

@@ -19,7 +19,7 @@ from dflash_bench import methods
 from dflash_bench.analysis import metrics
 from dflash_bench.kinds import Kind
 from dflash_bench.models import chat
-from dflash_bench.records import Divergence, Message, Record, Settings
+from dflash_bench.records import Divergence, Listener, Message, Record, Settings
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.compared import compared
 from dflash_bench.report.plots.material import Material
@@ -96,9 +96,9 @@ def test_each_prompt_is_asked_under_all_settings_before_the_next(tmp_path: Path)
 def test_a_later_turn_sees_the_plain_answer_of_its_own_settings(tmp_path: Path) -> None:
     class Tempered(FakeBackend):
         def generate(
-            self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+            self, method: str, messages: Sequence[Message], settings: Settings, repeat: int, listener: Listener
         ) -> Any:
-            answer = super().generate(method, messages, settings, repeat)
+            answer = super().generate(method, messages, settings, repeat, listener)
             return replace(answer, text=f"{method} at {settings.temperature:g}, {repeat}")
 
     plan = Plan((loaded(*prompts(1, 2)),), ("ar", "dflash"), repeats=2, settings=(GREEDY, SAMPLED))

@@ -1,0 +1,213 @@
+"""A second clock and a second counter: what the runner itself saw of an answer, held against what the backend says.
+
+A backend times and counts what it decodes. The runner listens while it does so, with a clock of its own: it takes down
+every token and when it came, and makes nothing else of it. Where the two disagree the answer has failed, whoever is
+right.
+
+The host hears of tokens when they are on the host, which on a GPU is after the round's only synchronisation; what the
+device does after it (a draft that takes in what was kept) is heard with the next round, and the last round of an answer
+decoded alone has nothing after it. The first reading comes after the device was waited for. So for one answer at a time
+the host's readings are right to within the time of a few Python statements, on a GPU as on a CPU. Beside others an
+answer's end may lag behind what the host hears, and only what holds in any case is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dflash_bench.records import CLOCK_S, CLOCK_SHARE, Generation, Served
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds between two moments, each of which lies between two readings: at least so long, and so much more."""
+
+    least: float
+    slack: float
+
+    def agrees(self, seconds: float) -> bool:
+        return self.at_least(seconds) and seconds <= (self.least + self.slack) * (1 + CLOCK_SHARE) + CLOCK_S
+
+    def at_least(self, seconds: float) -> bool:
+        return seconds >= self.least * (1 - CLOCK_SHARE) - CLOCK_S
+
+    def __str__(self) -> str:
+        return f"{1000 * self.least:.1f} ms"
+
+
+@dataclass(slots=True)
+class Moment:
+    """When something happened: not before one reading of the clock, and not after another."""
+
+    before: float
+    after: float | None = None
+
+
+@dataclass(slots=True)
+class Heard:
+    """One answer, as it was heard."""
+
+    began: Moment
+    came: list[Moment] = field(default_factory=list)
+    """The tokens from prefill, and those of each round."""
+    counts: list[int] = field(default_factory=list)
+    """Tokens each time."""
+    tokens: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    """Forward passes of the target until then."""
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.counts) - 1
+
+    @property
+    def prefill(self) -> Span:
+        return _between(self.began, self.came[0])
+
+    @property
+    def decode(self) -> Span:
+        return _between(self.came[0], self.came[-1])
+
+    @property
+    def num_passes(self) -> int | None:
+        """After the first token; None where nobody told of passes."""
+        return self.passes[-1] - self.passes[0] if self.passes[-1] else None
+
+
+def _between(first: Moment, last: Moment) -> Span:
+    """What was never marked counts as read at once."""
+    latest, end = (one.before if one.after is None else one.after for one in (first, last))
+    least = max(0.0, last.before - latest)
+    return Span(least, max(0.0, end - first.before - least))
+
+
+class Stopwatch:
+    """Listens to one call of a backend, and times it from outside; use it in a `with` around the call.
+
+    A round costs two readings of the clock and a few appends.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Heard] = {}
+        self.call_s = 0.0
+        self._num_passes = 0
+        self._open: list[Moment] = []
+        self._start = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call_s = time.perf_counter() - self._start
+
+    def began(self, request: int) -> None:
+        moment = Moment(time.perf_counter())
+        self.answers[request] = Heard(moment)
+        self._open.append(moment)
+
+    def heard(self, request: int, tokens: Sequence[int]) -> None:
+        moment, answer = Moment(time.perf_counter()), self.answers[request]
+        answer.came.append(moment)
+        answer.counts.append(len(tokens))
+        answer.tokens += tokens
+        answer.passes.append(self._num_passes)
+        self._open.append(moment)
+
+    def marked(self) -> None:
+        now = time.perf_counter()
+        for moment in self._open:
+            moment.after = now
+        self._open.clear()
+
+    def passed(self) -> None:
+        self._num_passes += 1
+
+    def columns(self, request: int = 0, *, alone: bool) -> dict[str, float | int | None]:
+        """What a record keeps of it."""
+        call_s = self.call_s if alone else None
+        answer = self.answers.get(request)
+        if answer is None or not answer.came:
+            return {"clock_s": call_s}
+        prefill, decode = answer.prefill, answer.decode
+        return {
+            "clock_s": call_s,
+            "clock_prefill_s": prefill.least,
+            "clock_decode_s": decode.least,
+            "clock_slack_s": max(prefill.slack, decode.slack),
+            "clock_rounds": answer.num_rounds,
+            "clock_passes": answer.num_passes if alone else None,
+        }
+
+
+def alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> str | None:
+    """What is wrong with an answer that was decoded alone, by what was heard; None if nothing is."""
+    if said.error is not None:
+        return None
+    call = Span(watch.call_s, 0.0)
+    if said.prefill_s + said.decode_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
+        told = 1000 * (said.prefill_s + said.decode_s)
+        return f"clock: the answer is said to have taken {told:.1f} ms, but asking for it took {call}"
+    if not tells_rounds:
+        return None
+    answer = watch.answers.get(0)
+    if answer is None or not answer.came:
+        return "counter: the runner heard of no token"
+    return _counted(answer, said) or _passes(answer) or _timed(answer, said)
+
+
+def beside(watch: Stopwatch, request: int, served: Served, *, tells_rounds: bool) -> str | None:
+    """The same of an answer decoded beside others: its interval must lie in the runner's."""
+    said = served.generation
+    if said.error is not None:
+        return None
+    call, took = Span(watch.call_s, 0.0), served.end_s - served.start_s
+    if served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
+        return f"clock: the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
+    if said.prefill_s + said.decode_s > took * (1 + CLOCK_SHARE) + CLOCK_S:
+        told = 1000 * (said.prefill_s + said.decode_s)
+        return f"clock: the answer is said to have taken {told:.1f} ms within {1000 * took:.1f} ms"
+    if not tells_rounds:
+        return None
+    answer = watch.answers.get(request)
+    if answer is None or not answer.came:
+        return "counter: the runner heard of no token"
+    if not answer.decode.at_least(said.decode_s):
+        return _late("decoding", said.decode_s, answer.decode)
+    return _counted(answer, said)
+
+
+def _counted(answer: Heard, said: Generation) -> str | None:
+    if said.token_ids != tuple(answer.tokens):
+        return f"counter: the runner heard other tokens ({len(answer.tokens)}) than these ({len(said.token_ids)})"
+    if said.emitted is not None and said.emitted != tuple(answer.counts[1:]):
+        return f"counter: the runner heard of {answer.num_rounds} rounds, and not of these {len(said.emitted)}"
+    return None
+
+
+def _passes(answer: Heard) -> str | None:
+    passes = answer.num_passes
+    if passes is None or passes == answer.num_rounds:
+        return None
+    return f"counter: the target was asked for {passes} passes in {answer.num_rounds} rounds"
+
+
+def _timed(answer: Heard, said: Generation) -> str | None:
+    times: Mapping[str, tuple[float, Span]] = {
+        "decoding": (said.decode_s, answer.decode), "prefill": (said.prefill_s, answer.prefill)
+    }  # fmt: skip
+    for what, (seconds, span) in times.items():
+        if not span.agrees(seconds):
+            return _late(what, seconds, span)
+    return None
+
+
+def _late(what: str, seconds: float, span: Span) -> str:
+    return f"clock: {what} is said to have taken {1000 * seconds:.1f} ms, but took {span} by the runner's clock"
+
+
+def refused(said: Generation, why: str) -> Generation:
+    """In place of an answer that its witnesses deny: a failure, with none of its numbers."""
+    return Generation(said.token_ids, said.text, "error", said.num_prompt_tokens, 0.0, 0.0, error=why)
