@@ -32,7 +32,7 @@ SEND = """
 import os, struct
 def value(x):
     if x is None or x is True: return struct.pack('<cI', b'T' if x else b'N', 0)
-    if isinstance(x, str): return struct.pack('<cI', b's', len(x)) + x.encode()
+    if isinstance(x, str): return struct.pack('<cI', b's', len(x.encode())) + x.encode()
     if isinstance(x, int): return struct.pack('<cI', b'i', 8) + x.to_bytes(8, 'little', signed=True)
     return struct.pack('<cI', b't', len(x)) + b''.join(map(value, x))
 def frame(x): return struct.pack('<I', len(value(x))) + value(x)
@@ -110,6 +110,12 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
 def test_why_it_did_not_pass(box: Box, program: str, tests: str, reason: str) -> None:
     said = box.fails(program, ProgramLimits(cpu_s=1, wall_s=2.0), tests, ["f"])
     assert re.fullmatch(reason, said), said
+
+
+def test_a_forged_reason_is_one_line_that_can_be_shown(box: Box) -> None:
+    forged = r"def f(): everywhere(frame(('refused', 'it\n\u2028is \x1b[31mred'))); return 1"
+    outcome = box.run(SEND + forged, LIMITS, "f()", ["f"])
+    assert outcome == ProgramOutcome(False, "it is ?[31mred", by_value=False)
 
 
 def test_errors_that_tests_expect_arrive(box: Box) -> None:
