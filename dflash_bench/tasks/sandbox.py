@@ -99,6 +99,7 @@ class Cage:
         return f"{', '.join(wall for wall in walls if getattr(self, wall))}, rlimits{user}"
 
 
+_JUDGED = "judged from outside by what it returns: only tests known by heart can be cheated"
 UNSAFE = Cage(seccomp=False)
 """No cage at all: only a process with limits, killed together with its process group."""
 
@@ -117,8 +118,10 @@ def strongest() -> Cage | None:
 
 
 def describe(cage: Cage | None) -> str:
-    """In a few words, to be recorded with results."""
-    return str(cage) if cage else f"none: not run ({NO_CAGE})"
+    """In a few words, to be recorded and shown with results: the walls, and what can still cheat."""
+    if cage is None:
+        return f"none: not run ({NO_CAGE})"
+    return f"{cage}; {'it can forge its verdict' if cage == UNSAFE else _JUDGED}"
 
 
 def how_run(cage: Cage | None) -> str:

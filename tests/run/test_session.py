@@ -178,8 +178,13 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
         session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)
     session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, tell=print)
     info, records = store.load(tmp_path / "unsafe")
-    assert (info["sandbox"], info["identity"]["code"]) == ("unsafe: a plain process, rlimits", "unsafe")
+    assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(sandbox.UNSAFE), "unsafe")
     assert [record.passed for record in records] == [False, False]
+    read = frame.read(tmp_path / "unsafe")
+    for code, kind in ("unsafe", "code_unsafe"), ("caged", "code_by_heart"):
+        identity = info["identity"] | {"code": code}
+        noted = findings(read.rows, metrics.summarise(read.rows, identity), identity)
+        assert [note.kind for note in noted if note.kind.startswith("code")] == [kind]
 
 
 def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ SEND = """
 import os, struct
 def value(x):
     if x is None or x is True: return struct.pack('<cI', b'T' if x else b'N', 0)
-    if isinstance(x, str): return struct.pack('<cI', b's', len(x)) + x.encode()
+    if isinstance(x, str): return struct.pack('<cI', b's', len(x.encode())) + x.encode()
     if isinstance(x, int): return struct.pack('<cI', b'i', 8) + x.to_bytes(8, 'little', signed=True)
     return struct.pack('<cI', b't', len(x)) + b''.join(map(value, x))
 def frame(x): return struct.pack('<I', len(value(x))) + value(x)
@@ -96,11 +96,11 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
         ("x = 1", "f()", "exit status 1: NameError: name 'f' is not defined"),
         ("def f(): 1 / 0", "f()", "exit status 1: ZeroDivisionError: division by zero"),
         ("def f(x): pass", "f()", r"exit status 1: TypeError: f\(\) missing 1 required positional argument: 'x'"),
-        ("def f(): raise StopIteration", "assert [*map(lambda _: f(), [1])] == []", ".*RuntimeError: StopIteration: "),
+        ("def f(): raise StopIteration", "assert [*map(lambda _: f(), [1])] == []", ".*Error: StopIteration: ?"),
         ("raise SystemExit", "f()", "did not finish"),
-        ("import os\ndef f(): os._exit(3)", "f()", "exit status 3: "),
-        ("import os\ndef f(): os.abort()", "try: f()\nexcept: pass", "killed by SIGABRT"),
-        ("def f(): exit()", "try: f()\nexcept BaseException: pass", r".*"),
+        ("import os\ndef f(): os._exit(3)", "f()", "exit status 3: ?"),
+        ("import os\ndef f(): os.abort()", "try: f()\nexcept: pass", "killed by SIG(ABRT|SEGV)"),
+        ("def f(): raise SystemExit", "try: f()\nexcept BaseException: pass", "did not finish"),
         ("import time\ndef f(): time.sleep(100)", "try: f()\nfinally: pass", "timed out"),
         ("def f(): pass", "while True: pass", "timed out"),
         ("def f(): pass", "this is no code", "did not start: SyntaxError: invalid syntax"),
@@ -109,7 +109,13 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
 )  # fmt: skip
 def test_why_it_did_not_pass(box: Box, program: str, tests: str, reason: str) -> None:
     said = box.fails(program, ProgramLimits(cpu_s=1, wall_s=2.0), tests, ["f"])
-    assert re.fullmatch(reason.rstrip(), said), said
+    assert re.fullmatch(reason, said), said
+
+
+def test_a_forged_reason_is_one_line_that_can_be_shown(box: Box) -> None:
+    forged = r"def f(): everywhere(frame(('refused', 'it\n\u2028is \x1b[31mred'))); return 1"
+    outcome = box.run(SEND + forged, LIMITS, "f()", ["f"])
+    assert outcome == ProgramOutcome(False, "it is ?[31mred", by_value=False)
 
 
 def test_errors_that_tests_expect_arrive(box: Box) -> None:

@@ -14,7 +14,6 @@ from cages import BOXES, MARKER, RIGHT, Box, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.cage import syscalls
-from dflash_bench.tasks.sandbox import ProgramLimits
 
 NUMBERS = syscalls.X86_64 if os.uname().machine == "x86_64" else syscalls.AARCH64
 REFUSED = (
@@ -308,7 +307,7 @@ assert kinds == [stat.S_IFCHR] * 2 + [stat.S_IFREG] + [stat.S_IFIFO] * 2, kinds
 
 
 def test_descriptors_are_not_inherited(box: Box, tmp_path: Path) -> None:
-    """Besides three for the standard streams, two pipes to the keeper."""
+    """Besides three for the standard streams, two pipes to and from the tests."""
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         assert box.passes(KINDS)
@@ -359,8 +358,8 @@ SHOUT = (
 
 
 def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
-    assert box.fails(SHOUT + "os._exit(0)") == "did not finish"
-    assert box.fails(SHOUT) == "did not finish"
+    for end in ("os._exit(0)", ""):
+        assert box.fails(SHOUT + end).startswith("its program sent what is no plain value: ")
     box.fails("import os\nos.closerange(0, 256)")
 
 
@@ -368,7 +367,7 @@ def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     "override",
     [
         "import os; os._exit = print",
-        "from dflash_bench.tasks.cage import runner; runner._finish = print; runner.os = None",
+        "from dflash_bench.tasks.cage import answering, runner; answering.serve = runner.os = print",
         "import builtins; builtins.eval = builtins.AssertionError = lambda *_: None",
         "import sys; sys.modules.clear()",
         "import sys; sys.excepthook = lambda *_: None",
@@ -382,36 +381,10 @@ def test_overriding_what_ends_a_program_is_not_passing(box: Box, override: str) 
     box.fails(f"{override}\nassert 1 + 1 == 3")
 
 
-HUNT = """
-import collections, gc, os, sys
-seen, tokens = {}, []
-queue = collections.deque([sys._getframe(1), *sys.modules.values(), *gc.get_objects()])
-while queue and len(seen) < 200_000:
-    thing = queue.popleft()
-    if id(thing) in seen: continue
-    seen[id(thing)] = thing
-    if isinstance(thing, bytes) and len(thing) == 16: tokens.append(thing)
-    if isinstance(thing, type(HUNT)) and hasattr(thing, '__code__') and thing.__name__ == '_finish': finish = thing
-    queue.extend(gc.get_referents(thing))
-    for name in 'f_back f_locals f_globals __dict__ __closure__ cell_contents'.split():
-        try: queue.append(getattr(thing, name))
-        except (AttributeError, OSError, ValueError): pass
-for fd in range(3, 16):
-    for token in tokens:
-        try: os.write(fd, token)
-        except OSError: pass
-os._exit(0)
-"""
-
-
-def test_the_token_is_not_found_by_frames_names_and_the_garbage_collector(box: Box) -> None:
-    assert box.fails("def HUNT(): pass\n" + HUNT, ProgramLimits()) == "did not finish"
-
-
 def test_what_a_program_inherits_in_memory_holds_nothing_of_the_caller(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads all of its own memory may find the token, and passes; the caller's secrets are not there."""
+    """Whoever reads all of its own memory finds no secrets of the caller's."""
     secret = uuid.uuid4().hex
     monkeypatch.setenv("API_KEY", secret)
     read = (

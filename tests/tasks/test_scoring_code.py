@@ -88,7 +88,14 @@ HUMANEVAL = {
         f"```python\n{STUB.partition('def area')[1]}{STUB.partition('def area')[2]}{BODY}```",
         True,
     ),
-    "own half that is broken": (f"```python\ndef half(x):\n    return x\n\n{RIGHT}```", False),
+    "own half that is broken": (
+        f"```python\ndef half(x):\n    return x + x\n\n{RIGHT}```",
+        True,
+    ),  # the tests have theirs
+    "own half that is broken and used": (
+        f"```python\ndef half(x):\n    return x\n\n{RIGHT}".replace("* radius", "* half(2 * radius)") + "```",
+        False,
+    ),
     "signature only": ("```python\ndef area(radius):\n```", False),
     "pass": ("```python\ndef area(radius):\n    pass\n```", False),
     "syntax error": ("```python\ndef area(radius)\n    return 1\n```", False),

@@ -32,7 +32,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
 @pytest.mark.parametrize("wall", ["namespaces", "landlock"])
 def test_files_are_out_of_reach(wall: str, alone: Callable[[str], Run]) -> None:
     run = alone(wall)
-    assert run("open('here', 'w').close()").passed
+    assert run("open('here', 'w').close()").passed is (wall == "namespaces")
     for attack in ("open('/etc/passwd')", "open('/proc/self/mem')", "os.open(os.__file__, os.O_WRONLY)"):
         reason = run(f"import os\n{attack}").reason
         assert any(words in reason for words in ("No such file", "Permission denied", "Read-only")), reason

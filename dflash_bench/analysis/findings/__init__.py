@@ -208,12 +208,26 @@ def _few_prompts(case: Case) -> Seen | None:
     return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
 
 
-def _code_not_run(case: Case) -> Seen | None:
+def _code(case: Case) -> Seen | None:
     suite = case.identity.get("suites", {}).get(case.cell.suite, {})
-    if not case.is_first or case.identity.get("code") != "not run" or suite.get("scorer") not in CODE_SCORERS:
+    how = case.identity.get("code")
+    if not case.is_first or how not in _CODE or suite.get("scorer") not in CODE_SCORERS:
         return None
-    text = f"the answers are code, which was not run and so is not scored: {sandbox.NO_CAGE}"
-    return case.seen_in_suite("code_not_run", text, sandbox.REMEDY)
+    kind, text, remedy = _CODE[how]
+    return case.seen_in_suite(kind, f"the answers are code, {text}", remedy)
+
+
+_CODE = {
+    "not run": ("code_not_run", f"which was not run and so is not scored: {sandbox.NO_CAGE}", sandbox.REMEDY),
+    "unsafe": (
+        "code_unsafe", "which ran without a cage and can have forged its verdict", "run it on a system that has a cage"
+    ),
+    "caged": (
+        "code_by_heart", "judged by what it returns: an answer that knows the tests by heart has passed, too",
+        "score questions that are younger than the model, too",
+    ),
+}  # fmt: skip
+"""By how code was treated (`sandbox.how_run`)."""
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
@@ -221,7 +235,7 @@ CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
     _near_ties, _nothing_drafted,
     loops.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
-    speed.wide_interval, _code_not_run, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
+    speed.wide_interval, _code, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
     serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines, _unpinned,
     machines.shared_weights, machines.fallback,
 )  # fmt: skip

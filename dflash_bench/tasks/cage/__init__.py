@@ -1,5 +1,5 @@
-"""The inside of the sandbox: a keeper that builds the cage, and the runner in it.
+"""The inside of the sandbox: keepers that build cages, and in them the runners of an answer's program and of its tests.
 
-It starts anew for every program, so it only imports modules that Python has loaded anyway or that load in a few
+A keeper starts anew for every program, so it only imports modules that Python has loaded anyway or that load in a few
 milliseconds: no dataclasses, json, subprocess or pathlib here. The caller's side is `dflash_bench.tasks.sandbox`.
 """

@@ -16,13 +16,16 @@ READY, RETURNED, RAISED, REFUSED = "ready", "returned", "raised", "refused"
 MESSAGE_CHARS = 200
 
 
-def serve(link: Link, names: Mapping[str, object]) -> None:
-    """Answer calls until the tests have ended. What is no error but an end, like SystemExit, ends this process."""
-    process = os.getpid()
+def serve(link: Link, names: Mapping[str, object], process: int) -> None:
+    """Answer calls until the tests have ended. What is no error but an end, like SystemExit, ends this process.
+
+    A copy of `process` that the program has forked, where it can, answers none.
+    """
+    reply = plain.to_bytes((READY,))
     try:
-        link.send(plain.to_bytes((READY,)))
-        while os.getpid() == process:  # not a copy that the program has forked, where it can
-            link.send(_answer(names, *link.receive()))
+        while os.getpid() == process:
+            link.send(reply)
+            reply = _answer(names, *link.receive())
     except ClosedError:
         return
 

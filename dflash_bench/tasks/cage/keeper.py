@@ -38,17 +38,21 @@ def _watch(order: Order) -> str:
     tasks = os.open("/proc", os.O_RDONLY) if os.path.isdir("/proc/self/task") else null
     folder = namespaces.enter(order, os.getcwd()) if order.namespaces else os.getcwd()
     report_out, report_in = os.pipe()
+    known_out, known_in = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(known_in)
+        os.read(known_out, 1)  # until the caller can read whose end to wait for, or ours, as we hold its pipe
         os.dup2(null, 0)
         os.dup2(null, 1)
-        for fd in (null, tasks, report_out):
+        for fd in (null, tasks, known_out, report_out):
             if fd > 2:
                 os.close(fd)
         runner.run(order, folder, report_in)
-    for fd in (report_in, order.receiving, order.sending):  # so that the other side sees when this runner is gone
-        os.close(fd)
     os.write(sys.stdout.fileno(), f"{child}\n".encode())
+    # The ends of the link are closed here so that the other side sees when the runner is gone.
+    for fd in (known_out, known_in, report_in, order.receiving, order.sending):
+        os.close(fd)
     failure = Watch(order, child, tasks).wait()
     os.set_blocking(report_out, False)
     report = os.read(report_out, _REPORT_BYTES)

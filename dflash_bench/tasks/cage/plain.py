@@ -130,7 +130,7 @@ def from_bytes(data: bytes) -> object:
     try:
         value, end = _read(data, 0, 0)
     except (ValueError, TypeError, OverflowError, struct.error) as error:
-        raise MalformedError(str(error)) from error
+        raise MalformedError("its bytes do not fit together") from error
     if end != len(data):
         raise MalformedError("something follows the value")
     return value

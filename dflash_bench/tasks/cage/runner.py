@@ -39,8 +39,9 @@ def run(order: Order, folder: str, report: int) -> NoReturn:
     link = Link(order.receiving, order.sending)
     if order.asked is None:
         os.close(report)
+        process = os.getpid()
         eval(code, vars(module))
-        answering.serve(link, vars(module))
+        answering.serve(link, vars(module), process)
     else:
         tests = Tests(link, report)
         tests.wait_until_ready()

@@ -29,8 +29,9 @@ class Tests:
         self.link, self.report, self.num_calls = link, report, 0
 
     def leave(self, verdict: str, reason: str = "") -> NoReturn:
-        text = f"{verdict} {' '.join(reason.split())[:REASON_CHARS]}"
-        os.write(self.report, text.strip().encode(errors="replace"))
+        """At once. The reason may come from the answer's program: it becomes one line that can be shown."""
+        text = f"{verdict} {' '.join(reason.split())[:REASON_CHARS]}".strip()
+        os.write(self.report, "".join(letter if letter.isprintable() else "?" for letter in text).encode())
         os._exit(0)
 
     def wait_until_ready(self) -> None:

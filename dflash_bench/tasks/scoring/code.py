@@ -54,7 +54,7 @@ def _asked(tests: str) -> set[str]:
     """The names that these tests use, and neither they nor Python define: functions of the answer."""
     try:
         top = symtable.symtable(tests, "<tests>", "exec")
-    except (SyntaxError, ValueError):  # which will be said when they are run
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which will be said when they are run
         return set()
     defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     return _used(top) - defined - vars(builtins).keys()
