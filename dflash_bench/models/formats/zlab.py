@@ -14,7 +14,8 @@ from dflash_bench.models.formats import dflash, fields, variants
 from dflash_bench.models.formats.checkpoint import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
 
 READ = (
-    *fields.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size", TARGET_HEAD,
+    *fields.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size",
+    TARGET_HEAD,
     "sample_from_anchor",
 )  # fmt: skip
 """Keys of `dflash_config` that are read here."""
