@@ -20,7 +20,6 @@ from dflash_bench.models import folders
 from dflash_bench.models.presets import HOME, cache_folder
 from dflash_bench.models.unreadable import cannot_load, is_unreadable
 
-
 LARGEST = 1 << 24
 """Of any size in a header."""
 
