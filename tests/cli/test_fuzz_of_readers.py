@@ -51,7 +51,8 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def edited(base: Any, edits: list[tuple[int, str, Any]]) -> Any:
     value = json.loads(json.dumps(base))
-    for number, what, new in edits:
+    for number, what, drawn in edits:
+        new = json.loads(json.dumps(drawn))  # containers are edited in place, and drawn ones are shared
         found = list(places(value))
         if not found:
             return new
