@@ -72,6 +72,19 @@ def test_a_file_with_one_wrong_value_is_refused(kind: str, tmp_path: Path) -> No
     assert taken() - before < MOST_TAKEN
 
 
+WHOLE = ("", "null", "0", '"x"', "[[]]", "{", "[" * 5000, "\\u0000", "\ufeff")
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_another_value_in_place_of_the_whole_is_refused(kind: str, tmp_path: Path) -> None:
+    reader = readers.READERS[kind]
+    reader.make(tmp_path)
+    for text in WHOLE:
+        (tmp_path / reader.file).write_text(text)
+        said = readers.outcome(reader, tmp_path)
+        assert said or (kind == "texts" and not text.strip("\ufeff")), text
+
+
 @pytest.mark.parametrize("kind", OF_BYTES)
 def test_a_file_that_is_cut_off_is_refused(kind: str, tmp_path: Path) -> None:
     reader = readers.READERS[kind]
