@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -42,7 +43,8 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
 
 
 def _require_room(folder: Path) -> None:
-    """Raises UserError where the model could not be kept, before anything is downloaded."""
+    """Raises UserError where the model could not be kept, before anything is downloaded; leaves nothing there."""
+    made = [place for place in folder.parents if not place.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder.parent):
@@ -52,6 +54,10 @@ def _require_room(folder: Path) -> None:
             f"cannot write {folder} ({error.strerror}); nothing was downloaded; name another place with --cache or "
             f"{presets.HOME}"
         ) from error
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
 
 
 def _downloaded(package: Package, work: Path) -> Path:

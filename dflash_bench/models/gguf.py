@@ -8,15 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from dflash_bench import reading
 from dflash_bench.errors import UserError
 from dflash_bench.models import folders
 from dflash_bench.models.presets import HOME, cache_folder
 from dflash_bench.models.unreadable import cannot_load, is_unreadable
+
+LARGEST = 1 << 24
+"""Of any size in a header."""
 
 
 def is_file(reference: str) -> bool:
@@ -41,19 +46,73 @@ def require_readers() -> None:
         raise UserError(f"GGUF files need {' and '.join(missing)}; run: pip install {' '.join(missing)}")
 
 
+def check(path: Path) -> None:
+    """Raises UserError for a file that holds no whole model: transformers would make up all that is missing.
+
+    That would be weights that mean nothing, of sizes that the header alone decides.
+    """
+    from gguf import GGUFReader
+
+    reading.require_file(path)
+    try:
+        file = GGUFReader(path)
+        fields = {name: field.contents() for name, field in file.fields.items()}
+        shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in file.tensors}
+    except Exception as error:
+        if not is_unreadable(error):
+            raise
+        raise UserError(f"{path} is truncated or not a GGUF file ({_first_line(error)}); copy it again") from error
+    for problem in _missing(fields, shapes):
+        raise UserError(f"{path} is no whole model: {problem}; copy it again")
+
+
+def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """What a language model has and this file has not, or not as its header says."""
+    kind = fields.get("general.architecture")
+    if not isinstance(kind, str):
+        yield "it does not say its architecture"
+        return
+    hidden, num_layers = (fields.get(f"{kind}.{name}") for name in ("embedding_length", "block_count"))
+    for name, size in (("embedding_length", hidden), ("block_count", num_layers)):
+        if type(size) is not int or not 1 <= size <= LARGEST:
+            yield f"{kind}.{name} cannot be {size!r}"
+            return
+    assert isinstance(num_layers, int)
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2 or embedding[0] != hidden:
+        yield f"token_embd.weight is {embedding}, and {kind}.embedding_length {hidden}"
+        return
+    # Such as blk.0.ffn_up.weight: in layers of different kinds, each has some that others have not.
+    layers = {name.partition("_")[0] for name in shapes if name.startswith("blk.")}
+    if num_layers > len(shapes) or any(f"blk.{layer}.ffn" not in layers for layer in range(num_layers)):
+        yield f"not all of its {num_layers} layers are there"
+    up, wide = shapes.get("blk.0.ffn_up.weight"), fields.get(f"{kind}.feed_forward_length")
+    if up is not None and list(up) != [hidden, wide]:
+        yield f"blk.0.ffn_up.weight is {list(up)}, and {kind}.feed_forward_length {wide}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def convert(path: Path, folder: Path) -> None:
     """Write the model into a new folder: config, weights in float32, tokenizer. Raises UserError for what is none."""
     require_readers()
+    check(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     home, name = path.parent, path.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(home, gguf_file=name, dtype="float32")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            home, gguf_file=name, dtype="float32", output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=name)
     except Exception as error:
         if not is_unreadable(error):
             raise
         raise cannot_load(path, error) from error
+    if missing := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
+        raise UserError(f"{path}: {min(missing)} is missing or not as its header says; copy it again")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

@@ -77,15 +77,21 @@ def table(path: Path = TABLE) -> dict[str, Preset]:
 
 
 def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
+    if not isinstance(entry, dict):
+        raise UserError(f"{path.name}: {name} cannot be {entry!r}; it is a table")
     keys = [preset_field.name for preset_field in fields(Preset)]
     for key in entry:
         if key not in keys:
             raise unknown(f"key in {path.name}, {name}:", key, keys)
     if (package := entry.get("package")) is not None:
+        of_package = {item.name: item.type for item in fields(Package)}
+        if not isinstance(package, dict) or package.keys() != of_package.keys():
+            raise UserError(f"{path.name}, {name}: package is a table of {', '.join(of_package)}")
         entry = {**entry, "package": Package(**package), "target": str(cache_folder() / name)}
     missing = [key for key in ("target", "drafts", "source") if key not in entry]
     if missing:
         raise UserError(f"{path.name}, {name}: {missing[0]} is missing")
+    _check_types(path, name, entry)
     for draft in entry["drafts"]:
         check_draft(draft, f"{path.name}, {name}")
     for method, count in entry.get("num_drafts", {}).items():
@@ -94,6 +100,23 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
     drafts = {draft: _pinned(_in_package(text), commits.get(draft)) for draft, text in entry["drafts"].items()}
     target = _pinned(_in_package(entry["target"]), commits.get("target"))
     return Preset(**{**entry, "target": target, "drafts": drafts})
+
+
+TEXTS, NUMBERS, FLAGS = ("drafts", "unsupported", "revision"), ("num_drafts",), ("trained_thinking",)
+"""Tables of a preset, by what they hold for each draft."""
+PLAIN = {"target": str, "data": str, "source": str, "max_new_tokens": int, "thinking": bool, "billions": float}
+
+
+def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Raises UserError for a value of another type."""
+    tables = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, int), **dict.fromkeys(FLAGS, bool)}
+    for key, value in entry.items():
+        if key in tables and isinstance(value, dict):
+            sound = all(type(one) is tables[key] for one in value.values())
+        else:
+            sound = key == "package" or type(value) is PLAIN.get(key)
+        if not sound:
+            raise UserError(f"{path.name}, {name}: {key} cannot be {value!r}")
 
 
 def _commits(path: Path, name: str, entry: Mapping[str, Any]) -> dict[str, str]:

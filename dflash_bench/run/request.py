@@ -15,6 +15,7 @@ from dflash_bench.models import quantizing
 from dflash_bench.records import Audit, is_greedy
 from dflash_bench.run import budget
 from dflash_bench.tasks import scoring, suites
+from dflash_bench.text import shortened
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
@@ -160,8 +161,20 @@ def _refuse_alike(request: Request) -> None:
                 )
 
 
+MOST = {"limit": 10**7, "max_new_tokens": 10**7, "repeats": 10**5, "seed": 2**63 - 1}
+"""Far more than any run takes: a slip of the keyboard must not run for ever."""
+
+
+def _refuse_endless(request: Request) -> None:
+    for name, most in MOST.items():
+        value = getattr(request, name)
+        if value is not None and value > most:
+            raise UserError(f"--{name.replace('_', '-')} takes at most {most:,}, not {shortened(str(value), 40)}")
+
+
 def _refuse_unknown_values(request: Request) -> None:
     """What can be told before anything heavy is loaded."""
+    _refuse_endless(request)
     _refuse_alike(request)
     if not all(math.isfinite(temperature) and temperature >= 0 for temperature in request.temperatures):
         raise UserError(f"--temperature takes numbers from 0 up, not {_listed(request.temperatures)}")

@@ -10,8 +10,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
+from string import Formatter
 from typing import TypeGuard
 
 from dflash_bench import reading
@@ -103,10 +104,39 @@ def known_groups() -> dict[str, tuple[str, ...]]:
 
 
 def _parse(path: Path) -> Suite:
-    fields = reading.toml_of(path)
-    for key, value in fields.items():
-        fields[key] = tuple(value) if isinstance(value, list) else value
-    return Suite(name=path.stem, **fields)
+    """Raises UserError for a key that a suite has not, one that is missing, and a value of another type."""
+    entry = reading.toml_of(path)
+    known = {item.name: str(item.type) for item in fields(Suite) if item.name != "name"}
+    required = [item.name for item in fields(Suite) if item.default is MISSING and item.name != "name"]
+    for key in required:
+        if key not in entry:
+            raise UserError(f"{path}: {key} is missing")
+    for key, value in entry.items():
+        if key not in known:
+            raise unknown(f"key in {path}:", key, list(known))
+        is_texts_of = known[key].startswith("tuple") and is_texts(value)
+        is_one = not known[key].startswith("tuple") and type(value) is (int if known[key] == "int" else str)
+        if not (is_texts_of or is_one):
+            raise UserError(f"{path}: {key} cannot be {shortened(repr(value), 40)}")
+        entry[key] = tuple(value) if isinstance(value, list) else value
+    suite = Suite(name=path.stem, **entry)
+    _check_columns(path, suite)
+    return suite
+
+
+def _check_columns(path: Path, suite: Suite) -> None:
+    """Raises UserError for a part of a prompt that no column holds, and for a template that does more than fill in."""
+    for part in ("id", "category", "turns_column"):
+        if (column := getattr(suite, part)) is not None and column not in suite.columns:
+            raise UserError(f"{path}: {part} is '{shortened(column, 40)}', which is not among its columns")
+    for template in (*suite.turns, *filter(None, [suite.reference])):
+        try:
+            gaps = [gap for gap in Formatter().parse(template) if gap[1] is not None]
+        except ValueError as error:
+            raise UserError(f"{path}: the template '{shortened(template, 40)}' is none ({error})") from error
+        for _, name, spec, conversion in gaps:
+            if name not in suite.columns or spec or conversion:
+                raise UserError(f"{path}: a template asks for '{shortened(str(name), 40)}', which is no column")
 
 
 def expand(names: Sequence[str]) -> list[Suite]:

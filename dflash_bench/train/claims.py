@@ -17,7 +17,10 @@ def claim(path: Path, options: Mapping[str, Any], what: str) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_whole(path, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
-    for name, value in reading.json_of(path).items():
+    claimed = reading.json_of(path)
+    if not isinstance(claimed, dict):
+        raise UserError(f"{path} does not hold the options of {what}; restore it, or use another --out")
+    for name, value in claimed.items():
         if wanted.get(name) != value:
             raise UserError(
                 f"{path.parent} holds {what} with {name} {value}, not {wanted.get(name)}; use the same options, "

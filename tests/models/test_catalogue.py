@@ -98,8 +98,8 @@ def test_the_json_of_the_list_has_the_promised_keys(
     listed = json.loads(capsys.readouterr().out)
     assert [one["model"] for one in listed] == list(presets.table())
     promised = (
-        "model target drafts num_drafts thinking trained_thinking unsupported max_new_tokens billions source cached "
-        "fits needs"
+        "model target drafts revision num_drafts thinking trained_thinking unsupported max_new_tokens billions source "
+        "cached fits needs"
     )
     assert {tuple(one) for one in listed} == {tuple(promised.split())}
     assert [one["cached"] for one in listed[:3]] == [

@@ -157,7 +157,7 @@ def test_a_preset_names_the_commits_that_are_known(tmp_path: Path) -> None:
     ("revision", "said"),
     [
         ('target = "main"', "revision of target is 'main', not a commit of 40 digits"),
-        ("target = 7", "revision of target is 7, not a commit of 40 digits"),
+        ("target = 7", "revision cannot be {'target': 7}"),
         (f'medusa = "{OLD}"', "unknown part in revision of table.toml, one: 'medusa'"),
         (f'eagle3 = "{OLD}"', "eagle3 is ./nano/eagle3, which takes no revision"),
     ],

@@ -220,6 +220,8 @@ def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
 
 def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_first_format: bool) -> tuple[Cell, ...]:
     """`named` has the settings of the run; before schema 3 there was only one, and cells did not repeat it."""
+    if surplus := stored.get("settings", {}).keys() - {item.name for item in fields(Settings)}:
+        raise ValueError(f"the settings of {stored['suite']} {stored['method']} have a key {min(surplus)!r}")
     settings = Settings(**stored["settings"]) if "settings" in stored else next(iter(named))
     if settings not in named:
         raise ValueError(f"the settings of {stored['suite']} {stored['method']} are not the run's")
