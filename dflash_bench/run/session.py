@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _run_launched(
     launched, addresses = launching.launch(resolved, folder, stack, tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = prepare(resolved.judging)
-    add_judge(backend, resolved, prepared.cache_bytes)
+    add_judge(backend, replace(resolved, cache_bytes=prepared.cache_bytes))
     try:
         _run(resolved, prepared, backend, folder, resume, tell, lambda: launching.keep_logs(launched, folder))
     except UserError as error:
@@ -84,12 +84,12 @@ def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | P
         return prepare(resolved), stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
         prepared = prepare(resolved)
-        return prepared, open_local(resolved, prepared.cache_bytes)
+        return prepared, open_local(replace(resolved, cache_bytes=prepared.cache_bytes))
     backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
     if not remote.has_target(resolved.request):
         return Prepared(Contexts(0, 0), None), backend
     prepared = prepare(resolved.judging)
-    add_judge(backend, resolved, prepared.cache_bytes)
+    add_judge(backend, replace(resolved, cache_bytes=prepared.cache_bytes))
     return prepared, backend
 
 

@@ -44,8 +44,9 @@ def zeroed_down_proj(models: loading.Models) -> None:
 
 
 @torch.no_grad()
-def one_other_row(models: loading.Models) -> None:
-    models.target.model.embed_tokens.weight[5:400] *= 1.5
+def rows_in_another_order(models: loading.Models) -> None:
+    weight = models.target.model.embed_tokens.weight
+    weight[5:] = weight[5:].roll(1, dims=0)
 
 
 def hooked_head(models: loading.Models) -> None:
@@ -103,7 +104,7 @@ def first_token_lost(patch: pytest.MonkeyPatch) -> None:
 BOTH, OURS, THEIRS = ("lean", "transformers"), ("lean",), ("transformers",)
 PLANTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "a zeroed down_proj": (in_loading(zeroed_down_proj), BOTH),
-    "embeddings that are not the file's": (in_loading(one_other_row), BOTH),
+    "embeddings that are not the file's": (in_loading(rows_in_another_order), BOTH),
     "a hook on lm_head": (in_loading(hooked_head), BOTH),
     "a hook on a layer": (in_loading(hooked_layer), THEIRS),
     "weights damaged where they are joined": (damaged_joined, OURS),
@@ -121,7 +122,9 @@ OF_PROMPTS = ("another template", "another rendering", "a prompt without its fir
 )
 def test_what_the_engine_loaded_wrongly_is_found(name: str, engine: str, tmp_path: Path) -> None:
     plant, _ = PLANTS[name]
-    status, rows = matrix.run(Fault(name, plant), "float32", tmp_path / "run", limit=2, engine=engine)
+    # Of two prompts at least one answer ends before it is cut.
+    limit = 2 if name.startswith("stop") else 1
+    status, rows = matrix.run(Fault(name, plant), "float32", tmp_path / "run", limit=limit, engine=engine)
     assert status == 1
     wrong = [row for row in rows if "mismatch" in (row.exactness, row.audit)]
     # What is wrong in plain decoding is wrong in every method, and so hidden from a comparison with it.

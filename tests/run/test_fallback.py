@@ -34,7 +34,7 @@ def uncovered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, out: Path, *more: str) -> list[object]:
-    asked = ["run", "--target", folder, "--method", "ngram", "--suite", "gsm8k", "--limit", 1]
+    asked = ["run", "--target", folder, "--method", "ngram", "--suite", "gsm8k", "--data", "embedded", "--limit", 1]
     return [*asked, "--max-new-tokens", 8, "--out", out, *more]
 
 
