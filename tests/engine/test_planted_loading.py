@@ -55,12 +55,12 @@ def hooked_head(models: loading.Models) -> None:
 
 def hooked_layer(models: loading.Models) -> None:
     """Which our own forward pass does not call, and transformers' does."""
-    models.target.model.layers[7].mlp.register_forward_hook(lambda _module, _inputs, out: 0 * out)
+    models.target.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, out: out.roll(1, dims=-1))
 
 
 def other_template(models: loading.Models) -> None:
     template = models.tokenizer.chat_template
-    models.tokenizer.chat_template = template.replace("user", "assistant")
+    models.tokenizer.chat_template = template.replace("assistant", "user")
     assert models.tokenizer.chat_template != template
 
 
@@ -70,12 +70,13 @@ def other_stop_in_config(models: loading.Models) -> None:
 
 
 def damaged_joined(patch: pytest.MonkeyPatch) -> None:
+    """Where small weights are joined in a copy, and where large ones stay the model's own."""
     sound = lean_layers.joined
 
+    @torch.no_grad()
     def damaged(groups: Sequence[Sequence[Tensor]]) -> Tensor:
         whole = sound(groups)
-        if whole.ndim == 3 and len(groups[0]) > 1:
-            whole = whole.clone()
+        if len(groups[0]) > 1:
             whole[:, ::3] *= 0.5
         return whole
 
@@ -107,7 +108,6 @@ PLANTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "embeddings that are not the file's": (in_loading(rows_in_another_order), BOTH),
     "a hook on lm_head": (in_loading(hooked_head), BOTH),
     "a hook on a layer": (in_loading(hooked_layer), THEIRS),
-    "weights damaged where they are joined": (damaged_joined, OURS),
     "stop ids that are lost": (lost_stop_ids, BOTH),
     "stop ids that are others": (in_loading(other_stop_in_config), OURS),
     "another template": (in_loading(other_template), OURS),
@@ -131,6 +131,24 @@ def test_what_the_engine_loaded_wrongly_is_found(name: str, engine: str, tmp_pat
     assert {row.method for row in wrong} == {"ar", *matrix.METHODS}
     objections = read_info(tmp_path / "run")["objections"]
     assert (set(objections) == {OTHER_PROMPT}) == (name in OF_PROMPTS)
+
+
+def test_weights_damaged_where_they_are_joined_are_found(tmp_path: Path) -> None:
+    """In bfloat16 the parts of what is joined are the model's own weights, so transformers' code computes with them."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        damaged_joined(patch)
+        in_loading(lambda _models: None)(patch)
+
+    status, rows = matrix.run(Fault("damaged", plant), "bfloat16", tmp_path / "run", limit=1, engine="lean")
+    assert status == 1
+    wrong = {row.method for row in rows if "mismatch" in (row.exactness, row.audit)}
+    assert wrong == {"ar", *matrix.METHODS}
+
+
+def test_weights_damaged_in_a_copy_do_not_pass_the_comparison_with_transformers_code(tmp_path: Path) -> None:
+    status, _, error = matrix.ended(Fault("damaged", damaged_joined), "float32", tmp_path / "run", 1, engine="lean")
+    assert status == 2 and "--engine lean computes this target differently" in error
 
 
 # Where weights are shared
