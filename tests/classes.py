@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from shared import kept
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -60,9 +61,14 @@ HYBRID: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @cache
 def made(kind: str) -> Any:
-    """A model of that kind; whoever changes its weights copies it first."""
+    """A model of that kind; whoever changes it copies it first, as `shared.py` makes sure."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kept(_made(kind))
+
+
+def _made(kind: str) -> Any:
     model_class, config_class, changes = {**ATTENTION, **HYBRID}[kind]
-    torch.manual_seed(0)
     new: Callable[[Any], Any] = getattr(transformers, model_class)
     model = new(getattr(transformers, config_class)(**{**SHAPE, **changes})).eval()
     with torch.no_grad():

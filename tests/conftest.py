@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dflash_bench import cli
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_models_stay_what_they_are() -> Iterator[None]:
+    """And fixtures of a file draw the same random numbers whatever ran before."""
+    seed()
+    yield
+    if "shared" in sys.modules:
+        sys.modules["shared"].require_unchanged()
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_of_its_own(shared_models_stay_what_they_are: None) -> None:
+    """A test draws the same ones whatever ran before it."""
+    seed()
+
+
+def seed() -> None:
+    """Of what is loaded: most tests need no torch."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

@@ -48,8 +48,7 @@ def open_backend(
     (`capturing.py`); the judge always asks the publisher's code, of weights of its own if these fit beside the caches
     (`witness.py`).
     """
-    stops = stop_ids(models.target, models.tokenizer)
-    witness = witness_of(models, max_new_tokens, stops, cache_bytes)
+    witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
     # What compiles has a layout of its own.
     target = target_of(models.target, engine, packs=capture != "inductor")
     trees = [method.label for method in methods if method.kind.shape == "tree"]
@@ -65,7 +64,8 @@ def open_backend(
     }  # fmt: skip
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
     about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": witness.weights}
-    return LocalBackend(target, models.tokenizer, drafters, Limits(max_new_tokens, stops), seed, about, witness)
+    limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
+    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, witness)
 
 
 def _about(
@@ -140,7 +140,7 @@ class LocalBackend:
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
         self.clock = clock_for(target.device)
-        self.witness = witness or given(target.model, limits.stop_ids, limits.max_new_tokens)
+        self.witness = witness or given(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
 
     @property
     def judge(self) -> Judge:

@@ -132,13 +132,15 @@ class Witness:
             )
 
 
-def given(model: Any, stop_ids: frozenset[int], max_new_tokens: int) -> Witness:
+def given(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: int) -> Witness:
     """Of a model that was not loaded from files: it is asked itself, and nothing is known beside what is given."""
     own = _bare(twin(model))
-    return Witness(lambda: own, lambda: Words(None, stop_ids), max_new_tokens, own)
+    return Witness(lambda: own, lambda: Words(None, stop_ids()), max_new_tokens, own)
 
 
-def witness_of(models: Models, max_new_tokens: int, stop_ids: frozenset[int], other_bytes: int = 0) -> Witness:
+def witness_of(
+    models: Models, max_new_tokens: int, stop_ids: Callable[[], frozenset[int]], other_bytes: int = 0
+) -> Witness:
     """To be called before anything is laid out or hooked. `other_bytes` will be needed beside the weights.
 
     Models that were not loaded from files are judged by themselves, and end answers at `stop_ids`.

@@ -11,7 +11,7 @@ from dflash_bench.analysis.findings import badges
 from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import draft_of
-from dflash_bench.records import Settings, context_name
+from dflash_bench.records import OWN_WEIGHTS, Settings, context_name
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of
@@ -125,6 +125,8 @@ def memory(info: Mapping[str, Any]) -> str:
         known[name] for name in ("free_bytes", "largest_context", "largest_context_without_drafts")
     )
     words = f"weights {weights}; caches {caches}"
+    if (info.get("identity", {}).get("judge") or {}).get("weights") == OWN_WEIGHTS:
+        words = f"weights {weights}, and the target's once more for the judge; caches {caches}"
     if free is None:
         return words
     others = f", {without:,} without drafts" if without != largest else ""

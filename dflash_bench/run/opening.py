@@ -48,13 +48,13 @@ class Wanted:
         return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
 
 
-def open_local(resolved: Resolved, cache_bytes: int = 0) -> LocalBackend:
+def open_local(resolved: Resolved) -> LocalBackend:
     """The engine of this process, with the models of a resolved request, and its judge, whose weights are read.
 
-    `cache_bytes` as for `opened`. Raises UserError for what cannot be had.
+    Raises UserError for what cannot be had.
     """
     wanted, seed = wanted_of(resolved.request), resolved.request.seed or 0
-    backend = opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, cache_bytes)
+    backend = opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
     backend.witness.read()
     return backend
 
@@ -72,9 +72,9 @@ def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBack
     return backend
 
 
-def add_judge(backend: ServerBackend, resolved: Resolved, cache_bytes: int = 0) -> None:
+def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
     """The same target in this process makes the prompts' token ids, and judges the answers."""
-    attach(backend, open_local(resolved.judging, cache_bytes))
+    attach(backend, open_local(resolved.judging))
 
 
 def attach(backend: ServerBackend, local: LocalBackend) -> None:

@@ -32,10 +32,12 @@ class Prepared:
         return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
     def pinned(self, resolved: Resolved) -> Resolved:
-        """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between."""
+        """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between. And with
+        what the caches will take, beside which the judge's own weights must fit."""
         model, commits = resolved.model, self.commits
         drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
-        return replace(resolved, model=replace(model, target=commits.get("target", model.target), drafts=drafts))
+        found = replace(model, target=commits.get("target", model.target), drafts=drafts)
+        return replace(resolved, model=found, cache_bytes=self.cache_bytes)
 
     def unpinned(self, resolved: Resolved) -> list[str]:
         """The parts whose ids named no commit."""

@@ -31,6 +31,8 @@ class Resolved:
     audit: Audit
     cage: sandbox.Cage | None
     """Where code that the model writes will run; without one it is not run, and stays unscored."""
+    cache_bytes: int = 0
+    """What caches of keys and values will take, once that is known."""
 
     @property
     def drafts(self) -> list[str]:

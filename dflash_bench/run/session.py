@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _run_launched(
     launched, addresses = launching.launch(resolved, folder, stack, tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = prepare(resolved.judging)
-    add_judge(backend, prepared.pinned(resolved), prepared.cache_bytes)
+    add_judge(backend, prepared.pinned(resolved))
     try:
         _run(resolved, prepared, backend, folder, resume, tell, lambda: launching.keep_logs(launched, folder))
     except UserError as error:
@@ -85,12 +85,12 @@ def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | P
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
         prepared = prepare(resolved)
-        return prepared, open_local(prepared.pinned(resolved), prepared.cache_bytes)
+        return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
     if not remote.has_target(resolved.request):
         return Prepared(Contexts(0, 0), None), backend
     prepared = prepare(resolved.judging)
-    add_judge(backend, prepared.pinned(resolved), prepared.cache_bytes)
+    add_judge(backend, prepared.pinned(resolved))
     return prepared, backend
 
 

@@ -255,7 +255,7 @@ def test_few_nodes_below_each_other_are_sent_as_a_chain() -> None:
     assert ddtree_drafter(target, 1).top_k == 1
     with torch.no_grad():
         # A draft that is certain: its best tree is a chain, as long as the block is.
-        target.model.get_output_embeddings().weight.data.mul_(1000)
+        target.head.weight.data.mul_(1000)
     proposed = []
     original = drafter.propose
     drafter.propose = lambda: proposed.append(original()) or proposed[-1]

@@ -132,7 +132,7 @@ def test_a_reduced_head_proposes_only_tokens_it_knows() -> None:
     draft = variant(own_head=True, draft_vocab_size=40)
     known = set(draft.t2d.nonzero()[:, 0].tolist())
     drafter = DFlashDrafter(draft, target.embedding, target.head)
-    recorded = record(drafter, drafter.network.head, target, PROMPTS)
+    recorded = record(drafter, drafter.head, target, PROMPTS)
     proposed = {token for tokens, *_ in recorded.proposed for token in tokens.flatten().tolist()}
     assert len(proposed) > 3 and proposed <= known
     assert run(target, drafter, PROMPTS, 12).tokens == plain(target, PROMPTS, 12)

@@ -134,7 +134,7 @@ def test_one_of_several_processes_counts_on_its_part_of_the_memory(folder: Path)
     assert part is not None and part.free_bytes == models.source.free_bytes // 4
 
 
-def test_nano_has_a_judge_of_its_own_and_its_weights_are_not_a_second_time_in_memory() -> None:
+def test_nano_has_a_judge_of_its_own() -> None:
     models = loading.load(preset("nano"), [], "cpu", torch.float32)
     assert opened(models).witness.weights == "separate"
 

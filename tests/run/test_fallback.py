@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from toy import tiny
 
 from dflash_bench.engine import networks
 from dflash_bench.models.presets import NANO
+from dflash_bench.report import words as report_words
 from dflash_bench.results.run_json import read_info
 
 REASON = "does not cover this target: gpt2 is not among gemma, gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe"
@@ -34,7 +34,7 @@ def uncovered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, out: Path, *more: str) -> list[object]:
-    asked = ["run", "--target", folder, "--method", "ngram", "--suite", "gsm8k", "--limit", 1]
+    asked = ["run", "--target", folder, "--method", "ngram", "--suite", "gsm8k", "--data", "embedded", "--limit", 1]
     return [*asked, "--max-new-tokens", 8, "--out", out, *more]
 
 
@@ -50,10 +50,9 @@ def test_a_target_that_is_not_covered_says_so_and_why(uncovered: Path, tmp_path:
     assert (identity["network"], identity["fallback"]) == ("transformers", REASON)
     finding = f"gsm8k (embedded): the target was computed by transformers' code, because the engine's own {REASON}"
     assert finding in one_line(said)
-    _, compared, _ = matrix.command("compare", tmp_path / "run")
-    assert finding in one_line(compared)
-    _, table, _ = matrix.command("compare", tmp_path / "run", "--format", "markdown")
-    assert f"engine transformers (the engine's own {REASON})" in one_line(table.replace("\\_", "_"))
+    _, table, _ = matrix.command("report", tmp_path / "run", "--format", "markdown")
+    assert finding in one_line(table.replace("\\_", "_"))
+    assert f"engine transformers (the engine's own {REASON})" in report_words._settings(identity)
 
 
 def test_where_it_is_asked_for_nothing_is_said(uncovered: Path, tmp_path: Path) -> None:
@@ -69,14 +68,3 @@ def test_one_that_is_computed_differently_says_by_how_much(monkeypatch: pytest.M
     assert networks.target_of(tiny("llama"), "transformers").fallback is None
     monkeypatch.undo()
     assert networks.target_of(tiny("llama")).fallback is None
-
-
-def test_run_json_may_hold_neither(uncovered: Path, tmp_path: Path) -> None:
-    """As runs do that were made before."""
-    assert matrix.command(*words(uncovered, tmp_path / "run"))[0] == 0
-    path = tmp_path / "run/run.json"
-    info = json.loads(path.read_text())
-    assert info["identity"].pop("judge")["weights"] == "separate" and info["identity"].pop("fallback")
-    path.write_text(json.dumps(info))
-    status, said, error = matrix.command("compare", tmp_path / "run")
-    assert (status, error) == (0, "") and "the engine's own" not in said

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -15,6 +18,7 @@ from test_pooling import WORDS, rows_of
 from dflash_bench.errors import UserError
 from dflash_bench.results import store
 from dflash_bench.run import ray_pool
+from dflash_bench.run.items import Witnessed
 
 ROOT = Path(__file__).parents[2]
 NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'dflash-bench[ray]'")
@@ -41,6 +45,42 @@ def test_workers_that_would_take_turns_are_refused(
         ray_pool.refuse_too_many(workers, threads, device, num_gpus)
     assert str(caught.value).startswith(told)
     ray_pool.refuse_too_many(1, 1, device, max(num_gpus, 1))
+
+
+def of_worker(weights: str, **said: Any) -> dict[str, Any]:
+    judge = {"target": "nano", "dtype": "float32", "weights": weights}
+    return {"identity": {"dtype": "float32", "judge": judge, **said}, "machine": 0, "node": "a", "environment": MACHINE}
+
+
+MACHINE: dict[str, Any] = {"cpu": "a processor", "gpus": []}
+
+
+def pool_of(*abouts: dict[str, Any], said: Sequence[Witnessed] = ()) -> ray_pool.RayPool:
+    pool = object.__new__(ray_pool.RayPool)
+    pool._abouts, pool.num_at_first, pool._nodes = dict(enumerate(abouts)), len(abouts), ["a"]
+    errors = SimpleNamespace(RayTaskError=RuntimeError)
+    pool.ray = SimpleNamespace(get=lambda value: value, exceptions=errors)
+    pool._actors = {
+        number: SimpleNamespace(witnessed=SimpleNamespace(remote=lambda one=one: one))
+        for number, one in enumerate(said)
+    }
+    return pool
+
+
+def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None:
+    own, shared = of_worker("separate"), of_worker("shared weights")
+    assert pool_of(own, own).describe()["judge"]["weights"] == "separate"
+    pool = pool_of(own, shared)
+    assert pool.describe()["judge"]["weights"] == "shared weights"
+    pool._known(2, shared)
+    with pytest.raises(UserError, match='worker 3 computes otherwise than the first one: dtype was "float32"'):
+        pool._known(3, of_worker("separate", dtype="bfloat16"))
+
+
+def test_what_the_judges_of_workers_say_is_put_together() -> None:
+    heard = pool_of(said=[Witnessed(None, {"prompts": 2}), Witnessed("a.weight", {"prompts": 3})]).witnessed()
+    assert heard == Witnessed("a.weight", {"prompts": 5})
+    assert pool_of(said=[Witnessed(), Witnessed()]).witnessed() == Witnessed()
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
