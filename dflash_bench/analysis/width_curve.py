@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from dflash_bench.analysis.roofline import Bound, bound, least_s, work
 from dflash_bench.forwards import Forward, Line, Rates, Size, fit
 
@@ -66,6 +68,43 @@ def regime(line: Line, widest: int, roofline_s: float, grows: Bound = "arithmeti
     if line.c1 * widest > line.c0:
         return grows
     return "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A round of plain decoding beside the forward pass that it consists of, in seconds."""
+
+    round_s: float
+    pass_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.round_s / self.pass_s
+
+
+def pace(info: Mapping[str, Any], round_s: Any, contexts: Any) -> Pace | None:
+    """By answers that were decoded plainly and alone: of each a round that most of its rounds are no shorter than, and
+    the tokens behind which these were, [answers]. None where the run did not measure a pass of width 1.
+
+    Both sides are short ones of their kind, so that a busy machine, which only ever holds up, says little about them;
+    and of the passes at the run's beginning and at its end the longer one counts. A context beyond that of the measured pass is charged what reading it takes at the device's bandwidth.
+    """
+    measured = info.get("forwards") or {}
+    known = np.isfinite(np.asarray(round_s, dtype=np.float64))
+    if "least_s" not in measured or not known.any():
+        return None
+    size, rates = Size.read(measured["size"]), Rates(measured["bandwidth"], measured["products"])
+    rows, at_least_s = measured["rows"], max(measured["least_s"], info.get("pass_at_end_s", 0.0))
+    at_first = work(size, rows, 1, measured["context"])
+
+    def pass_s(context: float) -> float:
+        more = least_s(work(size, rows, 1, round(context)), rates) - least_s(at_first, rates)
+        return at_least_s + max(0.0, more)
+
+    rounds = np.asarray(round_s, dtype=np.float64)[known]
+    passes = np.array([pass_s(context) for context in np.asarray(contexts)[known].tolist()])
+    typical = int(np.argsort(rounds / passes)[len(rounds) // 2])
+    return Pace(float(rounds[typical]), float(passes[typical]))
 
 
 def stored(info: Mapping[str, Any]) -> Curve | None:

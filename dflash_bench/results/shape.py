@@ -88,6 +88,7 @@ FORWARDS: dict[str, Any] = {
     "rows": int,
     "context": int,
     "seconds": {ANY: float},
+    "least_s?": float,
     "bandwidth": float,
     "products": float,
     "size": {
@@ -118,6 +119,7 @@ RUN: dict[str, Any] = STORED | {
     "environment": ENVIRONMENT,
     "command": str,
     "forwards?": (FORWARDS, None),
+    "pass_at_end_s?": float,
 }
 """The shape of `run.json` needed to report on the run."""
 

@@ -20,7 +20,7 @@ from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, pooling, remote, runner
 from dflash_bench.run.contexts import Contexts
 from dflash_bench.run.items import Backend, Described, Plan
-from dflash_bench.run.opening import add_judge, captured_of, forwards_of, late, open_local, open_servers
+from dflash_bench.run.opening import add_judge, captured_of, forwards_of, late, open_local, open_servers, pass_of
 from dflash_bench.run.pooling import Pool
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
@@ -115,9 +115,7 @@ def _run(
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress)
-            run.mark_finished(
-                {"client_lag": late(backend)} if request.asks_servers else {"captures": captured_of(backend)}
-            )
+            run.mark_finished({"client_lag": late(backend)} if request.asks_servers else _at_end(backend))
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
     for note in late(backend) if request.asks_servers else ():
@@ -149,7 +147,11 @@ def _execute_within(
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         tell(f"note: there was no time for {suite}; raise --for")
-    run.mark_finished({"measured": counts, "captures": captured_of(backend)})
+    run.mark_finished({"measured": counts, **_at_end(backend)})
+
+
+def _at_end(backend: Backend) -> dict[str, Any]:
+    return {"captures": captured_of(backend), **pass_of(backend)}
 
 
 def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared) -> dict[str, Any]:
