@@ -74,6 +74,8 @@ class FakeBackend:
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
     tells_rounds: bool = True
+    given: set[tuple[int, ...]] = field(default_factory=set)
+    """What it answered, as tokens; the audit denies all others."""
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -89,7 +91,9 @@ class FakeBackend:
         repeat: int = 0,
         listener: Listener = NOBODY,
     ) -> Generation:
-        return decoded(self.answer(method, messages), listener)
+        answer = decoded(self.answer(method, messages), listener)
+        self.given.add(answer.token_ids)
+        return answer
 
     def answer(self, method: str, messages: Sequence[Message]) -> Generation:
         self.calls.append((method, tuple(messages)))
@@ -112,6 +116,8 @@ class FakeBackend:
         return self.where
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
+        if tuple(answer) not in self.given:
+            return Divergence(0)
         self.audited.append(tuple(answer))
         return self.departures.get(tuple(answer))
 

@@ -23,6 +23,10 @@ A product of a matrix with one row may well reach only half or a third of the ba
 """
 
 
+SLOW_PLAIN, TOO_SLOW_PLAIN = 2.0, 3.0
+"""From so many times its forward pass on a round of plain decoding is called slow, and a check fails."""
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Of one number of rows and one context."""
@@ -82,19 +86,25 @@ class Pace:
         return self.round_s / self.pass_s
 
 
+def pace_of(info: Mapping[str, Any], rows: Any) -> Pace | None:
+    """Of rows of the frame, those of plain decoding under one settings."""
+    return pace(info, rows["quick_round_s"], rows["num_prompt_tokens"] + rows["num_tokens"] / 2)
+
+
 def pace(info: Mapping[str, Any], round_s: Any, contexts: Any) -> Pace | None:
     """By answers that were decoded plainly and alone: of each a round that most of its rounds are no shorter than, and
     the tokens behind which these were, [answers]. None where the run did not measure a pass of width 1.
 
-    Both sides are short ones of their kind, so that a busy machine, which only ever holds up, says little about them;
-    and of the passes at the run's beginning and at its end the longer one counts. A context beyond that of the measured pass is charged what reading it takes at the device's bandwidth.
+    Both sides are short ones of their kind, so that a busy machine, which only ever holds up, says little about them,
+    and of the passes at the run's beginning and at its end the longer one counts. A context beyond that of the measured
+    pass is charged what reading it takes at the device's bandwidth.
     """
     measured = info.get("forwards") or {}
     known = np.isfinite(np.asarray(round_s, dtype=np.float64))
     if "least_s" not in measured or not known.any():
         return None
     size, rates = Size.read(measured["size"]), Rates(measured["bandwidth"], measured["products"])
-    rows, at_least_s = measured["rows"], max(measured["least_s"], info.get("pass_at_end_s", 0.0))
+    rows, at_least_s = measured["rows"], max(float(measured["least_s"]), float(info.get("pass_at_end_s", 0.0)))
     at_first = work(size, rows, 1, measured["context"])
 
     def pass_s(context: float) -> float:

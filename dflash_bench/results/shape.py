@@ -109,6 +109,7 @@ STORED: dict[str, Any] = {
     "options?": {"target?": (str, None), "model?": (str, None)},
     "resumed?": [{"sandbox?": (str, None)}],
     "measured?": {ANY: int},
+    "canaries?": [{"witness": str, "spoiled": str, "outcome": str, "why?": (str, None)}],
     "memory?": (MEMORY, None),
     "workers?": [{"machine": int}],
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},

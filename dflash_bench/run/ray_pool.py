@@ -27,6 +27,7 @@ from dflash_bench.methods import Method
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import Message, Record, Settings
 from dflash_bench.results.differences import differences
+from dflash_bench.run.canaries import Canaries, Canary
 from dflash_bench.run.conversation import WarmUp
 from dflash_bench.run.opening import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of
 from dflash_bench.run.pooling import Died, Done, Job, Pool, Ready, measure
@@ -69,6 +70,7 @@ class RayWorker:
 
         self.backend = opened(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
         self.warm: dict[str, WarmUp] = {}
+        self.canaries = Canaries()
         return {
             "identity": dict(self.backend.describe()),
             "has_thinking": self.backend.has_thinking,
@@ -76,8 +78,9 @@ class RayWorker:
             "node": ray.get_runtime_context().get_node_id(),
         }
 
-    def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int]]:
-        return *measure(job, self.backend, self.warm), captured_of(self.backend)
+    def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int], list[Canary]]:
+        measured = measure(job, self.backend, self.warm, self.canaries)
+        return *measured, captured_of(self.backend), self.canaries.outcomes()
 
     def forwards(self) -> dict[str, Any] | None:
         return forwards_of(self.backend)
