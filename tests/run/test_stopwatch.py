@@ -252,8 +252,8 @@ def test_a_process_that_is_held_up_between_two_readings_denies_nothing(clock: li
     """The backend reads its clock after it was held up, or before: both lie between the runner's two readings."""
     watch = heard(SAID, clock)
     answer = watch.answers[0]
-    assert answer.came[-1].after is not None
-    answer.came[-1].after += 0.5
+    assert answer.last.after is not None
+    answer.last.after += 0.5
     watch.call_s += 0.5
     for decode_s in (0.06, 0.3, 0.56):
         assert stopwatch.alone(watch, replace(SAID, decode_s=decode_s), tells_rounds=True) is None
