@@ -74,8 +74,8 @@ class FakeBackend:
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
     tells_rounds: bool = True
-    given: set[tuple[int, ...]] = field(default_factory=set)
-    """What it answered, as tokens; the audit denies all others."""
+    given: set[tuple[tuple[Message, ...], tuple[int, ...]]] = field(default_factory=set)
+    """What it answered to which chat, as tokens; the audit denies all others."""
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -92,7 +92,7 @@ class FakeBackend:
         listener: Listener = NOBODY,
     ) -> Generation:
         answer = decoded(self.answer(method, messages), listener)
-        self.given.add(answer.token_ids)
+        self.given.add((tuple(messages), answer.token_ids))
         return answer
 
     def answer(self, method: str, messages: Sequence[Message]) -> Generation:
@@ -116,7 +116,7 @@ class FakeBackend:
         return self.where
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
-        if tuple(answer) not in self.given:
+        if (tuple(messages), tuple(answer)) not in self.given:
             return Divergence(0)
         self.audited.append(tuple(answer))
         return self.departures.get(tuple(answer))

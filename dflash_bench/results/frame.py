@@ -248,7 +248,7 @@ def _quick_rounds(batch: Any) -> Any:
     """Of plain answers decoded alone a round's seconds that one of four stays below; NaN for all others, [rows]."""
     from pyarrow import compute
 
-    plain = compute.equal(batch.column("method"), BASELINE).to_numpy(zero_copy_only=False)
+    plain = compute.fill_null(compute.equal(batch.column("method"), BASELINE), False).to_numpy(zero_copy_only=False)
     alone = (_numbers(batch, "concurrency") <= 1) & np.isnan(_numbers(batch, "rate"))
     quick = np.full(len(batch), np.nan)
     for row in np.flatnonzero(plain & alone & (lengths_of(batch.column("round_s")) > 0)).tolist():
