@@ -23,15 +23,16 @@ Fault = Callable[[Generation], Generation]
 
 
 class Ahead:
-    """The module `time`, so many seconds ahead."""
+    """The module `time`, so many seconds ahead; while it stands still only these go on."""
 
     seconds = 0.0
+    stands_at: float | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
 
     def perf_counter(self) -> float:
-        return time.perf_counter() + self.seconds
+        return (time.perf_counter() if self.stands_at is None else self.stands_at) + self.seconds
 
     def monotonic(self) -> float:
         return time.monotonic() + self.seconds
@@ -49,6 +50,8 @@ def decoded(answer: Generation, listener: Listener) -> Generation:
     counts = [1, *(answer.emitted or ())] if answer.token_ids else [0]
     seconds = [answer.prefill_s, *[answer.decode_s / max(len(counts) - 1, 1)] * (len(counts) - 1)]
     tokens = list(answer.token_ids)
+    # However long a busy machine takes over this, it is not what the answer says that it took.
+    CLOCK.stands_at = time.perf_counter()
     listener.began(0)
     listener.marked()
     for count, took in zip(counts, seconds, strict=True):
@@ -56,6 +59,7 @@ def decoded(answer: Generation, listener: Listener) -> Generation:
         listener.heard(0, tokens[:count])
         listener.marked()
         del tokens[:count]
+    CLOCK.stands_at = None
     return answer
 
 
@@ -74,6 +78,8 @@ class FakeBackend:
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
     tells_rounds: bool = True
+    given: set[tuple[tuple[Message, ...], tuple[int, ...]]] = field(default_factory=set)
+    """What it answered to which chat, as tokens; the audit denies all others."""
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -89,7 +95,9 @@ class FakeBackend:
         repeat: int = 0,
         listener: Listener = NOBODY,
     ) -> Generation:
-        return decoded(self.answer(method, messages), listener)
+        answer = decoded(self.answer(method, messages), listener)
+        self.given.add((tuple(messages), answer.token_ids))
+        return answer
 
     def answer(self, method: str, messages: Sequence[Message]) -> Generation:
         self.calls.append((method, tuple(messages)))
@@ -112,6 +120,8 @@ class FakeBackend:
         return self.where
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
+        if (tuple(messages), tuple(answer)) not in self.given:
+            return Divergence(0)
         self.audited.append(tuple(answer))
         return self.departures.get(tuple(answer))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_bench.records import Message, Settings
+from dflash_bench.run.canaries import Canaries
 from dflash_bench.run.conversation import WarmUp
 from dflash_bench.run.items import Backend, Witnessed
 from dflash_bench.run.pooling import Died, Done, Job, Pool, Ready, measure
@@ -33,6 +34,7 @@ class FakePool(Pool):
     def __post_init__(self) -> None:
         self.backends: dict[int, Backend] = {}
         self.warm: dict[int, dict[str, WarmUp]] = {}
+        self.canaries: dict[int, Canaries] = {}
         self.under_way: list[tuple[int, Job | None]] = []
         self.num_started = 0
         for _ in range(self.number):
@@ -59,10 +61,11 @@ class FakePool(Pool):
             self.backends.pop(worker, None)
             return Died(worker, "killed")
         if job is None:
-            self.backends[worker], self.warm[worker] = self.make(), {}
+            self.backends[worker], self.warm[worker], self.canaries[worker] = self.make(), {}, Canaries()
             return Ready(worker, {"machine": 0, "environment": {"cpu": f"of {worker}"}})
-        rows, seconds = measure(job, self.backends[worker], self.warm[worker])
-        return Done(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1})
+        canaries = self.canaries[worker]
+        rows, seconds = measure(job, self.backends[worker], self.warm[worker], canaries)
+        return Done(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1}, canaries.outcomes())
 
     @property
     def has_thinking(self) -> bool:

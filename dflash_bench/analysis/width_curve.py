@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from dflash_bench.analysis.roofline import Bound, bound, least_s, work
 from dflash_bench.forwards import Forward, Line, Rates, Size, fit
 
@@ -18,6 +20,14 @@ WELL_ABOVE = 4.0
 """From this many times the roofline on, what does not grow with the width is called fixed cost.
 
 A product of a matrix with one row may well reach only half or a third of the bandwidth of a copy.
+"""
+
+
+SLOW_PLAIN, TOO_SLOW_PLAIN = 2.0, 4.0
+"""From so many times its forward pass on a round of plain decoding is called slow, and a check fails.
+
+Sound runs of nano have 1.0 to 1.3, whichever forward computes them and at contexts up to 3k; with two other processes
+for each of the machine's processors they had up to 2.8. A plain loop that sleeps for 6 ms has 4.7.
 """
 
 
@@ -66,6 +76,49 @@ def regime(line: Line, widest: int, roofline_s: float, grows: Bound = "arithmeti
     if line.c1 * widest > line.c0:
         return grows
     return "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A round of plain decoding beside the forward pass that it consists of, in seconds."""
+
+    round_s: float
+    pass_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.round_s / self.pass_s
+
+
+def pace_of(info: Mapping[str, Any], rows: Any) -> Pace | None:
+    """Of rows of the frame, those of plain decoding under one settings."""
+    return pace(info, rows["quick_round_s"], rows["num_prompt_tokens"] + rows["num_tokens"] / 2)
+
+
+def pace(info: Mapping[str, Any], round_s: Any, contexts: Any) -> Pace | None:
+    """By answers that were decoded plainly and alone: of each a round that most of its rounds are no shorter than, and
+    the tokens behind which these were, [answers]. None where the run did not measure a pass of width 1.
+
+    Both sides are short ones of their kind, so that a busy machine, which only ever holds up, says little about them,
+    and of the passes at the run's beginning and at its end the longer one counts. A context beyond that of the measured
+    pass is charged what reading it takes at the device's bandwidth.
+    """
+    measured = info.get("forwards") or {}
+    known = np.isfinite(np.asarray(round_s, dtype=np.float64))
+    if "least_s" not in measured or not known.any():
+        return None
+    size, rates = Size.read(measured["size"]), Rates(measured["bandwidth"], measured["products"])
+    rows, at_least_s = measured["rows"], max(float(measured["least_s"]), float(info.get("pass_at_end_s", 0.0)))
+    at_first = work(size, rows, 1, measured["context"])
+
+    def pass_s(context: float) -> float:
+        more = least_s(work(size, rows, 1, round(context)), rates) - least_s(at_first, rates)
+        return at_least_s + max(0.0, more)
+
+    rounds = np.asarray(round_s, dtype=np.float64)[known]
+    passes = np.array([pass_s(context) for context in np.asarray(contexts)[known].tolist()])
+    typical = int(np.argsort(rounds / passes)[len(rounds) // 2])
+    return Pace(float(rounds[typical]), float(passes[typical]))
 
 
 def stored(info: Mapping[str, Any]) -> Curve | None:

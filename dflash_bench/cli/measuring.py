@@ -87,7 +87,7 @@ def run(
     """
     from dflash_bench import report
     from dflash_bench.analysis import metrics
-    from dflash_bench.analysis.findings import findings
+    from dflash_bench.analysis.findings import findings, witnesses
     from dflash_bench.analysis.load import loads
     from dflash_bench.analysis.sweeps import sweeps
     from dflash_bench.models import presets
@@ -135,7 +135,8 @@ def run(
     results = frame.read(folder)
     rows, identity = results.rows, results.info["identity"]
     cells = metrics.summarise(rows, identity)
-    notes, swept, loaded = findings(rows, cells, identity), sweeps(cells, identity), loads(rows, cells, identity)
+    notes = findings(rows, cells, identity, results.info)
+    swept, loaded = sweeps(cells, identity), loads(rows, cells, identity)
     if as_json:
         say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
     else:
@@ -143,7 +144,7 @@ def run(
         if memory := report.memory(results.info):
             say(f"memory, as predicted: {memory}")
         say(f"saved in {folder}")
-    if metrics.mismatched(rows).any():
+    if metrics.mismatched(rows).any() or witnesses.silent(results.info):
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
     if num_failed and not allow:

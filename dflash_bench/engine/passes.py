@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.counting import size_of
-from dflash_bench.engine.rates import medians_s, rates_of
+from dflash_bench.engine.rates import least_s, medians_s, rates_of
 from dflash_bench.engine.target import Target
 from dflash_bench.forwards import Forward
 
@@ -73,16 +73,36 @@ def _head(target: Target, rows: int, width: int) -> Callable[[], object]:
     return call
 
 
+def shortest(target: Target) -> float:
+    """Seconds of a pass over one token, of several the shortest."""
+    context = context_of(target)
+    prepare(target, 1, context + 1)
+    read = reading(target, 1, 1, context)
+    read()
+    if target.replays is not None:
+        target.capture(context + 1, context + 1)
+        read()
+    seconds = least_s(read, target.device)
+    target.release()
+    return seconds
+
+
+def context_of(target: Target) -> int:
+    return min(CONTEXT, target.context_length - max(WIDTHS))
+
+
 def curve_of(target: Target) -> dict[str, Any]:
     """What a run keeps of its own target: a short ladder, and what `analysis` needs to say what it means."""
-    context = min(CONTEXT, target.context_length - max(WIDTHS))
+    context = context_of(target)
     forwards = ladder(target, 1, context)
     target.release()
+    shortest_s = shortest(target)
     rates = rates_of(target.device, target.model.dtype)
     return {
         "rows": 1,
         "context": context,
         "seconds": {str(one.width): one.seconds for one in forwards},
+        "least_s": min(shortest_s, forwards[0].seconds),
         "bandwidth": rates.bandwidth,
         "products": rates.products,
         "size": asdict(size_of(target.model)),

@@ -47,6 +47,16 @@ def medians_s(
     return [median(times) for times in zip(*turns, strict=True)]
 
 
+def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 0.1, most: int = 32) -> float:
+    """Of up to so many calls the shortest one's seconds: what nothing else on the machine has held up."""
+    clock, times = clock_for(device), list[float]()
+    while not times or (len(times) < most and sum(times) < budget_s):
+        start = clock.mark()
+        call()
+        times.append(clock.seconds(start, clock.mark()))
+    return min(times)
+
+
 @torch.inference_mode()
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     """In the given type; a device that computes faster in another type has other rates there."""

@@ -16,7 +16,7 @@ from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
 
-COUNTS = ("mismatch", "failed")
+COUNTS = ("mismatch", "failed", "witnesses")
 HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "allowed", "p (Holm)", "why")
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

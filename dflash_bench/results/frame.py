@@ -20,6 +20,7 @@ from dflash_bench.records import Settings
 from dflash_bench.results import parts, shape, validity, whole
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import Identity, settings_numbers, settings_of
+from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_json import FILE, Info, carried, check_shape, read_info
 from dflash_bench.results.segments import LISTS, Segments, lengths_of
 from dflash_bench.results.slices import SLICES, STRETCHES, sliced
@@ -42,14 +43,15 @@ NAMES = (
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns that the sums of lists are completed from."""
 COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *validity.CLOCK)
+QUICK = 0.25
 ALLOWED = ("damaged", *whole.REMEDIES)
 """The flaws that `--allow` lets a reader ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, `Segments.sums`, and
-    `is_loop`: was the answer cut while it said the same over and over?"""
+    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, `Segments.sums`, `is_loop` (was
+    the answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
 
     name: str
     info: Info
@@ -195,11 +197,13 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
             "decode_tokens": sums["num_emitted"],
             "decode_s": sums["round_s"],
             "is_loop": np.zeros(len(table), dtype=bool),
+            "quick_round_s": np.full(len(table), np.nan),
         }
     else:
         of_answer = num_tokens(batch)
         sums |= _totals(batch, sums, of_answer["decode_tokens"])
         of_answer["is_loop"] = _loops(batch)
+        of_answer["quick_round_s"] = _quick_rounds(batch)
     sums |= of_answer | {"stretch": segments.stretches}
     for name, values in sums.items():
         column = pa.array(values)
@@ -238,6 +242,18 @@ def _loops(batch: Any) -> Any:
         elif "text" in batch.schema.names:
             loops[row] = repetition.in_text(batch.column("text")[row].as_py() or "") > 0
     return loops
+
+
+def _quick_rounds(batch: Any) -> Any:
+    """Of plain answers decoded alone a round's seconds that one of four stays below; NaN for all others, [rows]."""
+    from pyarrow import compute
+
+    plain = compute.fill_null(compute.equal(batch.column("method"), BASELINE), False).to_numpy(zero_copy_only=False)
+    alone = (_numbers(batch, "concurrency") <= 1) & np.isnan(_numbers(batch, "rate"))
+    quick = np.full(len(batch), np.nan)
+    for row in np.flatnonzero(plain & alone & (lengths_of(batch.column("round_s")) > 0)).tolist():
+        quick[row] = np.quantile(batch.column("round_s")[row].values.to_numpy(), QUICK)
+    return quick
 
 
 def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:

@@ -96,6 +96,7 @@ FORWARDS: dict[str, Any] = {
     "rows": COUNT,
     "context": COUNT,
     "seconds": {WIDTH: POSITIVE},
+    "least_s?": POSITIVE,
     "bandwidth": POSITIVE,
     "products": POSITIVE,
     "size": {
@@ -133,6 +134,7 @@ STORED: dict[str, Any] = {
     "measured?": {ANY: int},
     "spoiled?": str,
     "objections?": {ANY: int},
+    "canaries?": [{"witness": str, "spoiled": str, "outcome": str, "why?": (str, None)}],
     "memory?": (MEMORY, None),
     "workers?": [{"machine": int}],
     "plan?": {"methods": [str], "repeats": int, "prompts": {ANY: [list]}},
@@ -143,6 +145,7 @@ RUN: dict[str, Any] = STORED | {
     "environment": ENVIRONMENT,
     "command": str,
     "forwards?": (FORWARDS, None),
+    "pass_at_end_s?": float,
 }
 """The shape of `run.json` needed to report on the run."""
 

@@ -13,6 +13,7 @@ from dflash_bench.methods import is_lossy
 from dflash_bench.records import NOBODY, Divergence, Generation, Message, Record, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.run import stopwatch
+from dflash_bench.run.canaries import Canaries
 from dflash_bench.run.items import Backend, Item, Ledger, Plan, Watcher
 from dflash_bench.run.stopwatch import Stopwatch
 from dflash_bench.tasks import scoring
@@ -41,6 +42,7 @@ class Conversation:
     run: Ledger
     watcher: Watcher
     warm: WarmUp
+    canaries: Canaries
     setting: str
     """What tells its settings from the others of the run."""
     scores: dict[str, Score] = field(default_factory=dict)
@@ -64,6 +66,8 @@ class Conversation:
             with Stopwatch() as watch:
                 said = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
             why = stopwatch.alone(watch, said, tells_rounds=self.backend.tells_rounds)
+            if why is None:
+                self.canaries.timed(watch, said, tells_rounds=self.backend.tells_rounds)
             generation = said if why is None else stopwatch.refused(said, why)
             clock = watch.columns(alone=True)
             record = self.item.record(method, turn, generation, (start_s, self.run.seconds()), clock)
@@ -92,7 +96,10 @@ class Conversation:
 
     def judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
         """Judged against other answers, and scored; `first` is the first method's answer."""
-        return self._scored(self._judged(record, first, messages))
+        record = self._scored(self._judged(record, first, messages))
+        if not is_lossy(record.method):
+            self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
+        return record
 
     def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
         """A method against the plain answer, that against another plain one, and each against the published model."""
@@ -160,7 +167,9 @@ class Conversation:
         if text not in self.scores:
             scorer = self.item.loaded.suite.scorer
             self.scores[text] = scoring.score(scorer, self.item.prompt, text, self.plan.cage)
-        return replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)
+        record = replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)
+        self.canaries.scored(record, self.item.prompt, self.item.loaded.suite.scorer)
+        return record
 
 
 def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
@@ -186,6 +195,8 @@ def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             times = start_s + served.start_s, start_s + served.end_s
             why = stopwatch.beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
+            if why is None:
+                first.canaries.timed_beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
             generation = served.generation if why is None else stopwatch.refused(served.generation, why)
             record = conversation.item.record(method, turn, generation, times, watch.columns(number, alone=False))
             watcher.measured(record, doing)

@@ -163,6 +163,14 @@ def forwards_of(backend: Backend) -> dict[str, Any] | None:
     return curve_of(backend.target) if isinstance(backend, LocalBackend) else None
 
 
+def pass_of(backend: Backend) -> dict[str, float]:
+    """The shortest pass over one token, measured again when the run is at its end; empty as above."""
+    from dflash_bench.engine.local import LocalBackend
+    from dflash_bench.engine.passes import shortest
+
+    return {"pass_at_end_s": shortest(backend.target)} if isinstance(backend, LocalBackend) else {}
+
+
 def captured_of(backend: Backend) -> dict[str, float | int]:
     """How many passes were captured, and how long that took; empty where the target is not in this process."""
     from dflash_bench.engine.local import LocalBackend

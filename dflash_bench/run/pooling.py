@@ -20,6 +20,7 @@ from dflash_bench.records import Generation, Record
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, Run, key
 from dflash_bench.run import runner
+from dflash_bench.run.canaries import Canaries, Canary
 from dflash_bench.run.conversation import WarmUp
 from dflash_bench.run.items import Backend, Described, Item, Plan, Watcher, Witnessed
 
@@ -57,6 +58,8 @@ class Done:
     """How long it took."""
     captures: Mapping[str, float] = field(default_factory=dict)
     """What the worker captured so far, see `opening.captured_of`."""
+    canaries: Sequence[Canary] = ()
+    """What came of spoiled copies of its answers so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +121,15 @@ class Unwatched:
         pass
 
 
-def measure(job: Job, backend: Backend, warm: dict[str, WarmUp]) -> tuple[list[Record], float]:
-    """In a worker: the rows of a job, and the seconds that it took; `warm` lasts as long as the worker."""
+def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Record], float]:
+    """In a worker: the rows of a job, and the seconds that it took; the last two last as long as the worker."""
     kept = Kept(job.stored)
-    runner.execute(job.plan, backend, kept, Unwatched(), job.items, warm)
+    runner.execute(job.plan, backend, kept, Unwatched(), job.items, warm, canaries)
     return kept.new, kept.seconds()
 
 
-def execute(plan: Plan, pool: Pool, run: Run, watcher: Watcher) -> dict[str, float]:
-    """Runs what of the plan is not stored yet; what all workers captured together.
+def execute(plan: Plan, pool: Pool, run: Run, watcher: Watcher) -> tuple[dict[str, float], list[Sequence[Canary]]]:
+    """Runs what of the plan is not stored yet; what all workers captured together, and each one's canaries.
 
     Raises UserError when no worker is left.
     """
@@ -134,7 +137,7 @@ def execute(plan: Plan, pool: Pool, run: Run, watcher: Watcher) -> dict[str, flo
     while driver.waiting or driver.busy:
         driver.hand_out()
         driver.hear(pool.wait())
-    return driver.captured()
+    return driver.captured(), list(driver.canaries.values())
 
 
 def _jobs(plan: Plan, run: Run) -> Iterator[Job]:
@@ -165,6 +168,7 @@ class _Driver:
     unborn: int = 0
     """Workers in a row that died before they were ready."""
     captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    canaries: dict[int, Sequence[Canary]] = field(default_factory=dict)
 
     def hand_out(self) -> None:
         while self.idle and self.waiting:
@@ -180,9 +184,9 @@ class _Driver:
                 self.unborn = 0
                 self.numbers[worker] = self.run.keep_worker(about)
                 self.idle.append(worker)
-            case Done(worker, records, seconds, captures):
+            case Done(worker, records, seconds, captures, canaries):
                 del self.busy[worker]
-                self.captures[worker] = captures
+                self.captures[worker], self.canaries[worker] = captures, canaries
                 self._keep(records, self.numbers[worker], self.run.seconds() - seconds)
                 self.idle.append(worker)
             case Died(worker, why):

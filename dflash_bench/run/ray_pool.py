@@ -27,6 +27,7 @@ from dflash_bench.methods import Method
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import SHARED_WEIGHTS, Message, Record, Settings
 from dflash_bench.results.differences import differences
+from dflash_bench.run.canaries import Canaries, Canary
 from dflash_bench.run.conversation import WarmUp
 from dflash_bench.run.items import Witnessed
 from dflash_bench.run.opening import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of, witnessed
@@ -71,6 +72,7 @@ class RayWorker:
         self.backend = opened(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
         self.backend.witness.read()
         self.warm: dict[str, WarmUp] = {}
+        self.canaries = Canaries()
         return {
             "identity": dict(self.backend.describe()),
             "has_thinking": self.backend.has_thinking,
@@ -78,8 +80,9 @@ class RayWorker:
             "node": ray.get_runtime_context().get_node_id(),
         }
 
-    def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int]]:
-        return *measure(job, self.backend, self.warm), captured_of(self.backend)
+    def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int], list[Canary]]:
+        measured = measure(job, self.backend, self.warm, self.canaries)
+        return *measured, captured_of(self.backend), self.canaries.outcomes()
 
     def witnessed(self) -> Witnessed:
         return witnessed(self.backend)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from dflash_bench.records import NOBODY, Message, Settings
 from dflash_bench.results.identity import short_names
+from dflash_bench.run.canaries import Canaries
 from dflash_bench.run.conversation import Conversation, WarmUp, answer_together
 from dflash_bench.run.items import Backend, Item, Ledger, Plan, Watcher
 
@@ -22,13 +23,16 @@ def execute(
     watcher: Watcher,
     items: Iterable[Item] | None = None,
     warm: dict[str, WarmUp] | None = None,
+    canaries: Canaries | None = None,
 ) -> None:
     """Run what of `items`, of all of the plan's if absent, is not stored yet.
 
-    `warm` has the suites that this backend has been warmed up with, and gets the others. Killed at any time, it loses
+    `warm` has the suites that this backend has been warmed up with, and gets the others. `canaries` are offered the
+    answers. Killed at any time, it loses
     what `Conversation.answer` or `answer_together` holds back, no more.
     """
     warm = {} if warm is None else warm
+    canaries = Canaries() if canaries is None else canaries
     named = short_names(plan.settings)
     waves: dict[tuple[str, int, Settings], list[Conversation]] = {}
     for item in plan.items() if items is None else items:
@@ -37,7 +41,7 @@ def execute(
         if item.suite not in warm:
             watcher.begins(item.suite, "warming up")
             warm[item.suite] = _warm_up(plan, backend, item)
-        conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], named[item.settings])
+        conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], canaries, named[item.settings])
         if item.settings.is_shared:
             waves.setdefault((item.suite, item.repeat, item.settings), []).append(conversation)
             continue

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import budget, items, pooling, remote, runner
+from dflash_bench.run.canaries import Canaries, Canary, silent, together
 from dflash_bench.run.contexts import Contexts
 from dflash_bench.run.items import Backend, Described, Plan, Witnessed
 from dflash_bench.run.opening import (
@@ -28,6 +29,7 @@ from dflash_bench.run.opening import (
     late,
     open_local,
     open_servers,
+    pass_of,
     witnessed,
 )
 from dflash_bench.run.pooling import Pool
@@ -125,18 +127,19 @@ def _run(
         run.keep_prompts(items.asked_of(plan))
         if isinstance(backend, Pool):
             with Progress(plan.num_generations, len(run.stored)) as progress:
-                captured = pooling.execute(plan, backend, run, progress)
-            run.mark_finished({"captures": captured, **_heard(backend.witnessed(), run, tell)})
+                captured, tried = pooling.execute(plan, backend, run, progress)
+            heard = _heard(backend.witnessed(), run, tell)
+            run.mark_finished({"captures": captured, **heard, **_tried(run, tried, tell)})
             return
+        canaries = Canaries()
         if request.budget is None:
             with Progress(plan.num_generations, len(run.stored)) as progress:
-                runner.execute(plan, backend, run, progress)
+                runner.execute(plan, backend, run, progress, canaries=canaries)
             heard = _heard(witnessed(backend), run, tell)
-            run.mark_finished(
-                heard | ({"client_lag": late(backend)} if request.asks_servers else {"captures": captured_of(backend)})
-            )
+            at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
+            run.mark_finished(at_end | heard | _tried(run, [canaries.outcomes()], tell))
         else:
-            _execute_within(budget.seconds(request.budget), plan, backend, run, tell)
+            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, tell)
     for note in late(backend) if request.asks_servers else ():
         tell(f"note: {note}")
 
@@ -157,16 +160,22 @@ def _refuse_other_order(stored: Mapping[str, Any], plan: Mapping[str, Any], fold
 
 
 def _execute_within(
-    budget_s: float, plan: Plan, backend: Backend, run: store.Run, tell: Callable[[str], object]
+    budget_s: float,
+    plan: Plan,
+    backend: Backend,
+    run: store.Run,
+    canaries: Canaries,
+    tell: Callable[[str], object],
 ) -> None:
     """What there is time for; the run then holds just that."""
     end_s = run.seconds() + budget_s - run.spent_s
     with Progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
-        runner.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
+        runner.execute(plan, backend, run, progress, budget.items(plan, run, budget_s), canaries=canaries)
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         tell(f"note: there was no time for {suite}; raise --for")
-    run.mark_finished({"measured": counts, "captures": captured_of(backend), **_heard(witnessed(backend), run, tell)})
+    heard = _heard(witnessed(backend), run, tell)
+    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, [canaries.outcomes()], tell)})
 
 
 def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -181,6 +190,21 @@ def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> di
     for what, number in said.objections.items():
         tell(f"note: the judge objected {number} times: {what}")
     return {"objections": dict(said.objections)}
+
+
+def _tried(run: store.Run, processes: Sequence[Sequence[Canary]], tell: Callable[[str], object]) -> dict[str, Any]:
+    """What `run.json` keeps of spoiled answers, with what it holds of earlier processes."""
+    outcomes = together(read_info(run.folder).get("canaries", ()), processes)
+    if witnesses := silent(outcomes):
+        tell(
+            f"note: this run proves nothing: spoiled copies of its answers passed the {' and the '.join(witnesses)}, "
+            "so sound ones would, too"
+        )
+    return {"canaries": outcomes}
+
+
+def _at_end(backend: Backend) -> dict[str, Any]:
+    return {"captures": captured_of(backend), **pass_of(backend)}
 
 
 def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared) -> dict[str, Any]:

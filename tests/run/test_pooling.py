@@ -66,7 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
 def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Record]]:
     """Begins, or continues."""
     with (store.resume if folder.exists() else store.create)(folder, {"identity": {}}) as run:
-        captured = pooling.execute(PLAN, pool, run, Watch())
+        captured, _ = pooling.execute(PLAN, pool, run, Watch())
         run.mark_finished({"captures": captured})
     return store.load(folder)
 

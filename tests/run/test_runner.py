@@ -245,8 +245,9 @@ def test_the_last_answer_is_scored_and_equal_texts_once(runs: Runs, monkeypatch:
 
     monkeypatch.setattr(scoring, "score", score)
     plan = Plan((loaded(*prompts(2, 2), scorer="math"),), METHODS, cage=Cage(landlock=True))
-    records = runs(plan, FakeBackend())
-    assert scored == ["math p0 about and then? 0", "math p1 about and then? 1"]
+    # Of texts without numbers no spoiled copies are scored.
+    records = runs(plan, FakeBackend(text_of=lambda question: question.replace("0", "a").replace("1", "b")))
+    assert scored == ["math p0 and then? a", "math p1 and then? b"]
     assert {(row.turn, row.answer, row.passed) for row in records} == {(0, None, None), (1, "42", True)}
 
 

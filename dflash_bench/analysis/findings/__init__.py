@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import loops, machines, over_time, serving, speed
+from dflash_bench.analysis.findings import loops, machines, over_time, pace, serving, speed, witnesses
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -27,13 +27,19 @@ TRUNCATED = 0.10
 """Share of answers cut at the limit."""
 
 
-def findings(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None) -> list[Finding]:
-    """First what is wrong, then what is weak; cells with the same kind and remedy share one finding."""
+def findings(
+    rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None, info: Mapping[str, Any] | None = None
+) -> list[Finding]:
+    """First what is wrong, then what is weak; cells with the same kind and remedy share one finding.
+
+    `info` is what `run.json` holds besides the identity.
+    """
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings"]].iloc[int(rows["order"].to_numpy().argmin())])
     cases = [
         _case(
-            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first
+            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first,
+            info or {},
         ) for cell in cells
     ]  # fmt: skip
     alike: dict[tuple[object, ...], list[Seen]] = {}
@@ -58,9 +64,11 @@ def _wheres(others: Sequence[Seen]) -> str:
     return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
 
 
-def _case(rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool) -> Case:
+def _case(
+    rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool, info: Mapping[str, Any]
+) -> Case:
     of_cell = metrics.select(rows, cell.place)
-    return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run)
+    return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run, info)
 
 
 def _mismatch(case: Case) -> Seen | None:
@@ -231,11 +239,12 @@ _CODE = {
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, serving.worse_answers, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy,
+    _mismatch, witnesses.proves_nothing, pace.slow_plain,
+    serving.worse_answers, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy,
     _near_ties, _nothing_drafted,
     loops.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
     speed.wide_interval, _code, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
     serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines, _unpinned,
-    machines.shared_weights, machines.fallback,
+    machines.shared_weights, machines.fallback, witnesses.untried,
 )  # fmt: skip

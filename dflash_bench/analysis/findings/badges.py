@@ -25,6 +25,9 @@ BADGES = {
     "few_prompts": Badge("n", "few prompts", f"fewer than {MIN_PROMPTS} prompts, too few to trust the interval"),
     "drift": Badge("d", "drift", "the machine's speed drifted while this suite was measured"),
     "loops": Badge("r", "repeating answers", "some answers say the same over and over, which is easy to draft"),
+    "slow_plain": Badge(
+        "b", "slow baseline", "plain decoding was slower than its forward passes allow, which flatters"
+    ),
     "shared_machine": Badge("w", "workers shared a machine", "several workers measured on one machine at a time"),
 }
 """By the kind of finding that says more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
@@ -57,6 +57,8 @@ class Case:
     """Whether its suite has a plain answer that did not fail."""
     opens_run: bool
     """Whether its suite has the first answers of the run, which may include the warm-up."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What `run.json` holds; empty if it is not known."""
 
     @property
     def is_baseline(self) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from dflash_bench import labels
-from dflash_bench.analysis import changes
-from dflash_bench.analysis.findings import DEAD_AL
+from dflash_bench.analysis import changes, width_curve
+from dflash_bench.analysis.findings import DEAD_AL, witnesses
 from dflash_bench.analysis.gate import against, baselines, spread
 from dflash_bench.analysis.gate.against import run_names
 from dflash_bench.analysis.gate.baselines import Baseline, Limit, Runs
 from dflash_bench.analysis.gate.outcome import Check, GateOutcome, adjusted
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, mismatched, select
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, mismatched, select, without_errors
+from dflash_bench.analysis.width_curve import TOO_SLOW_PLAIN
 from dflash_bench.errors import UserError
 from dflash_bench.methods import is_lossy
 from dflash_bench.results import frame
@@ -100,7 +101,10 @@ def judge(
     merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
     named = zip(runs, run_names(runs), cells_of_runs, strict=True)
     checks = [check for results, name, of_run in named for cell in of_run for check in alarms(results, cell, name)]
+    checks += [check for run, name in zip(runs, run_names(runs), strict=True) for check in _witnesses(run, name)]
     if with_timings:
+        named = zip(runs, run_names(runs), cells_of_runs, strict=True)
+        checks += [check for results, name, of_run in named for cell in of_run for check in _pace(results, cell, name)]
         for of_runs in cells.values():
             checks += _slower(of_runs, _before(of_runs, baseline), merged)
     for of_runs in cells.values():
@@ -129,6 +133,33 @@ def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
         dead = "almost nothing that the draft proposes is accepted" if al < DEAD_AL else ""
         place |= {"kind": "al.pooled", "is_floor": True}
         yield Check(**place, found=al, expected=DEAD_AL, failed=bool(dead), reason=dead)
+
+
+def _witnesses(results: Results, run: str) -> Iterator[Check]:
+    """A run whose witnesses passed what it spoiled proves nothing; older runs did not try."""
+    if "canaries" not in results.info:
+        return
+    passed = witnesses.silent(results.info)
+    first = results.rows.iloc[0]
+    yield Check(
+        suite=str(first["suite"]), method="", kind="witnesses", run=run, found=len(passed), expected=0,
+        failed=bool(passed), reason=f"the run proves nothing: {', '.join(passed)}" if passed else "",
+    )  # fmt: skip
+
+
+def _pace(results: Results, cell: Cell, run: str) -> Iterator[Check]:
+    """Plain decoding, one answer at a time, that is far slower than its own forward passes."""
+    if cell.method != BASELINE or cell.settings.is_shared:
+        return
+    pace = width_curve.pace_of(results.info, without_errors(select(results.rows, cell.place)))
+    if pace is None:
+        return
+    slow = pace.ratio > TOO_SLOW_PLAIN
+    reason = "plain decoding is slower than its own forward passes allow: speed-ups are flattered" if slow else ""
+    yield Check(
+        suite=cell.suite, setting=cell.setting, method=cell.method, kind="pass/round", run=run, is_floor=True,
+        found=1 / pace.ratio, expected=1 / TOO_SLOW_PLAIN, failed=slow, reason=reason,
+    )  # fmt: skip
 
 
 def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, Limit]) -> Iterator[Check]:

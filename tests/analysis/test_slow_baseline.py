@@ -1,0 +1,110 @@
+"""Plain decoding beside the forward pass that its rounds consist of: what is slower flatters every method."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import answers, stored
+
+from dflash_bench.analysis import width_curve
+from dflash_bench.analysis.findings import findings
+from dflash_bench.analysis.metrics import summarise
+from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.forwards import Size
+from dflash_bench.results import frame
+
+Main = Callable[..., tuple[int, str, str]]
+FLATTERED = "plain decoding is slower than its own forward passes allow: speed-ups are flattered"
+
+
+def forwards(least_s: float, **changes: Any) -> dict[str, Any]:
+    """Reading a token of the cache takes a microsecond."""
+    attention = {"num_layers": 1, "window": None, "query_size": 8, "cache_bytes": 1000}
+    size = {"weight_bytes": 1_000_000, "matrix_elements": 250_000, "attention": [attention]}
+    seconds = {"1": least_s, "16": least_s}
+    known = {"rows": 1, "context": 5, "seconds": seconds, "bandwidth": 1e9, "products": 1e15, "size": size}
+    return known | {"least_s": least_s} | changes
+
+
+def run_with(folder: Path, **info: Any) -> frame.Results:
+    """A plain round takes 10 ms, behind some ten tokens."""
+    path = stored(folder, answers(noise=0))
+    where = path / "run.json"
+    where.write_text(json.dumps(json.loads(where.read_text()) | info))
+    return frame.read(path)
+
+
+def kinds(results: frame.Results) -> set[str]:
+    identity = results.info["identity"]
+    found = findings(results.rows, summarise(results.rows, identity), identity, results.info)
+    assert all(FLATTERED in one.text for one in found if one.kind == "slow_plain")
+    return {one.kind for one in found}
+
+
+@pytest.mark.parametrize(
+    ("info", "is_found", "fails"),
+    [
+        ({}, False, False),
+        ({"forwards": forwards(0.009)}, False, False),
+        ({"forwards": forwards(0.0051)}, False, False),
+        ({"forwards": forwards(0.0049)}, True, False),
+        ({"forwards": forwards(0.0026)}, True, False),
+        ({"forwards": forwards(0.0024)}, True, True),
+        ({"forwards": forwards(0.0024), "pass_at_end_s": 0.009}, False, False),
+        ({"forwards": forwards(0.009), "pass_at_end_s": 0.001}, False, False),
+        ({"forwards": {name: value for name, value in forwards(0.001).items() if name != "least_s"}}, False, False),
+    ],
+)
+def test_a_round_of_twice_its_pass_is_found_and_one_of_four_times_fails_a_check(
+    main: Main, tmp_path: Path, info: dict[str, Any], is_found: bool, fails: bool
+) -> None:
+    assert ("slow_plain" in kinds(run_with(tmp_path / "run", **info))) == is_found
+    status, shown, err = main("check", "run", "--json")
+    checks = json.loads(shown)["checks"]
+    assert (status == 1) == fails, shown + err
+    assert [one["failed"] for one in checks if one["kind"] == "pass/round"] == (
+        [fails] if "least_s" in str(info) else []
+    )
+    assert (FLATTERED in " ".join(main("report", "run")[1].split())) == is_found
+
+
+def test_what_a_longer_context_takes_to_read_is_no_slowness() -> None:
+    info = {"forwards": forwards(0.003)}
+    of_short = width_curve.pace(info, np.array([0.01]), np.array([5]))
+    of_long = width_curve.pace(info, np.array([0.01]), np.array([4005]))
+    assert of_short is not None and of_short.ratio == pytest.approx(10 / 3)
+    assert of_long is not None and of_long.pass_s == pytest.approx(0.007)
+
+
+def test_half_of_the_answers_held_up_says_nothing_of_the_loop() -> None:
+    info = {"forwards": forwards(0.009)}
+    pace = width_curve.pace(info, np.array([0.01, 0.01, 0.01, 0.1, 0.1, np.nan]), np.full(6, 5))
+    assert pace is not None and pace.ratio == pytest.approx(10 / 9)
+    assert width_curve.pace(info, np.array([np.nan]), np.array([5])) is None
+
+
+def test_a_quarter_of_the_rounds_is_quicker_than_what_stands_for_an_answer(tmp_path: Path) -> None:
+    rows = run_with(tmp_path / "run").rows
+    plain = rows[rows["method"] == "ar"]
+    assert plain["quick_round_s"].to_numpy() == pytest.approx(0.01)
+    assert rows[rows["method"] != "ar"]["quick_round_s"].isna().all()
+
+
+def test_size_is_what_a_run_stores() -> None:
+    assert Size.read(forwards(1)["size"]).attention[0].cache_bytes == 1000
+
+
+def test_plain_decoding_that_sleeps_is_found_in_a_run_of_nano(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoDrafter, "propose", lambda _: time.sleep(0.03))
+    asked = "run --suite gsm8k --limit 2 --max-new-tokens 24 --method dflash --out run".split()
+    status, shown, err = main(*asked)
+    assert status == 0 and FLATTERED in " ".join(shown.split()), shown + err
+    status, shown, _ = main("check", "run", "--json")
+    (check,) = [one for one in json.loads(shown)["checks"] if one["kind"] == "pass/round"]
+    assert status == 1 and check["failed"] and check["reason"] == FLATTERED
