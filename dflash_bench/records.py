@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
@@ -21,6 +21,9 @@ Audit = Literal["all", "divergent", "none"]
 
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
 """The scorers that run what the model wrote."""
+CEILINGS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 2.0}
+"""Logits by the target's type, and of another type those of float32: no gap beyond this is put down to rounding,
+whatever the judge measures. How they were measured: results/rounding.md."""
 
 
 def is_greedy(temperature: float) -> bool:

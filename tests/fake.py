@@ -11,6 +11,7 @@ from rows import generation
 
 from dflash_bench import cli
 from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
+from dflash_bench.results import store
 from dflash_bench.run.resolving import Resolved
 
 Fault = Callable[[Generation], Generation]
@@ -30,6 +31,8 @@ class FakeBackend:
     audited: list[tuple[int, ...]] = field(default_factory=list)
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
+    spent_s: float = 0.0
+    """What its answers took, by what they say themselves."""
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -51,7 +54,9 @@ class FakeBackend:
             "dflash": (blocks, 4),
         }.get(method, ([2] * (steps // 3) + [0] * (steps % 3), 2))
         answer = generation(accepted, block, text=self.text_of(question))
-        return self.faults.get(method, lambda same: same)(answer)
+        answer = self.faults.get(method, lambda same: same)(answer)
+        self.spent_s += answer.prefill_s + answer.decode_s
+        return answer
 
     def divergence(
         self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
@@ -69,7 +74,7 @@ def other_tokens(answer: Generation) -> Generation:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
-    """The command line uses this backend and loads no model."""
+    """The command line uses this backend, on a clock that goes on by what its answers took, and loads no model."""
 
     def open_fake(resolved: Resolved) -> FakeBackend:
         labels = [method.label for method in resolved.methods]
@@ -78,6 +83,9 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Map
         return backend
 
     monkeypatch.setattr("dflash_bench.run.session.open_local", open_fake)
+    monkeypatch.setattr("dflash_bench.run.session.decoder_of", lambda *_: None)
+    seconds = store.Run.seconds
+    monkeypatch.setattr(store.Run, "seconds", lambda run: seconds(run) + backend.spent_s)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

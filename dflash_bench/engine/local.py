@@ -55,7 +55,8 @@ def open_backend(
     pack_like(target, drafters.values(), models.drafts.values())
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     computed = {"network": in_words(target), "capture": capture_passes(target, drafters.values(), capture)}
-    about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
+    ends = {"stop_ids": sorted(limits.stop_ids), "context_length": target.context_length}
+    about = _about(models, preset, methods, drafters) | computed | ends | dict(machine or {})
     return LocalBackend(target, models.tokenizer, drafters, limits, seed, about)
 
 
