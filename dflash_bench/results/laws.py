@@ -169,22 +169,22 @@ class Drafts:
         usable = rows.has_ids & ~_ids_off_count(rows)
         chosen = rows if usable.all() else Rows(rows.batch.filter(pa.array(usable)), rows.facts)
         at = np.flatnonzero(usable)
-        drafted, accepted, emitted = (chosen.flat(name).astype(np.int64) for name in ("drafted", "accepted", "emitted"))
+        drafted, accepted, emitted = (chosen.flat(name).astype(np.int32) for name in ("drafted", "accepted", "emitted"))
         of_round = chosen.owners("accepted")
         tokens = np.maximum(chosen.lengths("token_ids"), 0)
         # The first token of an answer comes from prefill.
-        before = np.cumsum(emitted) - emitted
+        before = np.cumsum(emitted, dtype=np.int64) - emitted
         num_rounds = np.maximum(chosen.lengths("accepted"), 0)
         first = (np.cumsum(num_rounds) - num_rounds)[of_round]
         begins = (np.cumsum(tokens) - tokens)[of_round] + 1 + before - before[first]
-        of_token = np.repeat(np.arange(len(drafted)), drafted)
+        of_token, place = _places(drafted)
         parents, is_tree = _parents(chosen, of_round)
         return cls(
             owner=at[of_round],
             kept=np.minimum(accepted, emitted),
             is_uncut=emitted == accepted + 1,
             round=of_token,
-            place=np.arange(len(of_token)) - (np.cumsum(drafted) - drafted)[of_token],
+            place=place,
             ids=chosen.flat("drafted_ids"),
             begins=begins,
             tokens=chosen.flat("token_ids"),
@@ -199,15 +199,20 @@ class Drafts:
         return self.tokens[np.minimum(self.begins[rounds] + place, len(self.tokens) - 1)]
 
 
+def _places(drafted: Any) -> tuple[Any, Any]:
+    """The round of each drafted token, and its place in it, [drafted]; 32 bits, as there are many of them."""
+    of_token = np.repeat(np.arange(len(drafted), dtype=np.int32), drafted)
+    begins = (np.cumsum(drafted, dtype=np.int64) - drafted).astype(np.int32)
+    return of_token, np.arange(len(of_token), dtype=np.int32) - np.repeat(begins, drafted)
+
+
 def _parents(rows: Rows, of_round: Any) -> tuple[Any | None, Any]:
     """Those of all drafted tokens, chains' too; and which rounds are of a row that names them."""
     named = rows.lengths("drafted_parents") >= 0
     is_tree = named[of_round]
     if not named.any():
         return None, is_tree
-    drafted = rows.flat("drafted").astype(np.int64)
-    of_token = np.repeat(np.arange(len(drafted)), drafted)
-    place = np.arange(len(of_token)) - (np.cumsum(drafted) - drafted)[of_token]
+    of_token, place = _places(rows.flat("drafted").astype(np.int32))
     parents = place - 1
     parents[is_tree[of_token]] = rows.flat("drafted_parents")
     return parents, is_tree
