@@ -11,10 +11,13 @@ from rows import generation
 
 from dflash_bench import cli
 from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
-from dflash_bench.results import store
 from dflash_bench.run.resolving import Resolved
 
 Fault = Callable[[Generation], Generation]
+
+
+SPENT_S: list[float] = []
+"""What answers that were made up took, by what they say themselves: the clock of runs goes on by it (conftest.py)."""
 
 
 @dataclass
@@ -31,8 +34,6 @@ class FakeBackend:
     audited: list[tuple[int, ...]] = field(default_factory=list)
     about: Mapping[str, Any] = field(default_factory=dict)
     has_thinking: bool = False
-    spent_s: float = 0.0
-    """What its answers took, by what they say themselves."""
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -55,7 +56,7 @@ class FakeBackend:
         }.get(method, ([2] * (steps // 3) + [0] * (steps % 3), 2))
         answer = generation(accepted, block, text=self.text_of(question))
         answer = self.faults.get(method, lambda same: same)(answer)
-        self.spent_s += answer.prefill_s + answer.decode_s
+        SPENT_S.append(answer.prefill_s + answer.decode_s)
         return answer
 
     def divergence(
@@ -84,8 +85,6 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Map
 
     monkeypatch.setattr("dflash_bench.run.session.open_local", open_fake)
     monkeypatch.setattr("dflash_bench.run.session.decoder_of", lambda *_: None)
-    seconds = store.Run.seconds
-    monkeypatch.setattr(store.Run, "seconds", lambda run: seconds(run) + backend.spent_s)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

@@ -382,7 +382,7 @@ def _other_figure(cell: dict[str, Any]) -> None:
 
 
 def _other_sum(cell: dict[str, Any]) -> None:
-    cell["sums"]["accepted"][0][0] += 5
+    cell["sums"]["rounds"][0][0] += 5
 
 
 def _no_number(cell: dict[str, Any]) -> None:

@@ -250,4 +250,4 @@ def test_a_clock_that_stands_still_gives_failed_rows_and_no_number(
     (error,) = {row.generation.error for row in rows}
     assert error is not None and error.startswith("its measurement cannot be right: decode_s is NaN")
     assert {row.generation.decode_s for row in rows} == {0.0} and not any(row.exactness for row in rows)
-    assert error in capsys.readouterr().out
+    assert "its measurement cannot be right" in " ".join(capsys.readouterr().out.split())
