@@ -51,7 +51,7 @@ def reread(results: Results, rescore: bool | None) -> Reread:
             reader.found("score", suite, method, setting, why, row)
     if reader.num_other and not reader.is_same_target():
         reader.flaws = {place: rows for place, rows in reader.flaws.items() if place[0] != "text"}
-        reader.notes.append("texts were not tried: {reader.tokenizer} is another model's than the run's")
+        reader.notes.append("texts were not tried: the tokenizer on this disk is of other weights than the run's")
     flaws = [
         Flaw(kind, suite, method, len(rows), f"{len(rows)} answer{'s' * (len(rows) > 1)}: {why}, first {rows[0]}", name)
         for (kind, suite, method, name, why), rows in reader.flaws.items()

@@ -130,7 +130,7 @@ def test_the_noise_that_was_reckoned_with_is_told(gate: Any) -> None:
     share = "0.8 to 1.0 % (standard deviation)"
     assert note == f"noise between runs: {share} of speedup.decode and speedup.e2e, measured over 3 + 3 runs"
     _, found = gate(three("quiet"), ["again0"])
-    assert found["notes"] == [
+    assert [note for note in found["notes"] if note.startswith("noise")] == [
         "noise between runs: 4.2 % (standard deviation) of speedup.decode and speedup.e2e, "
         "assumed, because 3 + 1 runs cannot show it; five in all can"
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, install, main
+from runs import in_time
 from test_runner import loaded, prompts
 
 from dflash_bench.errors import UserError
@@ -96,7 +97,7 @@ class Clock(FakeBackend):
     def generate(self, method: str, messages: Sequence[Message], settings: Settings, repeat: int) -> Generation:
         answer = FakeBackend.generate(self, method, messages, settings, repeat)
         self.now += self.takes_s(method, messages[-1].content)
-        return replace(answer, decode_s=self.takes_s(method, messages[-1].content))
+        return in_time(replace(answer, prefill_s=1e-5), self.takes_s(method, messages[-1].content))
 
 
 def uneven(method: str, question: str) -> float:
