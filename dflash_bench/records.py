@@ -25,6 +25,9 @@ CLOCK_SHARE, CLOCK_S = 0.02, 0.001
 """The runner's clock and the backend's may differ by this share of a time and so many seconds."""
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
 """The scorers that run what the model wrote."""
+CEILINGS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 2.0}
+"""Logits by the target's type, and of another type those of float32: no gap beyond this is put down to rounding,
+whatever the judge measures. How they were measured: results/rounding.md."""
 
 
 def is_greedy(temperature: float) -> bool:

@@ -43,7 +43,9 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 
 def make(folder: Path, num_answers: int) -> None:
     """Write a run as `dflash-bench run` would leave it, with merged parts."""
-    identity = {"schema_version": 3, "suites": {}, "dtype": "float32", "model": "made up"}
+    methods = {name: {"name": name, "num_drafts": drafts} for name, drafts in METHODS.items()}
+    identity = {"schema_version": 8, "suites": {}, "dtype": "float32", "model": "made up", "methods": methods}
+    identity["engine"] = "local"
     identity["settings"] = [asdict(Settings())]
     num_prompts = num_answers // (len(METHODS) * SUITES * REPEATS)
     asked = [[f"p{number}", 1, f"h{number}"] for number in range(num_prompts)]
@@ -56,7 +58,7 @@ def make(folder: Path, num_answers: int) -> None:
             first = number * store.MERGED_WHILE_RUNNING
             last = first + store.MERGED_WHILE_RUNNING - 1
             parts.write(table, folder / parts.name(first, last), run.identity)
-        run.mark_finished({})
+        run.mark_finished({"span_s": 20.0 * num_answers, "times": {}})
 
 
 def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
@@ -76,8 +78,9 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
     accepted, num_rounds = accepted[needed], needed.sum(axis=1)
     drafted, total = np.repeat(drafts, num_rounds), int(num_rounds.sum())
     step = rng.lognormal(-4, 0.1, (3, total)).astype(np.float32)
+    step[2] += step[0] + step[1]
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_rounds)]), pa.int32())
-    seconds = np.add.reduceat(step[2], offsets.to_numpy()[:-1])
+    seconds = np.add.reduceat(step[2], offsets.to_numpy()[:-1], dtype=np.float64)
     token_offsets = pa.array(np.concatenate([[0], np.cumsum(num_decoded + 1)]), pa.int32())
     lists = {"drafted": drafted, "accepted": accepted, "emitted": emitted}
     values = {name: pa.array(counts, pa.int16()) for name, counts in lists.items()}
@@ -96,17 +99,22 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
         "text": pa.array(["an answer of some words, as long as a short one is"] * size),
         "finish_reason": pa.array(["stop"] * size),
         "prefill_s": pa.array(rng.lognormal(-3, 0.1, size)),
-        "decode_s": pa.array(seconds.astype(float)),
+        "decode_s": pa.array(seconds + 0.001),
         "draft_prefill_s": pa.array(np.full(size, 0.001)),
         "passed": pa.array(rng.random(size) < 0.7),
         "exactness": pa.array(["exact"] * size),
         "method_name": pa.array(np.array(list(METHODS))[method]),
-        "start_s": pa.array(at * 0.5),
-        "end_s": pa.array(at * 0.5 + 0.4),
+        "start_s": pa.array(at * 20.0),
+        "end_s": pa.array(at * 20.0 + 19.0),
     }
-    # What was drafted and not kept is another token than the next one.
+    # What was kept of a draft is what was said, and what came next is another token.
     drafted_offsets = pa.array(np.concatenate([[0], np.cumsum(np.add.reduceat(drafted, offsets.to_numpy()[:-1]))]))
-    drafted_ids = pa.array(rng.integers(0, 4096, int(drafted.sum())), pa.int32())
+    of_draft = np.repeat(np.arange(total), drafted)
+    place = np.arange(len(of_draft)) - (np.cumsum(drafted) - drafted)[of_draft]
+    of_round = np.repeat(np.arange(size), num_rounds)
+    begins = (token_offsets.to_numpy()[:-1] + 1)[of_round] + before[needed]
+    said = ids.to_numpy()[np.minimum(begins[of_draft] + place, len(ids) - 1)]
+    drafted_ids = pa.array((said + (place >= accepted[of_draft])) % 4096, pa.int32())
     columns["drafted_ids"] = pa.ListArray.from_arrays(drafted_offsets.cast(pa.int32()), drafted_ids)
     constant = {"suite_version": 1, "turn": 0, "num_prompt_tokens": 100, **SAME_IN_ALL}
     columns |= {name: pa.array([value] * size) for name, value in constant.items()}

@@ -131,7 +131,7 @@ def other_tokens(answer: Generation) -> Generation:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
-    """The command line uses this backend and loads no model."""
+    """The command line uses this backend, on a clock that goes on by what its answers took, and loads no model."""
 
     def open_fake(resolved: Resolved) -> FakeBackend:
         labels = [method.label for method in resolved.methods]
@@ -140,6 +140,7 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Map
         return backend
 
     monkeypatch.setattr("dflash_bench.run.session.open_local", open_fake)
+    monkeypatch.setattr("dflash_bench.run.session.decoder_of", lambda *_: None)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

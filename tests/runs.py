@@ -57,9 +57,22 @@ def answers(num_prompts: int = 24, noise: float = 0.01, seed: int = 0, **place: 
     for number in range(num_prompts):
         accepted = [number % 5, 3, (7 * number) % 5, 4]
         for row in pair(f"p{number:03}", accepted, order=2 * number, **place):
-            own = replace(row.generation, decode_s=row.generation.decode_s * float(rng.lognormal(0, noise)))
+            own = in_time(row.generation, row.generation.decode_s * float(rng.lognormal(0, noise)))
             found.append(replace(row, generation=own, passed=number % 3 > 0, exactness="exact"))
     return found
+
+
+def in_time(answer: Generation, decode_s: float) -> Generation:
+    """Decoded in so many seconds: each of its rounds, and what they are made of, took as much longer or shorter."""
+    if not answer.round_s:
+        return replace(answer, decode_s=decode_s)
+    times = (decode_s - (answer.draft_prefill_s or 0)) / sum(answer.round_s)
+    scaled = {
+        name: tuple(times * seconds for seconds in whole)
+        for name in ("draft_s", "verify_s", "round_s")
+        if (whole := getattr(answer, name)) is not None
+    }
+    return replace(answer, decode_s=decode_s, **scaled)
 
 
 def planned(records: Sequence[Record]) -> dict[str, Any]:
@@ -94,7 +107,7 @@ def stored(
     records = [replace(row, settings=usual) if row.settings == GREEDY else row for row in records]
     with store.create(folder, info) as run:
         for start in range(0, len(records), 10):
-            run.append(records[start : start + 10])
+            run.keep(records[start : start + 10])
         run.mark_finished({})
     return folder
 
@@ -130,7 +143,10 @@ def _changed(row: Record, changes: dict[str, Any]) -> Record:
             values["token_ids"] = (*tokens[:2], 999, *tokens[3:])
     own = {name: value for name, value in values.items() if hasattr(row.generation, name)}
     rest = {name: value for name, value in values.items() if name not in own}
-    return replace(row, generation=replace(row.generation, **own), **rest)
+    changed_answer = replace(row.generation, **own)
+    if "round_s" not in changes:
+        changed_answer = in_time(changed_answer, changed_answer.decode_s)
+    return replace(row, generation=changed_answer, **rest)
 
 
 def _in_rounds(answer: Generation, accepted: Sequence[int]) -> dict[str, Any]:

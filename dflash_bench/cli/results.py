@@ -88,6 +88,14 @@ def check(
     ] = None,
     limits: options.Limits = None,
     allow: options.Allow = None,
+    rescore: Annotated[
+        bool | None,
+        Option(
+            "--rescore/--no-rescore",
+            help="Score stored answers again, and fail where a score differs. Default: all but code that the model "
+            "wrote, which --rescore runs again, in a cage.",
+        ),
+    ] = None,
     junit: Annotated[Path | None, Option(metavar="FILE", help="Also write JUnit XML to FILE.")] = None,
     summary: Annotated[
         Path | None, Option(metavar="FILE", help="Also append Markdown to FILE, such as $GITHUB_STEP_SUMMARY.")
@@ -105,11 +113,14 @@ def check(
     Of the timings only speed-ups are judged, and absolute speed where --limits names tps.decode. A single run does not
     show how much runs differ, so an allowance is made and small losses pass; three runs against a baseline of three
     show a loss of 10 %.
+
+    Stored texts are held against what the target's tokenizer makes of the tokens, where it is on this disk.
     """
     from dflash_bench.analysis.gate.checks import checked
     from dflash_bench.report import gate as formats
+    from dflash_bench.rereading import reread
 
-    result = checked(runs, baseline, limits, tuple(allow or ()))
+    result = checked(runs, baseline, limits, tuple(allow or ()), lambda results: reread(results, rescore))
     _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
     _save(summary, "a", lambda: formats.summary(result.outcome))
     _save(benchmark, "w", lambda: formats.benchmark(result.cells))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dflash_bench.engine.clock import Clock
 from dflash_bench.engine.sequences import Round
@@ -51,6 +52,7 @@ class Decoded:
         stopped = self.tokens[-1] in stop_ids
         finish: FinishReason = "stop" if stopped else "length"
         marks = [step.marks for _, step in steps]
+        ends = [draft_ready, *(m[4] for m in marks)]
         seconds = clock.seconds
         return Generation(
             token_ids=self.tokens,
@@ -67,7 +69,8 @@ class Decoded:
             emitted=tuple(len(step.emitted[row] or ()) for row, step in steps),
             draft_s=tuple(seconds(m[0], m[1]) + seconds(m[3], m[4]) for m in marks),
             verify_s=tuple(seconds(m[1], m[2]) for m in marks),
-            round_s=tuple(seconds(m[0], m[4]) for m in marks),
+            # Each from the end of the one before, so that nothing that decoding took is outside of its rounds.
+            round_s=tuple(seconds(before, end) for before, end in pairwise(ends)),
             peak_memory_bytes=peak_memory_bytes,
         )
 

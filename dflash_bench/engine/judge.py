@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from dflash_bench import records
 from dflash_bench.records import Divergence
 
-CEILINGS = {torch.float32: 1e-3, torch.float16: 0.25, torch.bfloat16: 2.0}
-"""Logits: no gap beyond this is put down to rounding, whatever the two forms say. How they were measured:
-results/rounding.md."""
+CEILINGS = {getattr(torch, name): logits for name, logits in records.CEILINGS.items()}
 STEPS = 64
 """So many places, the one in question last, are read in both forms to see how much rounding moves two tokens."""
 MARGIN = 3.0

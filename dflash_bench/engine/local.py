@@ -58,13 +58,14 @@ def open_backend(
     drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
     pack_like(target, drafters.values(), models.drafts.values())
     witness.require_unchanged()
+    limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     computed = {
         "network": in_words(target), "fallback": target.fallback,
         "capture": capture_passes(target, drafters.values(), capture),
+        "stop_ids": sorted(limits.stop_ids), "context_length": target.context_length,
     }  # fmt: skip
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
     about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": witness.weights}
-    limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, witness)
 
 

@@ -112,7 +112,7 @@ def is_here(reference: str) -> bool:
     """Is this checkpoint complete on this disk? Uses no network, and loads no library that could."""
     folder = Path(os.path.expanduser(reference))
     if not os.path.isdir(folder):
-        folder = _cached_folder(reference)
+        folder = cached_folder(reference)
     try:
         shards = set(folders.read_json(folder / folders.INDEX)["weight_map"].values())
     except (UserError, KeyError, AttributeError, TypeError):
@@ -120,7 +120,7 @@ def is_here(reference: str) -> bool:
     return (folder / "config.json").exists() and bool(shards) and all((folder / name).exists() for name in shards)
 
 
-def _cached_folder(reference: str) -> Path:
+def cached_folder(reference: str) -> Path:
     """Where the hub's client keeps a snapshot: models--ORG--NAME/snapshots/COMMIT; refs/REVISION names the commit."""
     from huggingface_hub import constants
 

@@ -18,12 +18,13 @@ def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
     """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
     if chosen is not None and not any(path.is_file() for path in _places(chosen)):
         raise UserError(f"{chosen} holds no tokenizer.json")
-    candidates = _places(chosen) if chosen else _known(info)
+    candidates = _places(chosen) if chosen else known(info)
     path = next((path for path in candidates if path.is_file()), None)
-    return None if path is None else _tokenizer(path)
+    return None if path is None else read_tokenizer(path)
 
 
-def _tokenizer(path: Path) -> Any:
+def read_tokenizer(path: Path) -> Any:
+    """Of a tokenizer.json. Raises UserError."""
     from tokenizers import Tokenizer
 
     text = reading.text_of(path)
@@ -44,7 +45,7 @@ def _places(folder: Path) -> list[Path]:
     return [folder, folder / "tokenizer.json", folder / "target" / "tokenizer.json"]
 
 
-def _known(info: Mapping[str, Any]) -> Iterator[Path]:
+def known(info: Mapping[str, Any]) -> Iterator[Path]:
     """Where the run says that its model is; of a model from the hub, the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -55,7 +56,8 @@ def _known(info: Mapping[str, Any]) -> Iterator[Path]:
         yield from _places(Path(name))
     repository = str(identity.get("target") or "").partition("@")[0]
     if repository.count("/") == 1:
-        cached = try_to_load_from_cache(repository, "tokenizer.json")
+        commit = str((identity.get("revisions") or {}).get("target")).rpartition("@")[2]
+        cached = try_to_load_from_cache(repository, "tokenizer.json", revision=commit)
         if isinstance(cached, str):
             yield Path(cached)
 

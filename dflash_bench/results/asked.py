@@ -15,13 +15,15 @@ from dflash_bench.errors import UserError
 from dflash_bench.reading import require_file
 
 FILE = "prompts.parquet"
-COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference", "paddings")
-"""`opening` holds the messages before the first turn, with their roles; `turns` what the user says.
+COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference", "paddings", "row")
+"""`opening` holds the messages before the first turn, with their roles; `turns` what the user says; `row` what a scorer
+reads besides the reference, such as tests, as JSON.
 
 `paddings` holds, for each context that the prompt was padded to, the text that stood before its first turn.
 """
 
-SINCE_4 = ("paddings",)
+ADDED: dict[str, Any] = {"paddings": [], "row": None}
+"""Columns that runs before schema 4 and 8 do not have, and what stands in their place."""
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -37,10 +39,7 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Empty for a run of schema 1 or 2, which stored no prompts. Raises UserError for a file that cannot be read.
-
-    Before schema 4 nothing was padded, and `paddings` are empty.
-    """
+    """Empty for a run of schema 1 or 2, which stored no prompts. Raises UserError for a file that cannot be read."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -49,8 +48,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
         return []
     require_file(path)
     try:
-        older = set(SINCE_4) - set(parquet.read_schema(path).names)
+        older = set(ADDED) - set(parquet.read_schema(path).names)
         rows = parquet.read_table(path, columns=[name for name in COLUMNS if name not in older]).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(str(cannot("read", path, error))) from error
-    return [{**{name: [] for name in older}, **row} for row in rows]
+    return [{**{name: ADDED[name] for name in older}, **row} for row in rows]

@@ -20,11 +20,13 @@ from dflash_bench.records import Settings
 from dflash_bench.results import parts, shape, validity, whole
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import Identity, settings_numbers, settings_of
+from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_json import FILE, Info, carried, check_shape, read_info
 from dflash_bench.results.segments import LISTS, Segments, lengths_of
 from dflash_bench.results.slices import SLICES, STRETCHES, sliced
 from dflash_bench.results.whole import Account, Flaw
+from dflash_bench.results.witness import COLUMNS as WITNESSED
 from dflash_bench.results.witness import Witness, witness
 
 KEPT = (
@@ -103,7 +105,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
         again = surplus.sum() > evidence.faulty.sum()
         batches = parts.batches(part, _columns(identity), identity, surplus) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
-    if not sum(map(len, tables)):
+    if not sum(map(len, tables)) and not (judging and account.flaws):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_frame(tables, run_settings), by)
     return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
@@ -136,11 +138,12 @@ def _columns(identity: Identity) -> tuple[str, ...]:
 
 def _read_part(part: Path, identity: Identity, run_settings: Sequence[Settings], by: str) -> Any:
     """Its table and its `Witness`, or the error: a part that breaks off half-way is left out as a whole."""
+    columns = tuple(dict.fromkeys([*_columns(identity), *WITNESSED]))
     try:
-        batches = list(parts.batches(part, _columns(identity), identity))
+        batches = list(parts.batches(part, columns, identity))
     except parts.DamagedError as error:
         return error
-    evidence = witness(batches, run_settings)
+    evidence = witness(batches, run_settings, Facts.of(identity))
     ends = np.cumsum([len(batch) for batch in batches])
     faulty = np.split(evidence.faulty, ends[:-1])
     valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]

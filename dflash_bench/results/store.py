@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -25,10 +26,12 @@ import numpy as np
 
 from dflash_bench.atomic import cannot, sync
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Record, Settings
-from dflash_bench.results import asked, columns, parts, run_json, whole
+from dflash_bench.records import SCHEMA_VERSION, Generation, Record, Settings
+from dflash_bench.results import asked, columns, laws, parts, run_json, spans, texts, whole
 from dflash_bench.results.identity import settings_numbers, settings_of
+from dflash_bench.results.laws import Facts
 from dflash_bench.results.run_json import Info, carried, read_info, write_info
+from dflash_bench.results.texts import Decode
 from dflash_bench.results.witness import witness
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
@@ -82,8 +85,8 @@ def resume(folder: Path, info: Mapping[str, Any]) -> Run:
     run = Run(folder, stored)
     more = {name: value for name, value in now.items() if name not in ("identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
-    # `measured`, which says how far a time limit let it get, is written again when it finishes.
-    stored = {name: value for name, value in stored.items() if name != "measured"}
+    # `measured`, which says how far a time limit let it get, and the sums are written again when it finishes.
+    stored = {name: value for name, value in stored.items() if name not in ("measured", *spans.NAMES)}
     write_info(folder, stored | {"state": "running", "resumed": [*stored.get("resumed", []), more]})
     return run
 
@@ -99,6 +102,9 @@ class Run(AbstractContextManager["Run"]):
 
     def __init__(self, folder: Path, info: Info) -> None:
         self.folder, self.identity, self.num_dropped = folder, carried(info), 0
+        self._facts = Facts.of(self.identity)
+        self.decode: Decode | None = None
+        """What the target's tokenizer makes of tokens, where there is one to hold texts against."""
         self.close = finalize(self, os.close, _locked(folder))
         try:
             for stray in folder.glob(".*.tmp"):
@@ -159,7 +165,7 @@ class Run(AbstractContextManager["Run"]):
             return
         # A merged part holds all answers of those it replaces. If it was edited and does not, theirs are kept.
         run_settings = settings_of(info["identity"])
-        witnesses = [witness(table.combine_chunks().to_batches(), run_settings) for table in tables]
+        witnesses = [witness(table.combine_chunks().to_batches(), run_settings, self._facts) for table in tables]
         surplus = whole.account(info, str(self.folder / run_json.FILE), witnesses).surplus
         kept = [parts.without(table, mask) for table, mask in zip(tables, surplus, strict=True)]
         mended = pa.concat_tables(kept)
@@ -181,7 +187,16 @@ class Run(AbstractContextManager["Run"]):
             part.unlink()
 
     def append(self, records: Sequence[Record]) -> None:
-        """Writes the records as one part, and adds them to `stored`."""
+        """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
+        table = columns.to_table(records, self.identity)
+        broken = laws.faults(_batch(table), self._facts)
+        if self.decode is not None:
+            broken[texts.OTHER] = np.array(texts.other(_batch(table), self.decode), dtype=np.int64)
+        wrong = {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
+        self.keep([_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)])
+
+    def keep(self, records: Sequence[Record]) -> None:
+        """The same for records that are right."""
         table = columns.to_table(records, self.identity)
         part = self.folder / f"part-{self._next:06}.parquet"
         parts.write(table, part, self.identity)
@@ -210,10 +225,29 @@ class Run(AbstractContextManager["Run"]):
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         self._merge(MERGED_AT_THE_END)
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_info(self.folder, read_info(self.folder) | finished | dict(updates))
+        sums = spans.of_run(self.seconds(), list(self.stored.values()))
+        write_info(self.folder, read_info(self.folder) | finished | sums | dict(updates))
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _batch(table: Any) -> Any:
+    (batch,) = table.combine_chunks().to_batches() or [table.schema.empty_table()]
+    return batch
+
+
+def _failed(record: Record, why: str) -> Record:
+    """What was said is kept, and nothing that was measured."""
+    answer = record.generation
+    nothing = Generation(
+        answer.token_ids, answer.text, "error", max(answer.num_prompt_tokens, 0), 0.0, 0.0,
+        error=answer.error or f"its measurement cannot be right: {why}",
+    )  # fmt: skip
+    return replace(
+        record, generation=nothing, answer=None, passed=None, exactness=None, divergence=None, audit=None,
+        departure=None,
+    )  # fmt: skip
 
 
 def _timestamp(process: Mapping[str, Any]) -> float | None:

@@ -45,11 +45,11 @@ def _checked(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:
     yield from _ends(batch, succeeded)
     for name in VERDICTS:
         yield from _verdict(batch, name, succeeded)
-    lengths = {name: _lengths(batch.column(name)) for name in (*COUNTS, *SECONDS)}
+    lengths = {name: lengths_of(batch.column(name)) for name in (*COUNTS, *SECONDS)}
     has_rounds = lengths["accepted"] >= 0
     ragged = np.zeros(len(succeeded), dtype=bool)
-    for name, lengths_of_name in lengths.items():
-        uneven = (lengths_of_name >= 0) & (lengths_of_name != lengths["accepted"])
+    for name, of_name in lengths.items():
+        uneven = (of_name >= 0) & (of_name != lengths["accepted"])
         ragged |= uneven
         yield f"{name} has more or fewer entries than accepted", uneven
     rounds = _Rounds(batch, lengths, has_rounds & ~ragged)
@@ -59,7 +59,7 @@ def _checked(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name} is {NO_TIME}", _no_time(batch.column(name), zero_allowed=name == "draft_s") & succeeded
     decoded = rounds.num_emitted
     if "token_ids" in batch.schema.names:
-        tokens = np.maximum(_lengths(batch.column("token_ids")), 0)
+        tokens = np.maximum(lengths_of(batch.column("token_ids")), 0)
         # The first token comes from prefill; if that was a stop, which is not part of the answer, there is none.
         uneven = (tokens != 1 + decoded) & ((tokens > 0) | (decoded > 0))
         yield "its rounds do not add up to its tokens", rounds.whole & uneven & succeeded
@@ -112,8 +112,8 @@ def _counts(column: Any) -> Any:
 
 def _ends(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:
     reasons = batch.column("finish_reason")
-    yield "its finish_reason is unknown", ~_among(reasons, get_args(FinishReason))
-    yield "error and finish_reason disagree about whether it failed", _among(reasons, ["error"]) == succeeded
+    yield "its finish_reason is unknown", ~among(reasons, get_args(FinishReason))
+    yield "error and finish_reason disagree about whether it failed", among(reasons, ["error"]) == succeeded
     for name in ("order", "num_prompt_tokens"):
         yield f"{name} is missing or negative", batch.column(name).fill_null(-1).to_numpy(zero_copy_only=False) < 0
 
@@ -122,9 +122,9 @@ def _verdict(batch: Any, name: str, succeeded: Any) -> Iterator[tuple[str, Any]]
     place, gap, tolerance = (batch.column(column) for column in VERDICTS[name])
     verdict = batch.column(name)
     has_verdict = _known(verdict)
-    yield f"its {name} is unknown", has_verdict & ~_among(verdict, get_args(Exactness))
+    yield f"its {name} is unknown", has_verdict & ~among(verdict, get_args(Exactness))
     yield f"it failed, yet it has a verdict ({name})", has_verdict & ~succeeded
-    is_exact, is_tie = _among(verdict, ["exact"]), _among(verdict, ["near_tie"])
+    is_exact, is_tie = among(verdict, ["exact"]), among(verdict, ["near_tie"])
     yield (
         f"{name} is exact but has a place of divergence, or the reverse",
         has_verdict & (_known(place) == is_exact),
@@ -179,19 +179,19 @@ def _no_time(column: Any, zero_allowed: bool) -> Any:
     if (least > 0 or (zero_allowed and least == 0)) and most < np.inf:  # both false for NaN
         return rows
     wrong = ~((values > 0) | ((values == 0) & zero_allowed)) | ~np.isfinite(values)
-    ends = np.cumsum(np.maximum(_lengths(column), 0))
+    ends = np.cumsum(np.maximum(lengths_of(column), 0))
     rows[np.searchsorted(ends, np.flatnonzero(wrong), side="right")] = True
     return rows
 
 
-def _lengths(column: Any) -> Any:
+def lengths_of(column: Any) -> Any:
     """The length of each list; -1 for null."""
     from pyarrow import compute
 
     return compute.fill_null(compute.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _among(column: Any, known: Any) -> Any:
+def among(column: Any, known: Any) -> Any:
     import pyarrow as pa
     from pyarrow import compute
 
@@ -200,6 +200,6 @@ def _among(column: Any, known: Any) -> Any:
 
 def digests(batch: Any) -> Any:
     """A hash of the tokens of each answer, [rows]; comparable only within this process."""
-    ends = np.cumsum(np.maximum(_lengths(batch.column("token_ids")), 0)) * 4
+    ends = np.cumsum(np.maximum(lengths_of(batch.column("token_ids")), 0)) * 4
     tokens = batch.column("token_ids").flatten().to_numpy().tobytes()
     return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)

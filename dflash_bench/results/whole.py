@@ -14,6 +14,7 @@ import numpy as np
 from dflash_bench.methods import is_lossy
 from dflash_bench.records import CODE_SCORERS, Settings
 from dflash_bench.results import plan as plans
+from dflash_bench.results import spans
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.numbering import Answers, derived_plan
 from dflash_bench.results.plan import Plan
@@ -64,16 +65,21 @@ def account(info: Mapping[str, Any], where: str, witnesses: Sequence[Witness]) -
     answers = Answers(plan, rows)
     faults = [*_faults_of_parts(witnesses), *_contradictions(identity, plan.settings, answers, rows)]
     faults += _unscored(identity, answers, rows)
+    out_of_place = mask(answers.second, rows.num) | mask(answers.foreign, rows.num)
+    faults += spans.faults(info, plan.settings, rows, ~out_of_place)
+    flaws = [*_missing(plan, answers), *(_prompts_off_count(identity, plan) if stored is None else ())]
+    if not flaws and not out_of_place.any() and not any(len(which) for _, which in faults):
+        # Whatever is wrong with a row changes the sums, and is told by its own name.
+        faults += spans.off_sums(info, rows)
     invalid = np.zeros(rows.num, dtype=bool)
     for _, which in faults:
         invalid[which] = True
-    flaws = [*_missing(plan, answers), *(_prompts_off_count(identity, plan) if stored is None else ())]
     names = [*short_names(plan.settings).values(), ""]
     flaws += _by_cell("doubled", "twice", answers.second, rows, names)
     flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows, names)
     for why, which in faults:
         flaws += _by_cell("invalid", f"cannot be right: {why}", which, rows, names)
-    surplus = invalid | mask(answers.second, rows.num) | mask(answers.foreign, rows.num)
+    surplus = invalid | out_of_place
     ends = np.cumsum([len(part.rows) for part in witnesses])
     return Account(tuple(flaws), tuple(np.split(surplus, ends[:-1])))
 

@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.records import Settings
-from dflash_bench.results import validity
+from dflash_bench.results import laws, validity
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import settings_numbers
+from dflash_bench.results.laws import Facts
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
 FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
 """Columns of which only matters whether they hold something."""
-COLUMNS = (*KEY, *SETTINGS, *validity.COLUMNS, "passed", "token_ids")
+NUMBERS = ("turn", "repeat", "worker")
+"""Whole numbers, -1 for null."""
+TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *validity.COLUMNS, *laws.COLUMNS, "worker", "passed"]))
 """The columns that `witness` needs."""
 
 
@@ -35,7 +39,7 @@ class Witness:
         return mask(np.concatenate([np.zeros(0, dtype=np.int64), *self.faults.values()]), len(self.rows))
 
 
-def witness(batches: Sequence[Any], run_settings: Sequence[Settings]) -> Witness:
+def witness(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> Witness:
     """From all batches of a part, with the columns `COLUMNS`."""
     import pyarrow as pa
     from pyarrow import compute
@@ -43,13 +47,13 @@ def witness(batches: Sequence[Any], run_settings: Sequence[Settings]) -> Witness
     tables, digests, before = [], [], 0
     faults: dict[str, Any] = {}
     for batch in batches:
-        columns = {name: batch.column(name) for name in KEY}
+        columns = {name: batch.column(name) for name in (*KEY, *NUMBERS, *TIMES)}
         columns |= {name: batch.column(name).dictionary_encode() for name in NAMES}
         columns |= {name: compute.is_valid(batch.column(name)) for name in FLAGS}
         columns["settings"] = pa.array(settings_numbers(batch, run_settings))
         tables.append(pa.table(columns))
         digests.append(validity.digests(batch))
-        for why, rows in validity.faults(batch).items():
+        for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
         before += len(batch)
     return Witness(pa.concat_tables(tables), np.concatenate(digests), faults)
@@ -71,9 +75,11 @@ class Rows:
             self.names[name] = chunks[0].dictionary.to_pylist() if chunks else []
             codes = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in chunks]
             self.codes[name] = np.concatenate([np.zeros(0, dtype=np.int32), *codes])
-        self.turn, self.repeat = (
-            table.column(name).fill_null(-1).to_numpy().astype(np.int64) for name in ("turn", "repeat")
+        self.turn, self.repeat, self.worker = (
+            table.column(name).fill_null(-1).to_numpy().astype(np.int64) for name in NUMBERS
         )
+        self.times = {name: table.column(name).fill_null(np.nan).to_numpy() for name in TIMES}
+        """Seconds by column, NaN for null."""
         self.settings = table.column("settings").to_numpy()
         self.failed, self.scored, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
         self.digests = np.concatenate([part.digests for part in witnesses])

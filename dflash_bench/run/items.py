@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -22,6 +23,7 @@ from dflash_bench.records import (
 from dflash_bench.results import plan as plans
 from dflash_bench.results.plan import Asked
 from dflash_bench.results.store import Key
+from dflash_bench.tasks import scoring
 from dflash_bench.tasks.padding import Paddings
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.suites import Loaded, prompt_hash
@@ -188,10 +190,17 @@ def asked_of(plan: Plan) -> list[dict[str, Any]]:
                 for settings in plan.settings
                 if (place := (loaded.suite.name, prompt.prompt_id, settings.context)) in plan.paddings
             ],
+            "row": _scored_by(loaded.suite.scorer, prompt),
         }
         for loaded in plan.suites
         for prompt in loaded.prompts
     ]  # fmt: skip
+
+
+def _scored_by(scorer: str, prompt: Prompt) -> str | None:
+    """What the scorer reads besides the reference, as JSON."""
+    names = scoring.COLUMNS.get(scorer)
+    return json.dumps({name: prompt.row.get(name) for name in names}) if names else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_bench import environment
 from dflash_bench.errors import UserError
+from dflash_bench.models.reading_texts import decoder_of
 from dflash_bench.records import SCHEMA_VERSION, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
@@ -125,6 +126,8 @@ def _run(
     with (store.resume if resume else store.create)(folder, info) as run:
         begun()
         run.keep_prompts(items.asked_of(plan))
+        if not request.asks_servers:
+            run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, Pool):
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 captured, tried = pooling.execute(plan, backend, run, progress)

@@ -242,10 +242,14 @@ def test_nothing_else_can_be_allowed_when_running(run: Path, monkeypatch: Patch,
     assert capsys.readouterr().err == "dflash-bench: unknown thing to allow 'mismatch'; known: failed\n"
 
 
-def test_a_clock_that_stands_still_is_said_at_the_end_of_the_run(
+def test_a_clock_that_stands_still_gives_failed_rows_and_no_number(
     run: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     shutil.rmtree(run)
     capsys.readouterr()
-    assert go(monkeypatch, faults={"dflash": lambda answer: replace(answer, decode_s=0.0)})[0] == 2
-    assert "run is invalid: gsm8k dflash: 12 answers cannot be right: decode_s is NaN" in capsys.readouterr().err
+    assert go(monkeypatch, faults={"dflash": lambda answer: replace(answer, decode_s=0.0)})[0] == 1
+    rows = [row for row in store.load(run)[1] if row.method == "dflash"]
+    (error,) = {row.generation.error for row in rows}
+    assert error is not None and error.startswith("its measurement cannot be right: decode_s is NaN")
+    assert {row.generation.decode_s for row in rows} == {0.0} and not any(row.exactness for row in rows)
+    assert "its measurement cannot be right" in " ".join(capsys.readouterr().out.split())

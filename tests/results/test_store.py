@@ -100,8 +100,8 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     )
     hidden = replace(FULL, generation=generation(None), exactness=None)
     with store.create(tmp_path / "run", INFO) as run:
-        run.append([FULL, empty])
-        run.append([hidden])
+        run.keep([FULL, empty])
+        run.keep([hidden])
     info, records = store.load(tmp_path / "run")
     assert records == [FULL, empty, hidden]
     assert len(info.pop("run_id")) == 32
@@ -164,7 +164,7 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
     with TemporaryDirectory() as parent:
         with store.create(Path(parent) / "run", INFO) as run:
             for part in parts:
-                run.append(part)
+                run.keep(part)
         assert store.load(Path(parent) / "run")[1] == [row for part in parts for row in part]
 
 
@@ -177,7 +177,7 @@ def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> N
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
     with store.create(tmp_path / "run", INFO) as run:
-        run.append([FULL])
+        run.keep([FULL])
     schema = import_module("pyarrow.parquet").read_schema(tmp_path / "run" / "part-000000.parquet")
     types = {field.name: str(field.type) for field in schema}
     assert {types[name] for name in ("drafted", "accepted", "emitted")} == {"list<element: int16 not null>"}
@@ -189,7 +189,7 @@ def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) ->
 
 def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> None:
     with store.create(tmp_path / "run", INFO) as run:
-        run.append([FULL])
+        run.keep([FULL])
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     part = tmp_path / "run" / "part-000000.parquet"
     old = columns.schema(1)
@@ -311,7 +311,7 @@ def test_parts_of_the_first_runs_are_read_and_merged_with_later_ones(
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     folder = tmp_path / "run"
     with store.create(folder, INFO) as run:
-        run.append([FULL])
+        run.keep([FULL])
     part = folder / "part-000000.parquet"
     table = parquet.read_table(part)
     old = [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, install, main
+from runs import in_time
 from test_runner import loaded, prompts
 
 from dflash_bench.errors import UserError
@@ -96,7 +97,7 @@ class Clock(FakeBackend):
     def answer(self, method: str, messages: Sequence[Message]) -> Generation:
         answer, took_s = FakeBackend.answer(self, method, messages), self.takes_s(method, messages[-1].content)
         self.now += took_s
-        return replace(answer, decode_s=took_s)
+        return in_time(replace(answer, prefill_s=1e-5), took_s)
 
 
 def uneven(method: str, question: str) -> float:

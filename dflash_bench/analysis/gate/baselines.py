@@ -67,6 +67,7 @@ SHAPE: dict[str, Any] = {
             "method": str,
             "settings?": shape.SETTINGS,
             "prompts": [str],
+            "figures?": dict,
             "sums": {shape.ANY: list},
         }
     ],
@@ -238,6 +239,7 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_
         sums[:, :, COLUMN[name]] = values
     if not num_runs:
         raise ValueError(f"no sums in {stored['suite']} {stored['method']}")
+    _check_figures(stored, sums, is_first_format)
     return tuple(
         Cell(
             suite=stored["suite"], settings=settings, setting=named[settings], method=stored["method"],
@@ -245,6 +247,22 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_
             num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored["prompts"]), sums=of_run,
         ) for of_run in sums
     )  # fmt: skip
+
+
+def _check_figures(stored: Mapping[str, Any], sums: Any, is_first_format: bool) -> None:
+    """Raises ValueError unless the figures, which are there for people, are what the sums [runs, prompts, terms] give.
+
+    Only the sums are judged by, and a figure that says otherwise would be read and mean nothing.
+    """
+    for name, values in stored.get("figures", {}).items():
+        where = f"the figure {name!r} of {stored['suite']} {stored['method']}"
+        told = [values] if is_first_format else values
+        if name not in LIMITS or any(shape.faults([float], told, "")) or len(told) != len(sums):
+            raise ValueError(f"{where} is unknown, or not a number for each run")
+        for value, of_run in zip(told, sums, strict=True):
+            given = float(FIGURES[name].statistic(of_run.sum(axis=0)))
+            if not np.isclose(value, given, rtol=1e-5, atol=0):
+                raise ValueError(f"{where} is {value:g}, but its sums give {given:.6g}; one of the two was edited")
 
 
 def read_limits(path: Path) -> dict[str, Limit]:

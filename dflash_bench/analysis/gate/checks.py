@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -23,6 +23,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.methods import is_lossy
 from dflash_bench.results import frame
 from dflash_bench.results.frame import Results
+from dflash_bench.results.whole import Flaw
 
 FLOORED = "speedup.decode"
 """The figure that may not be significantly below 1 for any method."""
@@ -34,8 +35,21 @@ class Checked:
     cells: Runs
 
 
-def checked(runs: Sequence[Path], baseline: Path | None, limits: Path | None, allow: Sequence[str]) -> Checked:
-    """What the `check` command does: reads runs, baseline and limits, and judges."""
+Found = tuple[Sequence[Flaw], Sequence[str]]
+"""What is wrong with a run, and what could not be tried."""
+
+
+def checked(
+    runs: Sequence[Path],
+    baseline: Path | None,
+    limits: Path | None,
+    allow: Sequence[str],
+    witnesses: Callable[[Results], Found] = lambda _: ((), ()),
+) -> Checked:
+    """What the `check` command does: reads runs, baseline and limits, and judges.
+
+    `witnesses` may find more wrong with a run than its rows show by themselves; none of it can be allowed.
+    """
     changes.check_allowed(allow, (*frame.ALLOWED, "cells", "failed"))
     baselines.refuse_twins(runs)
     expected = baselines.read(baseline) if baseline else None
@@ -45,12 +59,20 @@ def checked(runs: Sequence[Path], baseline: Path | None, limits: Path | None, al
     if limits and expected is None and not any(_stands_alone(*entry) for entry in user_limits.items()):
         raise UserError(f"{limits} has no effect without --baseline: nothing in it has at_least")
     read = [frame.read(run, allow=allow, judging=True) for run in runs]
-    named = zip(read, run_names(read), strict=True)
-    if flawed := [check for results, name in named for check in broken(results, allow, name)]:
+    named = list(zip(read, run_names(read), strict=True))
+    flawed = [check for results, name in named for check in broken(results, allow, name)]
+    untried: list[str] = []
+    if not flawed:
+        for results, name in named:
+            flaws, notes = witnesses(results)
+            flawed += broken(replace(results, flaws=tuple(flaws)), (), name)
+            untried += [f"{name}: {note}" if name else note for note in notes]
+    if flawed:
         # Judging the rows that are left would pass for judging the run.
-        return Checked(_with_sources(GateOutcome(tuple(flawed), ()), read[0]), {})
+        return Checked(_with_sources(GateOutcome(tuple(flawed), tuple(untried)), read[0]), {})
     cells = [changes.summarised(results) for results in read]
     outcome = _with_sources(judge(read, cells, expected, user_limits, allow), read[0])
+    outcome = replace(outcome, notes=(*outcome.notes, *untried))
     return Checked(with_failed_answers(outcome) if "failed" in allow else outcome, baselines.by_place(read, cells))
 
 

@@ -1,0 +1,343 @@
+"""Edited by hand, or measured by something broken: times, counts, texts and scores of a row that do not fit are found.
+
+The run is a real one of nano: what is sound passes all laws, and each edit of it alone breaks one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import fake
+import pytest
+
+from dflash_bench.engine.generations import Decoded
+from dflash_bench.engine.local import LocalBackend
+from dflash_bench.records import CEILINGS, Generation
+from dflash_bench.results import laws, parts, store
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.scoring.answers import Score
+
+Main = Callable[..., tuple[int, str, str]]
+Row = dict[str, Any]
+WORDS = ("run", "--suite", "gsm8k", "--limit", 3, "--max-new-tokens", 64, "--threads", 1, "--out", "run")
+BOTH = ("--method", "dflash", "--method", "eagle3-tree", "--concurrency", "1,3")
+LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert fake.main(patched, *WORDS, *BOTH) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy; where it lies is the current folder of `main`."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def edited(run: Path, change: Callable[[Row], Row], is_meant: Callable[[Row], bool] = lambda _: True) -> int:
+    """All parts written again by somebody who knows the format; how many rows were changed."""
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    num = 0
+    for part in parts.of(run):
+        table = parquet.read_table(part)
+        rows = table.to_pylist()
+        for row in filter(is_meant, rows):
+            row.update(change(row))
+            num += 1
+        parquet.write_table(arrow.Table.from_pylist(rows, table.schema), part)
+    return num
+
+
+def once(method: str, concurrency: int = 1) -> Callable[[Row], bool]:
+    """The first of a method's answers that has three rounds at least."""
+    left = [True]
+
+    def is_first(row: Row) -> bool:
+        fits = row["method"] == method and row["concurrency"] == concurrency and len(row["accepted"]) > 2
+        return fits and bool(left) and left.pop()
+
+    return is_first
+
+
+def first_draft(row: Row) -> int:
+    """The first round that accepts something, and does not end the answer."""
+    return next(at for at, count in enumerate(row["accepted"][:-1]) if count)
+
+
+def ids_of(row: Row, at: int) -> tuple[int, int]:
+    before = sum(row["drafted"][:at])
+    return before, before + row["drafted"][at]
+
+
+def every_time(by: float) -> Callable[[Row], Row]:
+    names = ("prefill_s", "decode_s", "draft_prefill_s", "start_s", "end_s")
+    return lambda row: {
+        name: [by * one for one in row[name]] if name in LISTS else by * row[name]
+        for name in (*names, "draft_s", "verify_s", "round_s")
+    }
+
+
+def halved_counts(row: Row) -> Row:
+    return {"drafted": [count // 2 for count in row["drafted"]]}
+
+
+def halved_ids(row: Row) -> Row:
+    """The second half of each round's draft was never there; of rounds that accepted less, nothing else shows it."""
+    kept = [max(count // 2, have) for count, have in zip(row["drafted"], row["accepted"], strict=True)]
+    ids = [row["drafted_ids"][slice(*ids_of(row, at))][: kept[at]] for at in range(len(kept))]
+    return {"drafted": kept, "drafted_ids": [one for block in ids for one in block]}
+
+
+def merged(row: Row) -> Row:
+    """The first two rounds told as one, with a draft that fits what it accepted."""
+    first, second, *_ = row["accepted"]
+    whole = [first + second + 1, *row["accepted"][2:]]
+    counts = {"accepted": whole, "emitted": [sum(row["emitted"][:2]), *row["emitted"][2:]]}
+    times = {name: [sum(row[name][:2]), *row[name][2:]] for name in ("draft_s", "verify_s", "round_s")}
+    ids = row["token_ids"][1 : 2 + whole[0]] + row["drafted_ids"][sum(row["drafted"][:2]) :]
+    return counts | times | {"drafted": [whole[0] + 1, *row["drafted"][2:]], "drafted_ids": ids}
+
+
+def another_id(row: Row) -> Row:
+    at = ids_of(row, first_draft(row))[0]
+    return {"drafted_ids": [*row["drafted_ids"][:at], row["drafted_ids"][at] + 1, *row["drafted_ids"][at + 1 :]]}
+
+
+def one_more_was_right(row: Row) -> Row:
+    """What a round accepted last is said to be the target's own token, in a round of its own."""
+    at = first_draft(row)
+    split = {name: [*row[name][:at], row[name][at], *row[name][at:]] for name in LISTS}
+    split["accepted"][at : at + 2] = [row["accepted"][at] - 1, 0]
+    split["emitted"][at : at + 2] = [row["accepted"][at], 1]
+    halves = {name: [*row[name][:at], *[row[name][at] / 2] * 2, *row[name][at + 1 :]] for name in LISTS[3:]}
+    begin, end = ids_of(row, at)
+    block = row["drafted_ids"][begin:end]
+    parents = row["drafted_parents"]
+    again = {"drafted_ids": [*row["drafted_ids"][:end], *block, *row["drafted_ids"][end:]]}
+    if parents is not None:
+        again["drafted_parents"] = [*parents[:end], *parents[begin:end], *parents[end:]]
+    return split | halves | again
+
+
+def moved(by: float) -> Callable[[Row], Row]:
+    return lambda row: {"start_s": row["start_s"] + by, "end_s": row["end_s"] + by}
+
+
+def excused(tolerance: float, gap: float) -> Callable[[Row], Row]:
+    return lambda row: {
+        "audit": "near_tie", "audit_index": 2, "audit_gap": gap, "audit_tolerance": tolerance,
+    }  # fmt: skip
+
+
+EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]], str]] = {
+    "decode_s a third of its rounds": (
+        lambda row: {"decode_s": 0.3 * sum(row["round_s"])}, lambda: once("dflash"), "its rounds took longer than",
+    ),
+    "decode_s twice its rounds": (
+        lambda row: {"decode_s": 2 * row["decode_s"]}, lambda: once("ar"), "its rounds took less than decode_s",
+    ),
+    "a shared row's decode_s halved": (
+        lambda row: {"decode_s": row["decode_s"] / 2}, lambda: once("dflash", 3), "its rounds took longer than",
+    ),
+    "all times of a row halved": (every_time(0.5), lambda: once("eagle3-tree"), "do not add up to what the run"),
+    "all times of all rows halved": (every_time(0.5), lambda: lambda _: True, "do not add up to what the run"),
+    "decode_s and its rounds halved": (
+        lambda row: every_time(0.5)(row) | {name: row[name] for name in ("start_s", "end_s")},
+        lambda: once("dflash", 3),
+        "prefill_s and decode_s are shorter than from start_s",
+    ),
+    "a round shorter than its draft": (
+        lambda row: {"draft_s": [row["round_s"][0] * 1.1, *row["draft_s"][1:]]},
+        lambda: once("dflash"),
+        "drafting and verifying took longer than their round",
+    ),
+    "an interval without room for its times": (
+        lambda row: {"end_s": row["start_s"] + row["decode_s"] / 2}, lambda: once("ar"), "are longer than from start_s",
+    ),
+    "one answer beside others": (
+        lambda row: {"start_s": 0.0},
+        lambda: once("dflash"),
+        "it was measured while another answer was",
+    ),
+    "an answer after the run": (moved(1000), lambda: once("dflash"), "it ended after the run"),
+    "an answer before the run": (moved(-1000), lambda: once("dflash"), "it began before the run"),
+    "drafted halved": (halved_counts, lambda: once("dflash"), "a round accepts more tokens than it drafts"),
+    "fewer ids than drafted": (
+        lambda row: {"drafted_ids": row["drafted_ids"][:-7]},
+        lambda: once("dflash"),
+        "are not as many as were drafted",
+    ),
+    "drafted and drafted_ids halved": (halved_ids, lambda: once("dflash"), "drafts less than its method's block"),
+    "more drafted than a block": (
+        lambda row: {"drafted": [16, *row["drafted"][1:]], "drafted_ids": [0, *row["drafted_ids"]]},
+        lambda: once("dflash"),
+        "a round drafts more tokens than its method can",
+    ),
+    "two rounds told as one": (merged, lambda: once("dflash"), "a round drafts "),
+    "another id in a chain": (another_id, lambda: once("dflash"), "what a round accepted is not what it drafted"),
+    "another id in a tree": (
+        lambda row: {"drafted_ids": [7] * len(row["drafted_ids"])},
+        lambda: once("eagle3-tree"),
+        "what a round accepted is not what it drafted",
+    ),
+    "parents after their children": (
+        lambda row: {"drafted_parents": [1, *row["drafted_parents"][1:]]},
+        lambda: once("eagle3-tree"),
+        "drafted_parents are no tree",
+    ),
+    "less accepted in a chain": (one_more_was_right, lambda: once("dflash"), "a round accepted less than was right"),
+    "less accepted in a tree": (one_more_was_right, lambda: once("eagle3-tree"), "a round accepted less than was"),
+    "an answer that goes on behind its stop": (
+        lambda row: {"finish_reason": "length" if row["finish_reason"] == "stop" else "stop"},
+        lambda: once("dflash"),
+        "it does not end at its first stop token",
+    ),
+    "an audit of float32 that excuses 25 logits": (
+        excused(26, 25), lambda: once("dflash"), "a verdict excuses more than rounding can",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edit_is_named_by_check_and_refused_by_compare(what: str, run: Path, main: Main) -> None:
+    change, which, told = EDITS[what]
+    assert edited(run, change, which())
+    code, out, err = main("check", "run", "--json")
+    assert (code, err) == (1, "")
+    failed = [check for check in json.loads(out)["checks"] if check["failed"]]
+    assert {check["kind"] for check in failed} == {"invalid"}
+    assert any(told in check["reason"] for check in failed), [check["reason"] for check in failed]
+    code, out, err = main("compare", "run")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "run is invalid: " in err
+
+
+def test_what_is_sound_passes_and_says_what_it_tried(run: Path, main: Main) -> None:
+    _, out, err = main("check", "run")
+    assert err == "" and "were not tried" not in out
+    assert not [
+        check for check in json.loads(main("check", "run", "--json")[1])["checks"] if check["kind"] == "invalid"
+    ]
+    assert main("compare", "run")[0] == 0
+
+
+def test_a_row_that_was_edited_is_measured_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    before = {store.key(row): row for row in store.load(run)[1]}
+    assert edited(run, lambda row: {"decode_s": row["decode_s"] / 2}, once("dflash")) == 1
+    assert fake.main(monkeypatch, *WORDS, *BOTH, "--resume") == 0
+    after = {store.key(row): row for row in store.load(run)[1]}
+    assert after.keys() == before.keys()
+    assert len([place for place in before if before[place] != after[place]]) == 1
+
+
+TOLD = {
+    "texts": (lambda row: {"text": row["text"] + " #### 42"}, "text", "its text is not what its tokens say"),
+    "all right": (lambda row: {"passed": True}, "score", "scored right, but gsm8k_number says wrong"),
+    "all wrong": (lambda row: {"passed": False}, "score", "scored wrong, but gsm8k_number says right"),
+    "answers": (lambda row: {"answer": "1234567"}, "score", "its answer is not what gsm8k_number takes from its text"),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_edited_texts_and_scores_fail_the_check_by_name(what: str, run: Path, main: Main) -> None:
+    change, kind, told = TOLD[what]
+    edited(run, change)
+    code, out, err = main("check", "run", "--json")
+    failed = [check for check in json.loads(out)["checks"] if check["failed"]]
+    if not failed and what.startswith("all "):
+        pytest.fail("no answer of this run is otherwise")
+    assert (code, err, {check["kind"] for check in failed}) == (1, "", {kind})
+    assert all(told in check["reason"] for check in failed)
+    code, out, _ = main("check", "run", "--no-rescore", "--json")
+    assert (kind in {check["kind"] for check in json.loads(out)["checks"]}) == (kind == "text")
+
+
+def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
+    run: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edited(run, lambda row: {"text": row["text"] + "!"})
+    monkeypatch.setattr("dflash_bench.rereading._Reader._tokenizers", lambda _: iter([Path("absent")]))
+    out = main("check", "run", "--no-rescore")[1]
+    assert "note: texts were not tried: the target's tokenizer is not on this disk\n" in out
+
+
+# What a broken tool writes itself
+
+
+def halved(sound: Callable[..., Generation]) -> Callable[..., Generation]:
+    def generation(*args: Any) -> Generation:
+        answer = sound(*args)
+        return replace(answer, decode_s=answer.decode_s / 2)
+
+    return generation
+
+
+def told_as_one(sound: Callable[..., Generation]) -> Callable[..., Generation]:
+    """Rounds in pairs, in the engine's own bookkeeping, where a draft has the width of both."""
+
+    def generation(*args: Any) -> Generation:
+        answer = sound(*args)
+        assert answer.accepted is not None and answer.emitted is not None
+        if not any(answer.drafted or ()) or len(answer.accepted) < 3:
+            return answer
+        row = {name: list(getattr(answer, name)) for name in (*LISTS, "drafted_ids", "token_ids")}
+        return replace(answer, **{name: tuple(value) for name, value in merged(row).items()})
+
+    return generation
+
+
+RULES = {"decode_s halved": (halved, ("ar", "dflash"), "its rounds took longer than decode_s"),
+         "rounds told as one": (told_as_one, ("dflash",), "cannot be right: a round "),}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RULES)
+def test_bookkeeping_that_is_broken_gives_failed_rows(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    broken, methods, told = RULES[what]
+    monkeypatch.setattr(Decoded, "generation", broken(Decoded.generation))
+    assert fake.main(monkeypatch, *WORDS) == 1
+    rows = [row for row in store.load(Path("run"))[1] if row.method in methods]
+    errors = {row.generation.error for row in rows}
+    assert rows and all(told in str(error) for error in errors), errors
+    assert "cannot be right: " in " ".join(capsys.readouterr().out.split())
+
+
+def test_texts_that_the_engine_turns_around_give_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    decode = LocalBackend.decode
+    monkeypatch.setattr(LocalBackend, "decode", lambda self, ids: decode(self, ids)[::-1])
+    assert fake.main(monkeypatch, *WORDS) == 1
+    rows = store.load(Path("run"))[1]
+    assert all("its text is not what its tokens say" in str(row.generation.error) for row in rows)
+
+
+def test_a_scorer_that_is_always_right_is_found_by_a_sound_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(scoring.SCORERS, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
+        assert fake.main(patched, *WORDS) == 0
+    code, out, _ = main("check", "run")
+    assert code == 1 and "gsm8k_number" in out
+
+
+def test_the_ceilings_are_those_of_the_judge() -> None:
+    from dflash_bench.engine import judge
+
+    assert {str(kind).removeprefix("torch."): value for kind, value in judge.CEILINGS.items()} == CEILINGS
+    assert laws.Facts.of({"dtype": "bfloat16"}).ceiling == 2.0
+    assert laws.Facts.of({"dtype": "float64"}).ceiling == CEILINGS["float32"]
