@@ -121,7 +121,8 @@ def page(runs: str, results: str) -> None:
         parts.append(f"![{caption}]({NAME}-{name}.svg)\n")
     parts.append(trained(out))
     names = ("al.pooled", "break_even_al", "tps.decode", "speedup.decode")
-    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in names) + f"\n\n{columns.INTERVALS}")
+    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in names))
+    parts.append("\n" + "\n\n".join(columns.notes(timed.cells)))
     (out / f"{NAME}.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
     print(out / f"{NAME}.md")
 

@@ -77,13 +77,15 @@ def difference(before: Counters | None, after: Counters | None, num_tokens: int)
     counted = next((added[name] for name in TOKENS if name in added), None)
     if counted is not None and counted != num_tokens:
         return f"the server counted {counted:.0f} tokens for an answer of {num_tokens}: others use it, too"
-    rounds, drafted, accepted = (round(added[name]) for name in (ROUNDS, DRAFTED, ACCEPTED))
-    longest = math.ceil(drafted / rounds) if rounds else 0
-    if accepted > drafted or (rounds == 0 and drafted):
+    drafting, drafted, accepted = (round(added[name]) for name in (ROUNDS, DRAFTED, ACCEPTED))
+    # A step that drafts nothing is a forward of the target for one token, and in no counter.
+    rounds = max(drafting, num_tokens - 1 - accepted)
+    longest = math.ceil(drafted / drafting) if drafting else 0
+    if accepted > drafted or (drafting == 0 and drafted):
         return "the server's counters contradict each other"
     # A last round may accept more than there was room for.
-    if accepted + rounds > max(num_tokens - 1, 0) + longest + 1:
-        return f"the server counted {accepted + rounds} tokens of rounds for an answer of {num_tokens}: others use it"
+    if accepted + drafting > max(num_tokens - 1, 0) + longest + 1:
+        return f"the server counted {accepted + drafting} tokens of rounds for an answer of {num_tokens}: others use it"
     return Counts(f"{after.prefix}.counters", rounds, drafted, accepted, _at(before, after))
 
 

@@ -202,7 +202,9 @@ def at(rounds: float, drafted: float, accepted: float, tokens: float | None = No
     [
         (at(13, 46, 17), 11, Counts("vllm.counters", 3, 16, 7)),
         (at(13, 46, 17, 111), 11, Counts("vllm.counters", 3, 16, 7)),
-        (at(10, 30, 10, 111), 11, Counts("vllm.counters", 0, 0, 0)),
+        # Steps that draft nothing are in no counter, and each is a forward of the target all the same.
+        (at(10, 30, 10, 111), 11, Counts("vllm.counters", 10, 0, 0)),
+        (at(12, 46, 13, 121), 21, Counts("vllm.counters", 17, 16, 3)),
         (at(13, 46, 17, 112), 11, "counted 12 tokens for an answer of 11"),
         (at(9, 46, 17), 11, "went back"),
         (at(10, 46, 10), 11, "contradict"),

@@ -68,7 +68,7 @@ def test_a_run_over_servers_holds_what_they_did(
         tokens = tokens_of(json.dumps([{"role": "user", "content": f"What is {n} times 7?"}]), 32)
         rounds = servers[record.method == "dflash"]._rounds(len(tokens))
         assert record.generation.token_ids == tuple(tokens)
-        drafted = (len(rounds), 5 * len(rounds), sum(rounds)) if record.method == "dflash" else (0, 0, 0)
+        drafted = (len(rounds), 5 * len(rounds), sum(rounds)) if record.method == "dflash" else (len(tokens) - 1, 0, 0)
         totals = record.generation.total_rounds, record.generation.total_drafted, record.generation.total_accepted
         assert totals == drafted
         assert record.generation.counted_by == "vllm.counters"
@@ -209,7 +209,7 @@ def test_a_plain_server_that_drafts_is_no_baseline(
     [
         ({}, {"dialect": "openai", "keeps_prompts": True}, "tokens of prompts that the server had kept"),
         ({"dialect": "llamacpp"}, {}, "plain decoding was measured on llamacpp b9-abc, and this on vllm 0.32.0"),
-        ({}, {"block": 0}, "dflash: no token was drafted in 4 answers -> start its server with a draft"),
+        ({}, {"block": 0}, "rounds -> start its server with a draft, and read in its log"),
         ({}, {"dialect": "llamacpp", "has_metrics": False}, "were worked out (llamacpp.timings)"),
         ({}, {"counts_by_request": True, "faults": {1: "others"}}, "rounds of dflash by vllm.request"),
         ({}, {"faults": {1: "others"}}, "acceptance is not available for 1 of 4 answers: the server counted"),

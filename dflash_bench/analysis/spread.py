@@ -7,13 +7,14 @@ by running again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.stats import Floats, Statistic
+from dflash_bench.analysis.stats import Floats, Interval, Statistic
 
 METHOD_NOISE = 0.03
 """The standard deviation between runs of a method's seconds, as a share, that is assumed if runs are few."""
@@ -59,12 +60,13 @@ def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated:
 
 
 def difference(after: Floats, before: Floats | None, statistic: Statistic, noise: RunNoise | None) -> Difference | None:
-    """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for one prompt.
+    """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for a few prompts.
 
     Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. The variation of single prompts
     between runs is in both variances, which makes the error slightly too large rather than too small.
     """
-    if after.shape[1] < 2:
+    if after.shape[1] < stats.FEWEST:
+        # Two or three skewed prompts would give a false alarm twice as often as they should.
         return None
     sides = [after] if before is None else [after, before]
     signs = (1.0, -1.0)
@@ -75,6 +77,33 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
     variance = of_prompts + of_runs
     spent = of_prompts**2 / df + (of_runs**2 / noise.df if noise is not None and noise.df else 0.0)
     return Difference(log, variance**0.5, variance**2 / spent if spent else float(df))
+
+
+def intervals(runs: Floats, statistics: Sequence[Statistic], noisy: Sequence[bool]) -> list[Interval | None]:
+    """Each statistic over several runs [runs, prompts, columns] of the same prompts, over all their rounds and seconds.
+
+    What is `noisy` differs from run to run, by as much as these runs show.
+    """
+    over_prompts = stats.intervals(runs.sum(axis=0), statistics)
+    return [
+        widened(interval, run_noise([runs], statistic, 0.0), 1 / len(runs)) if is_noisy and interval else interval
+        for interval, statistic, is_noisy in zip(over_prompts, statistics, noisy, strict=True)
+    ]
+
+
+def widened(interval: Interval, noise: RunNoise, share: float) -> Interval:
+    """An interval over prompts, and over runs, too: of a mean over three runs `share` is 1/3, of a ratio of two runs 2.
+
+    The two reaches add up as the variances do, each with the degrees of freedom that it was measured with.
+    """
+    from scipy.special import stdtrit
+
+    if interval.low is None or interval.high is None or not noise.sd or interval.value <= 0:
+        return interval
+    reach = float(stdtrit(min(noise.df, 1e9), (1 + stats.LEVEL) / 2)) * noise.sd * share**0.5
+    below, above = np.log(interval.value / interval.low), np.log(interval.high / interval.value)
+    low, high = interval.value * np.exp(-np.hypot(below, reach)), interval.value * np.exp(np.hypot(above, reach))
+    return replace(interval, low=float(low), high=float(high))
 
 
 def value(runs: Floats, statistic: Statistic) -> float:
