@@ -80,7 +80,10 @@ def test_a_run_over_servers_holds_what_they_did(
         "address": servers[1].url, "dialect": "vllm", "version": "0.32.0", "model": MODEL, "prompts": "chat",
         "prefix_cache": "flushed", "facts": {},
     }  # fmt: skip
-    assert "rounds of dflash by vllm.counters: differences of vllm:spec_decode_num_drafts (S)" in " ".join(out.split())
+    assert (
+        "rounds of dflash by vllm.counters: differences of vllm:spec_decode_num_drafts, _num_draft_tokens"
+        in " ".join(out.split())
+    )
     assert "memory, as predicted" not in out
 
 
