@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dflash_bench.analysis.roofline import Bound, bound, least_s, work
 from dflash_bench.forwards import Forward, Line, Rates, Size, fit
 
-Regime = Literal["fixed cost", "bandwidth", "arithmetic"]
+Regime = Literal["fixed cost", "bandwidth", "arithmetic", "unclear"]
 WELL_ABOVE = 4.0
 """From this many times the roofline on, what does not grow with the width is called fixed cost.
 
@@ -53,19 +53,31 @@ def curve(forwards: Sequence[Forward], size: Size, rates: Rates) -> Curve:
     # Products of one row often have a faster way of their own, which the line would hide.
     stays = min([line.c0, *(one.seconds for one in forwards if one.width == 1)])
     return Curve(
-        line, regime(line._replace(c0=stays), widest, roofline_s, grows), misfit, rows, context, widest, roofline_s
+        line,
+        regime(line._replace(c0=stays), widest, roofline_s, grows, misfit),
+        misfit,
+        rows,
+        context,
+        widest,
+        roofline_s,
     )
 
 
-def regime(line: Line, widest: int, roofline_s: float, grows: Bound = "arithmetic") -> Regime:
+def regime(line: Line, widest: int, roofline_s: float, grows: Bound = "arithmetic", misfit: float = 0.0) -> Regime:
     """What binds passes of up to so many tokens, where one of a single token cannot take less than the roofline.
 
     If more than half of the widest pass grows with the width, it is what grows. Otherwise it is what stays: bandwidth,
-    or fixed cost if that is well above what reading takes.
+    or fixed cost if that is well above what reading takes. Unclear if passes that are off the line by `misfit`, as a
+    share, could be on either side.
     """
-    if line.c1 * widest > line.c0:
-        return grows
-    return "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
+    grown = line.c1 * widest
+    stays: Regime = "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
+    found = grows if grown > line.c0 else stays
+    if abs(grown - line.c0) < misfit * (grown + line.c0) and grows != stays:
+        return "unclear"
+    if found == stays and abs(line.c0 - WELL_ABOVE * roofline_s) < misfit * line.c0:
+        return "unclear"
+    return found
 
 
 def stored(info: Mapping[str, Any]) -> Curve | None:

@@ -28,6 +28,15 @@ def test_a_line_never_falls_and_one_point_makes_a_level_one() -> None:
     assert fit([16], [2.0]) == (2.0, 0.0)
 
 
+def test_a_regime_is_unclear_where_passes_are_off_the_line_by_more_than_it_is_from_the_next() -> None:
+    # 16 tokens grow by 0.96 of what stays, and what stays is 4.1 times the roofline.
+    assert regime(Line(1.0, 0.06), 16, 0.1) == "fixed cost"
+    assert regime(Line(1.0, 0.06), 16, 0.1, misfit=0.05) == "unclear"
+    assert regime(Line(4.1, 0.01), 16, 1.0) == "fixed cost"
+    assert regime(Line(4.1, 0.01), 16, 1.0, misfit=0.05) == "unclear"
+    assert regime(Line(9.0, 0.01), 16, 1.0, misfit=0.05) == "fixed cost"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
