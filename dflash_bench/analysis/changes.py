@@ -132,7 +132,8 @@ def between(
 def repeats(runs: Sequence[Results]) -> list[list[int]]:
     """The places of runs that repeat each other: of the same identity, code, packages and machine.
 
-    Of code with uncommitted changes nobody knows whether it is the same.
+    None if there is only one pair: what differs between two runs is then both the noise and what is looked for. Of code
+    with uncommitted changes nobody knows whether it is the same.
     """
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
@@ -141,7 +142,8 @@ def repeats(runs: Sequence[Results]) -> list[list[int]]:
         is_known = not (environment.get("git") or {}).get("dirty")
         key = json.dumps([run.info["identity"], known, None if is_known else place], sort_keys=True, default=str)
         groups.setdefault(key, []).append(place)
-    return [places for places in groups.values() if len(places) > 1]
+    several = [places for places in groups.values() if len(places) > 1]
+    return several if sum(len(places) - 1 for places in several) > 1 else []
 
 
 def over_runs(runs: Repeats) -> list[Cell]:

@@ -162,7 +162,7 @@ def what_binds(whole: Round, through: Curve, al: float | None) -> Binding:
     Passes that are off their line by a share are known no better than that: where two candidates are closer, it is
     unclear, for the next measurement may well name the other.
     """
-    off = through.misfit
+    off = through.off
     if al is not None and abs(whole.width / al - whole.cost) < off * whole.cost:
         return "unclear"
     if al is not None and whole.width / al >= whole.cost:

@@ -54,7 +54,8 @@ def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated:
     if stated is not None:
         return RunNoise(stated, inf, "stated")
     df = sum(len(runs) - 1 for runs in sides)
-    squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (_logs(runs, statistic) for runs in sides))
+    with np.errstate(invalid="ignore"):
+        squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (_logs(runs, statistic) for runs in sides))
     sd = (squares / df) ** 0.5 if df else 0.0
     return RunNoise(sd, df, "measured") if df >= ENOUGH or sd > allowed else RunNoise(allowed, inf, "allowed")
 
@@ -113,7 +114,9 @@ def value(runs: Floats, statistic: Statistic) -> float:
 
 
 def _logs(runs: Floats, statistic: Statistic) -> Floats:
-    logs: Floats = statistic.logs(runs.mean(axis=1)[:, [*statistic.top, *statistic.bottom]])
+    # Of what no run has, such as drafting in plain decoding, there is no logarithm.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs: Floats = statistic.logs(runs.mean(axis=1)[:, [*statistic.top, *statistic.bottom]])
     return logs
 
 

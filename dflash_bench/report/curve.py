@@ -56,7 +56,7 @@ def meaning(curve: Curve) -> str:
         case "unclear":
             return (
                 f"A forward of one token takes {times}, and {wide}: what binds it is unclear, as the passes that were "
-                f"measured are off this line by up to {curve.misfit:.0%}. Measure again on a quiet machine."
+                f"measured are off their line by up to {curve.off:.0%}. Measure again on a quiet machine."
             )
     return (
         f"A forward of one token takes {times}, and {wide}: wide forwards are bound by arithmetic, so every drafted "
