@@ -12,6 +12,12 @@ from typing import Any
 
 from dflash_bench.text import visible
 
+EMBEDDED = "embedded"
+EMBEDDED_NOTE = (
+    "(embedded) = prompts written for this project, by the rules that also made the texts on which nano and its drafts "
+    "were trained: other questions, the same templates. They are not the public suites of these names"
+)
+"""Without its full stop."""
 LONGEST = 24
 """How many letters of a folder's or file's name are shown."""
 
@@ -26,6 +32,11 @@ def named(suite: str, *sources: str) -> str:
     """`gsm8k (embedded)`; for several runs with different sources `gsm8k (embedded and hub)`."""
     kinds = list(dict.fromkeys(filter(None, map(_kind, sources))))
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
+
+
+def notes(sources: Iterable[str]) -> list[str]:
+    """What a reader must know of where prompts came from, in a sentence."""
+    return [EMBEDDED_NOTE] if EMBEDDED in map(_kind, sources) else []
 
 
 def under(name: str, setting: str) -> str:

@@ -54,16 +54,18 @@ def main(runs: str, results: str, remark: str = "") -> None:
     out = Path(results)
     names = ("smollm2", "nano")
     parts = []
-    for name in names:
+    read = {name: document.read_document(Path(runs) / name) for name in names}
+    for name, run in read.items():
         picture = f"{NAME}-{name}.svg"
         shutil.copy(Path(runs) / name / "plots" / "context.svg", out / picture)
-        parts.append(section(name, document.read_document(Path(runs) / name), picture))
-    info = document.read_document(Path(runs) / names[0]).results.info
+        parts.append(section(name, run, picture))
+    info = read[names[0]].results.info
     machine = environment.one_line(info["environment"])
     figures = ("al.pooled", "break_even_al", "speedup.decode")
     formulas = "\n".join(f"- `{figure}`: {FORMULAS[figure]}" for figure in figures)
     text = "\n".join([HEAD.format(machine=machine, remark=remark), *parts])
-    foot = f"{contexts.LEGEND[0].upper()}{contexts.LEGEND[1:]}.\n\n{formulas}\n\n{columns.INTERVALS}\n"
+    notes = "\n\n".join(columns.notes([cell for run in read.values() for cell in run.cells]))
+    foot = f"{contexts.LEGEND[0].upper()}{contexts.LEGEND[1:]}.\n\n{formulas}\n\n{notes}\n"
     (out / f"{NAME}.md").write_text(f"{text}\n{foot}", encoding="utf-8")
     print(out / f"{NAME}.md")
 

@@ -76,7 +76,8 @@ def main(runs: str, results: str) -> None:
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "tps.decode", "speedup.decode")),
     )  # fmt: skip
     parts = [head, *(section(name, known) for name in sections)]
-    text = "\n".join([*parts, f"{columns.INTERVALS}\n"])
+    notes = "\n\n".join(columns.notes([cell for run in known.values() for cell in run.cells]))
+    text = "\n".join([*parts, f"{notes}\n"])
     out = Path(results) / f"{NAME}.md"
     out.write_text(text, encoding="utf-8")
     print(out)

@@ -37,6 +37,8 @@ PICTURES = {
     "rounds": "time of a round",
 }
 TIMED = ("prompts", "tokens", "al.pooled", "break_even_al", "tps.decode", "speedup.decode [95 %]", "exact", "near ties")
+OF_DTYPE = ("al.pooled", "speedup.decode [95 %]", "exact")
+"""The columns that the other table has, too, or whose meaning hangs on the type: it stands in their heads."""
 HEAD = """# smollm2 on real prompts
 
 ```
@@ -59,8 +61,8 @@ a loop.
 ## Speed
 
 One prompt at a time on one thread in {dtype}. The run stops after {time}, so that there are few prompts, and the
-intervals are wide. In bfloat16 rounding may decide between two tokens that are as good: what is not exact must be such
-a near tie by the judge.
+intervals are wide; of fewer than five there is none. In bfloat16 rounding may decide between two tokens that are as
+good: what is not exact must be such a near tie by the judge.
 
 {timed}
 """
@@ -121,7 +123,8 @@ def page(runs: str, results: str) -> None:
         parts.append(f"![{caption}]({NAME}-{name}.svg)\n")
     parts.append(trained(out))
     names = ("al.pooled", "break_even_al", "tps.decode", "speedup.decode")
-    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in names) + f"\n\n{columns.INTERVALS}")
+    parts.append("\n".join(f"- `{name}`: {FORMULAS[name]}" for name in names))
+    parts.append("\n" + "\n\n".join(columns.notes(timed.cells)))
     (out / f"{NAME}.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
     print(out / f"{NAME}.md")
 
@@ -134,7 +137,8 @@ def accepted_table(known: Sequence[dict[str, Any]]) -> str:
         num = len(rounds)
         exact, loops = (f"{one[name]}/{num}" for name in ("exact", "loops"))
         rows.append([f"{one['suite']} ({one['source']})", one["method"], with_interval(al), exact, loops])
-    return markdown(["suite", "method", "al.pooled [95 %]", "exact", "in loops"], rows, left=2)
+    heads = ["suite", "method", "al.pooled [95 %], float32", "exact, float32", "in loops"]
+    return markdown(heads, rows, left=2)
 
 
 def timed_table(run: Document) -> str:
@@ -144,8 +148,9 @@ def timed_table(run: Document) -> str:
         [cell.label, cell.method, *(columns.marked(column, cell, run.findings) for column in shown)]
         for cell in run.cells
     ]
-    legend = columns.legend(run.cells, run.findings)
-    return "\n\n".join([markdown(["suite", "method", *TIMED], rows, left=2), *legend])
+    legend, dtype = columns.legend(run.cells, run.findings), run.results.info["identity"]["dtype"]
+    heads = [f"{head}, {dtype}" if head in OF_DTYPE else head for head in TIMED]
+    return "\n\n".join([markdown(["suite", "method", *heads], rows, left=2), *legend])
 
 
 def trained(results: Path) -> str:

@@ -1,29 +1,34 @@
 """How often a 95 % interval contains the truth, and how often the gate fails, on simulated runs with a fixed seed.
 
-The intervals are those of every table; the gate is that of `dflash-bench check`, with its default limits.
+The intervals are those of every table; the gate is that of `dflash-bench check`, with its default limits. What is
+simulated of intervals is also written as `dflash_bench/analysis/coverage.json`, which every table quotes.
 """
 
+import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import stats
+from dflash_bench.analysis import spread, stats
 from dflash_bench.analysis.findings import MIN_PROMPTS
 from dflash_bench.analysis.gate import against
 from dflash_bench.analysis.gate.baselines import LIMITS
 from dflash_bench.analysis.gate.outcome import adjusted
-from dflash_bench.analysis.gate.spread import METHOD_NOISE
 from dflash_bench.analysis.metrics import FIGURES, Cell
+from dflash_bench.analysis.spread import METHOD_NOISE
 from dflash_bench.analysis.terms import TERMS
 
 NUM_COVERED, NUM_QUIET, NUM_LOST = 1_000, 1_000, 500
+RUN_NOISE, SEVERAL = 0.02, (3, 5)
+"""Noise between runs, of each method's seconds, that intervals are tried with; and runs that are then given."""
 SPEEDUP, ANSWER_NOISE, SLOW = 3.0, 0.05, 1.3
 SEED = 20_260_101
+COVERAGE = Path(__file__).parent.parent / "dflash_bench" / "analysis" / "coverage.json"
 METHODS, RATIOS = ("dflash", "eagle3"), ("speedup.decode", "speedup.e2e")
 
 
@@ -63,7 +68,7 @@ PROMPTS = {
     "heavy-tailed, longer answers sped up more": World("heavy", "longer"),
     "skewed, heavy-tailed speed-ups": World("skewed", "heavy"),
 }
-SIZES, COVERED_SIZES = (16, 32, 64, 128), (8, 16, 32, 64, 128, 256)
+SIZES, COVERED_SIZES = (16, 32, 64, 128), (stats.FEWEST, 8, 16, 32, 64, 128, 256)
 LOSSES, SHARED = (0.05, 0.10, 0.15, 0.20, 0.30), ((1, 1), (3, 1), (5, 1), (3, 3), (5, 5))
 
 
@@ -132,13 +137,14 @@ def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
     return sums
 
 
-def coverage(world: World, num_prompts: int, num_simulations: int = NUM_COVERED) -> float:
-    """Share of the 95 % intervals of speedup.decode that contain the truth."""
-    rng, num_covered = np.random.default_rng([SEED, num_prompts]), 0
+def coverage(world: World, num_prompts: int, num_simulations: int = NUM_COVERED, num_runs: int = 1) -> float:
+    """Share of the 95 % intervals of speedup.decode, over so many runs, that contain the truth."""
+    rng, num_covered = np.random.default_rng([SEED, num_prompts, num_runs]), 0
     statistic = FIGURES["speedup.decode"].statistic
     for _ in range(num_simulations):
-        (sums,) = run(rng, world, drawn_prompts(rng, world, num_prompts), 1)
-        (interval,) = stats.intervals(sums, [statistic])
+        prompts = drawn_prompts(rng, world, num_prompts)
+        runs = np.array([sums for _ in range(num_runs) for sums in run(rng, world, prompts, 1)])
+        (interval,) = spread.intervals(runs, [statistic], [num_runs > 1])
         assert interval is not None and interval.low is not None and interval.high is not None
         num_covered += interval.low <= truth(world) <= interval.high
     return num_covered / num_simulations
@@ -186,9 +192,20 @@ def table(heads: list[str], rows: Iterator[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [heads, rule, *rows])
 
 
-def covered() -> Iterator[list[str]]:
-    for name, world in PROMPTS.items():
-        yield [name, *(f"{coverage(world, size):.1%}" for size in COVERED_SIZES)]
+Shares = dict[str, list[float]]
+"""By kind of prompts, at each of `COVERED_SIZES`."""
+
+
+def covered(run_noise: float, num_runs: int) -> Shares:
+    return {
+        name: [coverage(replace(world, run_noise=run_noise), size, NUM_COVERED, num_runs) for size in COVERED_SIZES]
+        for name, world in PROMPTS.items()
+    }
+
+
+def in_rows(shares: Shares) -> Iterator[list[str]]:
+    for name, held in shares.items():
+        yield [name, *(f"{share:.1%}" for share in held)]
 
 
 def gated(loss: float, number: int) -> Iterator[list[str]]:
@@ -207,11 +224,16 @@ def error(share: float, number: int) -> str:
     return f"{100 * (share * (1 - share) / number) ** 0.5:.1f}"
 
 
-def text() -> str:
+def text(alone: Shares, noisy: Shares, several: dict[int, Shares]) -> str:
+    """What the intervals cover: without noise between runs, with it in one run, and over several runs that show it."""
+    over = "\n\n".join(
+        f"Over {number} runs:\n\n{table(['prompts', *map(str, COVERED_SIZES)], in_rows(shares))}"
+        for number, shares in several.items()
+    )
     heads = ["", *(f"{runs}, {size} prompts" for runs in ("1 run", "3 runs") for size in SIZES)]
     return f"""# How far the intervals and the gate can be trusted
 
-Simulated with seed {SEED}; `scripts/simulate_intervals results/intervals.md` repeats it in about ten minutes on one
+Simulated with seed {SEED}; `scripts/simulate_intervals results/intervals.md` repeats it in half an hour on one
 core. Plain decoding takes 30 ms a token, prefill 20 ms. A draft makes decoding {SPEEDUP:g} times faster; this varies by
 20 % from prompt to prompt (all variations are standard deviations of logarithms). Lengths are skewed (lognormal, 0.6)
 unless a line says even (normal, 20 % of their mean) or heavy-tailed (lognormal, 1.2). Each answer's seconds vary by
@@ -223,13 +245,25 @@ length's logarithm. "Heavy-tailed speed-ups": Student's t with 3 degrees of free
 How often the 95 % interval of speedup.decode contains the truth, in {NUM_COVERED:,} simulated runs each (standard error
 of a share: {error(0.95, NUM_COVERED)} points):
 
-{table(["prompts", *map(str, COVERED_SIZES)], covered())}
+{table(["prompts", *map(str, COVERED_SIZES)], in_rows(alone))}
 
 What remains: if a few long answers take most of the seconds and are sped up differently from the others, a run of few
-prompts usually misses them, and no interval computed from its prompts can show that. With fewer than {MIN_PROMPTS}
-prompts in a run, a report or a comparison says so. Other intervals that we tried on such prompts contain the truth less
-often: percentiles of redrawn ratios, with or without BCa's corrections, widened by Student's t or not; Student's t
-itself; and studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
+prompts usually misses them, and no interval computed from its prompts can show that. So every table says how many of
+such intervals hold the truth. With fewer than {MIN_PROMPTS} prompts in a run, a report or a comparison says that these
+are few; with fewer than {stats.FEWEST} there is no interval at all, and `n = 4` in its place. Other intervals that we
+tried on such prompts contain the truth less often: percentiles of redrawn ratios, with or without BCa's corrections,
+widened by Student's t or not; Student's t itself, at as many degrees of freedom as prompts weigh or not; studentised
+draws around an error by linearisation, in which a long answer hides behind the ratio that it pulls to itself; and
+studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
+
+A single run cannot show the noise between runs. With {RUN_NOISE:.0%} of each method's seconds, its intervals contain
+the truth this often: the more prompts, the narrower they are, and the noise is as large as ever.
+
+{table(["prompts", *map(str, COVERED_SIZES)], in_rows(noisy))}
+
+Several runs of the same prompts show it, and `compare` adds it to the interval over these runs:
+
+{over}
 
 ## The gate
 
@@ -261,5 +295,16 @@ simulated: for the gate they are real changes.
 """
 
 
+def as_json(alone: Shares, noisy: Shares) -> str:
+    stored = {"run_noise": RUN_NOISE, "prompts": list(COVERED_SIZES), "without_noise": alone, "with_noise": noisy}
+    return json.dumps(stored, indent=1) + "\n"
+
+
+def main(path: Path) -> None:
+    alone, noisy = covered(0.0, 1), covered(RUN_NOISE, 1)
+    COVERAGE.write_text(as_json(alone, noisy), encoding="utf-8")
+    path.write_text(text(alone, noisy, {number: covered(RUN_NOISE, number) for number in SEVERAL}), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(text(), encoding="utf-8")
+    main(Path(sys.argv[1]))

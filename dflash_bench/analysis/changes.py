@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, groupby
 from typing import Any
 
 import numpy as np
 
 from dflash_bench import labels
-from dflash_bench.analysis import stats
+from dflash_bench.analysis import metrics, spread, stats
 from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell, has_baseline, summarise
+from dflash_bench.analysis.spread import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
@@ -39,6 +41,10 @@ UNLIKE = {
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
 
 
+Repeats = Sequence[Sequence[Cell]]
+"""The cells of runs that repeat each other, run by run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Versus:
     """`after` divided by `before`, on the prompts that both answered."""
@@ -62,6 +68,9 @@ class Versus:
     """Of two methods of a run: is every answer of both the plain one, token for token, so that none can be worse?"""
     p_passed: float
     """By McNemar's test, of so uneven a split of the changed ones; with Holm's adjustment over all comparisons."""
+
+    noises: Mapping[str, RunNoise] = field(default_factory=dict)
+    """By figure, the noise between runs that its interval holds."""
 
     @property
     def passed(self) -> Interval | None:
@@ -103,15 +112,87 @@ def within(cells: Sequence[Cell]) -> list[Versus]:
     return _adjusted(comparisons)
 
 
-def between(before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str]) -> list[Versus]:
-    """Compares the cells that both runs have. Raises UserError if these share no prompt."""
+def between(
+    before: Sequence[Cell], after: Sequence[Cell], names: tuple[str, str], repeated: Sequence[Repeats] = ()
+) -> list[Versus]:
+    """Compares the cells that both runs have. Raises UserError if these share no prompt.
+
+    The runs that are `repeated` show the noise between runs, which is then in the intervals of all timings.
+    """
     shared = in_common(before, after)
     if not shared:
         raise UserError(f"{names[0]} and {names[1]} have no suite and method in common under the same settings")
-    comparisons = [versus for old, new in shared if (versus := _versus(old, new, *names, cell=new))]
+    found = [(old, new, _versus(old, new, *names, cell=new)) for old, new in shared]
+    comparisons = [_with_noise(versus, old, new, repeated) for old, new, versus in found if versus]
     if not comparisons:
         raise UserError(f"{names[0]} and {names[1]} have no prompt in common that both answered equally often")
     return _adjusted(comparisons)
+
+
+def repeats(runs: Sequence[Results]) -> list[list[int]]:
+    """The places of runs that repeat each other: of the same identity, code, packages and machine.
+
+    None if there is only one pair: what differs between two runs is then both the noise and what is looked for. Of code
+    with uncommitted changes nobody knows whether it is the same.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        environment = run.info.get("environment") or {}
+        known = {name: environment.get(name) for name in ("cpu", "gpus", "python", "packages", "git")}
+        is_known = not (environment.get("git") or {}).get("dirty")
+        key = json.dumps([run.info["identity"], known, None if is_known else place], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(place)
+    several = [places for places in groups.values() if len(places) > 1]
+    return several if sum(len(places) - 1 for places in several) > 1 else []
+
+
+def over_runs(runs: Repeats) -> list[Cell]:
+    """The cells that all of these runs have, over all of them: timings with the noise between runs."""
+    by_place = [{cell.place: cell for cell in cells if cell.num_prompts} for cells in runs]
+    shared = [place for place in by_place[0] if all(place in cells for cells in by_place)]
+    pooled = (_pooled([cells[place] for cells in by_place]) for place in shared)
+    return [cell for cell in pooled if cell.num_prompts]
+
+
+def _pooled(cells: Sequence[Cell]) -> Cell:
+    """One cell of several runs on the prompts that all of them answered equally often."""
+    runs, first = np.array(on_common_prompts(*cells)), cells[0]
+    total = runs.sum(axis=0)
+    names = [name for name in first.figures if all(name in cell.figures for cell in cells)] if len(total) else []
+    known = [FIGURES[name] for name in names]
+    over = spread.intervals(runs, [one.statistic for one in known], [one.is_timing for one in known]) if names else []
+    widest = max(cell.widest for cell in cells)
+    pairs = zip(names, over, strict=True)
+    figures = {name: FIGURES[name].possible(interval, widest) for name, interval in pairs if interval}
+    return replace(
+        first, num_prompts=len(total), num_tokens=sum(cell.num_tokens for cell in cells), figures=figures, sums=total,
+        num_errors=sum(cell.num_errors for cell in cells), widest=widest, prompts=(),
+        exact=metrics.share(total, "exact", "compared"), passed=metrics.share(total, "passed", "scored"),
+        num_near_ties=sum(cell.num_near_ties for cell in cells),
+    )  # fmt: skip
+
+
+def _with_noise(versus: Versus, old: Cell, new: Cell, repeated: Sequence[Repeats]) -> Versus:
+    """Timings with the noise between runs, where runs that repeat each other show it."""
+    of_cell = [np.array(on_common_prompts(*cells)) for runs in repeated if len(cells := _of_place(runs, new)) > 1]
+    known = [runs for runs in of_cell if runs.shape[1]]
+    if not known:
+        return versus
+    before, after = on_common_prompts(old, new)
+    changes, noises = dict(versus.changes), {}
+    for name, change in versus.changes.items():
+        statistic = FIGURES[name].statistic
+        noise = spread.run_noise(known, statistic, 0.0) if FIGURES[name].is_timing else None
+        if noise is None or noise.source != "measured":
+            continue
+        apart = spread.difference(after[None], before[None], statistic, noise)
+        changes[name] = Change(spread.widened(change.ratio, noise, 2.0), apart.p if apart else change.p)
+        noises[name] = noise
+    return replace(versus, changes=changes, noises=noises)
+
+
+def _of_place(runs: Repeats, cell: Cell) -> list[Cell]:
+    return [one for cells in runs for one in cells if one.place == cell.place and one.num_prompts]
 
 
 def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell, Cell]]:

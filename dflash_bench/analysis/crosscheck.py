@@ -125,8 +125,8 @@ class Comparison:
             return "unknown"
         if self.num_identical >= SAME * len(counted):
             return "same"
-        # Over two prompts no interval says anything.
-        if len(counted) < 3:
+        # Over a few prompts no interval says anything.
+        if len(counted) < stats.FEWEST:
             return "unknown"
         return "alike" if self.is_within_chance else "differ"
 

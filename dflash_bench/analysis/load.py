@@ -3,6 +3,9 @@
 A level of concurrency is a closed loop: a place that becomes free is taken by the next prompt at once. So the time to
 an answer's first token is counted from the moment when it had a place, and the throughput includes the end, where
 places are empty. A level of a rate is an open loop: each answer begins when it is sent.
+
+Methods take turns with the waves of a suite, one for each turn and repeat, so that between two waves of a method the
+others decode. What is counted per second is per second of the method's own time.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Settings
 from dflash_bench.results.identity import settings_of
@@ -53,8 +56,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Answers that kept to the run's objective (`slo`), per second from the first one's begin to the last one's end,
-    and as a share of all that were asked for, failed ones too."""
+    """Answers that kept to the run's objective (`slo`), per second of the method's own time (`own_s`), and as a share
+    of all that were asked for, failed ones too."""
 
     per_s: float
     share: float
@@ -93,7 +96,7 @@ def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list
         return []
     others = list(dict.fromkeys(_alone(settings) for settings in all_settings))
     known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
-    by_place = dict(tuple(rows[rows["error"].isna()].groupby(["suite", "method", "settings"], observed=True)))
+    by_place = dict(tuple(rows.groupby(["suite", "method", "settings"], observed=True)))
     result = []
     for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
         for other in others:
@@ -118,7 +121,8 @@ def _alone(settings: Settings) -> Settings:
 
 def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
     suite, method, settings = key
-    answers = by_place[suite, method, str(settings)]
+    asked = by_place[suite, method, str(settings)]
+    answers = without_errors(asked)
     throughput = _throughput(answers)
     plain = by_place.get((suite, BASELINE, str(settings)))
     # An answer that came in one piece has no time between its tokens.
@@ -129,7 +133,7 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
         concurrency=settings.concurrency,
         num_answers=len(answers),
         tokens_per_s=throughput,
-        over_plain=None if method == BASELINE or plain is None else throughput / _throughput(plain),
+        over_plain=None if method == BASELINE or plain is None else throughput / _throughput(without_errors(plain)),
         slowest=float(speeds.min()),
         median=float(np.median(speeds)),
         fastest=float(speeds.max()),
@@ -137,25 +141,44 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
         tpot_s=_percentiles(tpot),
         speedup=known[key].figures.get(SPEEDUP) if method != BASELINE else None,
         rate=settings.rate,
-        goodput=_goodput(answers, known[key].num_errors, slo) if slo and settings.is_shared else None,
+        goodput=_goodput(asked, slo, is_open=settings.rate is not None) if slo and settings.is_shared else None,
     )
 
 
-def _goodput(answers: Any, num_errors: int, slo: Mapping[str, float]) -> Goodput:
-    """An answer without a token after the first has no time for one, and keeps to any."""
+def _goodput(asked: Any, slo: Mapping[str, float], *, is_open: bool) -> Goodput:
+    """An answer without a token after the first has no time for one, and keeps to any. Failed ones take time, too."""
+    answers = without_errors(asked)
     tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
     good = (answers["prefill_s"] <= slo.get("ttft_s", math.inf)) & (tpot_s <= slo.get("tpot_s", math.inf))
-    span = float(answers["end_s"].max() - answers["start_s"].min())
-    return Goodput(int(good.sum()) / span if span > 0 else math.nan, int(good.sum()) / (len(answers) + num_errors))
+    seconds = own_s(asked, is_open=is_open)
+    return Goodput(int(good.sum()) / seconds if seconds > 0 else math.nan, int(good.sum()) / len(asked))
 
 
-def _throughput(answers: Any) -> float:
-    """Tokens per second of the time in which at least one of the answers was being decoded."""
+def own_s(asked: Any, *, is_open: bool) -> float:
+    """Seconds in which these answers of a method, and not those of others, were asked for.
+
+    In a closed loop, those in which at least one was being decoded. In an open loop a server may have nothing to do
+    before the next answer is due, which is the load's pace: from the first one's begin to the last one's end, wave by
+    wave.
+    """
+    if not is_open:
+        return _covered_s(asked)
+    waves = asked.groupby(["repeat", "turn"])
+    return float((waves["end_s"].max() - waves["start_s"].min()).sum())
+
+
+def _covered_s(answers: Any) -> float:
     spans = sorted(zip(answers["start_s"], answers["end_s"], strict=True))
     busy, until = 0.0, -math.inf
     for start, end in spans:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
+    return busy
+
+
+def _throughput(answers: Any) -> float:
+    """Tokens per second of the time in which at least one of the answers was being decoded."""
+    busy = _covered_s(answers)
     return float(answers["num_tokens"].sum() / busy) if busy > 0 else math.nan
 
 

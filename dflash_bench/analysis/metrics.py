@@ -56,6 +56,8 @@ class Figure:
     scale: float = 1.0
     at_most: float = float("inf")
     at_least: float = 0.0
+    is_length: bool = False
+    """Does a round's widest block bound it?"""
 
     @property
     def statistic(self) -> stats.Statistic:
@@ -63,15 +65,19 @@ class Figure:
             return stats.exp_mean(COLUMN["log_ratio"], COLUMN["log_ratios"])
         return stats.ratio(*self.places, self.scale, at_most=self.at_most)
 
+    def possible(self, interval: Interval, widest: float) -> Interval:
+        """The interval cut at what the figure can be, with blocks of up to `widest` tokens."""
+        return interval.within(self.at_least, min(self.at_most, widest) if self.is_length else self.at_most)
+
     @property
     def places(self) -> tuple[list[int], list[int]]:
         return [COLUMN[name] for name in self.top], [COLUMN[name] for name in self.bottom]
 
 
 FIGURES = {
-    "al.pooled": Figure(("verified",), ("rounds",), at_least=1.0),
-    "al.request_mean": Figure(("al_sum",), ("shown",), at_least=1.0),
-    "al.emitted": Figure(("emitted",), ("rounds",)),
+    "al.pooled": Figure(("verified",), ("rounds",), at_least=1.0, is_length=True),
+    "al.request_mean": Figure(("al_sum",), ("shown",), at_least=1.0, is_length=True),
+    "al.emitted": Figure(("emitted",), ("rounds",), at_least=1.0, is_length=True),
     "accept_rate": Figure(("accepted",), ("drafted",), at_most=1.0),
     "forwards_per_token": Figure(("rounds",), ("rounds_of_shown",), higher_is_better=False),
     "exact": Figure(("exact",), ("compared",), at_most=1.0),
@@ -122,6 +128,9 @@ class Cell:
     """Answers whose every token is the published model's own choice, out of those that the judge read."""
     passed: Share | None
     figures: Mapping[str, Interval]
+    widest: float = float("inf")
+    """The most tokens that a round of these answers could give: those of its widest draft, and the bonus token.
+    Infinite where the backend does not show its rounds."""
     counted_by: tuple[str, ...] = ()
     """How a backend that hides rounds counted them: keys of `counted.COUNTED`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
@@ -156,13 +165,15 @@ def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
     `identity` is that of `run.json`: it has the settings of the run, and where prompts came from.
     """
     named = {str(settings): (settings, name) for settings, name in short_names(settings_of(identity)).items()}
-    counts, counted = _counts(rows), _counted_by(rows)
+    counts, counted, widest = _counts(rows), _counted_by(rows), _widest(rows)
     sums = prompt_sums(without_errors(rows))
     by_cell = dict(iter(sums.groupby(level=[0, 1, 2, 3], observed=True)))
     places = _places(rows)
     # Two at a time: NumPy resamples prompts without holding the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
-        cells = list(pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place)), places))
+        cells = list(
+            pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place), widest.get(place)), places)
+        )
     cells = [replace(cell, counted_by=counted.get(tuple(place), ())) for cell, place in zip(cells, places, strict=True)]
     return [_of_run(cell, place, identity, named) for cell, place in zip(cells, places, strict=True)]
 
@@ -178,6 +189,16 @@ def _counted_by(rows: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
     for *place, by in known[[*PLACE, "counted_by"]].drop_duplicates().itertuples(index=False, name=None):
         found[tuple(place)] = (*found.get(tuple(place), ()), by)
     return found
+
+
+def _widest(rows: Any) -> dict[Place, float]:
+    """By cell the widest block in its rows, with the bonus token; none where some answer hides its rounds."""
+    most = (
+        without_errors(rows)
+        .groupby(PLACE, observed=True)["most_drafted"]
+        .agg(lambda drafted: drafted.max(skipna=False))
+    )
+    return {Place._make(place): float(num) + 1 for place, num in most.items() if num == num}
 
 
 def _places(rows: Any) -> list[Place]:
@@ -208,7 +229,9 @@ def _counts(rows: Any) -> Any:
     return flags.groupby(PLACE, observed=True).sum()
 
 
-def _cell(place: Place, counts: Any, prompts: Any) -> Cell:
+def _cell(place: Place, counts: Any, prompts: Any, widest: float | None) -> Cell:
+    """`widest` is None where no answer shows its rounds."""
+    widest = float("inf") if widest is None else widest
     sums = np.zeros((0, len(TERMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
     return Cell(
         suite=place.suite,
@@ -218,31 +241,31 @@ def _cell(place: Place, counts: Any, prompts: Any) -> Cell:
         num_tokens=int(counts["num_tokens"]),
         num_errors=int(counts["num_errors"]),
         num_near_ties=int(counts["num_near_ties"]),
-        exact=_share(sums, "exact", "compared"),
+        exact=share(sums, "exact", "compared"),
         audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
-        passed=_share(sums, "passed", "scored"),
-        figures=_figures(sums, place.method),
+        passed=share(sums, "passed", "scored"),
+        figures=_figures(sums, place.method, widest),
+        widest=widest,
         prompts=() if prompts is None else tuple(prompts.index.get_level_values("prompt_id")),
         sums=sums,
     )
 
 
-def _figures(sums: Any, method: str) -> dict[str, Interval]:
+def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
     if not len(sums):
         return {}
     meaningless = {"break_even_al", "accept_rate", "draft_prefill_ms"} if method == BASELINE else set()
     meaningless |= {"accept_rate"} if is_tree(method) else set()
     names = [name for name in FIGURES if name not in meaningless]
     intervals = stats.intervals(sums, [FIGURES[name].statistic for name in names])
-    return {name: _possible(name, interval) for name, interval in zip(names, intervals, strict=True) if interval}
+    return {
+        name: FIGURES[name].possible(interval, widest)
+        for name, interval in zip(names, intervals, strict=True)
+        if interval
+    }
 
 
-def _possible(name: str, interval: Interval) -> Interval:
-    """The interval cut at the figure's least possible value, which it can fall below when few prompts differ a lot."""
-    return interval if interval.low is None else replace(interval, low=max(interval.low, FIGURES[name].at_least))
-
-
-def _share(sums: Any, right: str, judged: str) -> Share | None:
+def share(sums: Any, right: str, judged: str) -> Share | None:
     both = sums[:, [COLUMN[right], COLUMN[judged]]].sum(axis=0)
     return (int(both[0]), int(both[1])) if both[1] else None
 

@@ -13,7 +13,7 @@ from dflash_bench.analysis.width_curve import WELL_ABOVE, Curve, curve
 from dflash_bench.forwards import Drafting, Forward, Line, Measured, Size, fit
 from dflash_bench.methods import name_of
 
-Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead"]
+Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "unclear"]
 SPARE = 1.05
 """Times what was counted, for what was not: activations, and memory that falls between."""
 LIBRARIES = 0.5e9
@@ -158,15 +158,23 @@ def what_binds(whole: Round, through: Curve, al: float | None) -> Binding:
     Of the factor that is missing, acceptance has width / al and the price has its cost in plain steps; the larger one
     binds. Of the price it is the part that adds most. If that part waits for fixed costs, well above its roofline on a
     target that does so too, it is the overhead of launching work.
+
+    Passes that are off their line by a share are known no better than that: where two candidates are closer, it is
+    unclear, for the next measurement may well name the other.
     """
+    off = through.off
+    if al is not None and abs(whole.width / al - whole.cost) < off * whole.cost:
+        return "unclear"
     if al is not None and whole.width / al >= whole.cost:
         return "acceptance"
     excess = whole.excess()
-    largest = max(excess, key=lambda part: excess[part])
+    largest, second = sorted(excess, key=lambda part: -excess[part])[:2]
+    if excess[largest] - excess[second] < off * whole.cost:
+        return "unclear"
     seconds = {"draft": (whole.draft_s, whole.draft_roofline_s), "verify": (whole.verify_s, whole.verify_roofline_s)}
     taken, least = seconds.get(largest, (0.0, None))
-    if least is not None and through.regime == "fixed cost" and taken > WELL_ABOVE * least:
-        return "launch overhead"
+    if least is not None and through.regime in ("fixed cost", "unclear") and taken > WELL_ABOVE * least:
+        return "launch overhead" if through.regime == "fixed cost" else "unclear"
     return largest
 
 

@@ -3,13 +3,15 @@
 A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm: it asks how many
 standard errors a redrawn figure is away from the measured one, where each draw has its own standard error (by
 linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
-prompts that matter would look too certain. `results/intervals.md` says how often the interval contains the truth.
+prompts that matter would look too certain. The measured figure's own standard error is the jackknife's: a long answer
+pulls the figure to itself and so looks ordinary beside it, but not once it is left out. `results/intervals.md` says how
+often the interval contains the truth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +25,8 @@ NUM_DRAWS = 5_000
 SEED = 0
 APART = 997
 """By how many draws each suite's draws are shifted against the next suite's (`geometric_mean`)."""
+FEWEST = 5
+"""Of fewer prompts no interval is shown: they are as likely to miss what matters as to show it."""
 MAX_UNITS = 512
 """More prompts than this are dealt into as many groups, which are drawn instead; the width is then right to 3 %."""
 LEAST_ERROR = 0.1
@@ -39,15 +43,23 @@ Ratio = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value with its 95 % interval; the bounds are None for fewer than two prompts."""
+    """A value with its 95 % interval; the bounds are None for fewer than `FEWEST` prompts."""
 
     value: float
     low: float | None
     high: float | None
+    too_few: int | None = field(default=None, compare=False)
+    """How many prompts there are, where they are too few for an interval."""
 
     @property
     def half_width(self) -> float | None:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    def within(self, least: float, most: float) -> Interval:
+        """Cut where the figure cannot be, which a symmetric interval does not know; the value stays in it."""
+        if self.low is None or self.high is None:
+            return self
+        return replace(self, low=min(self.value, max(self.low, least)), high=max(self.value, min(self.high, most)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +118,11 @@ def exp_mean(total: int, count: int) -> Statistic:
 def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:
     """One for each statistic of `columns` [prompts, k], all from the same draws; None for one without a value."""
     values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
-    if len(columns) < 2:
-        return [None if value is None else Interval(value, None, None) for value in values]
+    if len(columns) < FEWEST:
+        return [None if value is None else Interval(value, None, None, len(columns)) for value in values]
     spreads = _spreads(columns, statistics, seed)
     return [
-        None if value is None else _around(value, spread, len(columns), statistic.at_most)
+        None if value is None else _around(value, spread).within(0.0, statistic.at_most)
         for value, spread, statistic in zip(values, spreads, statistics, strict=True)
     ]
 
@@ -123,18 +135,21 @@ def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
         return None
     fewest = min(len(columns) for columns, _ in parts)
     middle = float(np.exp(np.mean(np.log(positive))))
-    if fewest < 2:
-        return Interval(middle, None, None)
+    if fewest < FEWEST:
+        return Interval(middle, None, None, fewest)
     spreads = [spread for columns, sides in parts for spread in _spreads(columns, [ratio(*sides)], SEED)]
     # Draw i of one suite is paired with a different draw of the next: as independent as new draws, but made only once.
-    rolled = [_Spread(s.error, np.roll(s.off, n * APART), np.roll(s.errors, n * APART)) for n, s in enumerate(spreads)]
+    rolled = [
+        replace(s, off=np.roll(s.off, n * APART), errors=np.roll(s.errors, n * APART)) for n, s in enumerate(spreads)
+    ]
     number = len(rolled)
     mean = _Spread(
         error=float(np.sqrt(sum(s.error**2 for s in rolled))) / number,
         off=np.mean([s.off for s in rolled], axis=0),
         errors=np.sqrt(np.sum([s.errors**2 for s in rolled], axis=0)) / number,
+        df=min(s.df for s in rolled),
     )
-    return _around(middle, mean, fewest)
+    return _around(middle, mean)
 
 
 def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
@@ -187,6 +202,32 @@ def standard_error(pulled: Floats) -> float:
     return float(pulled.std(ddof=1) / np.sqrt(len(pulled)))
 
 
+def jackknife(columns: Floats, statistic: Statistic) -> float:
+    """The standard error of the statistic's logarithm, from leaving out each prompt in turn.
+
+    At least that by linearisation, which is all there is where the statistic has no value without some prompt.
+    """
+    used = columns[:, [*statistic.top, *statistic.bottom]]
+    total, number = used.sum(axis=0), len(used)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off = statistic.logs((total - used) / (number - 1)) - statistic.logs(total / number)
+        linear = standard_error(pulls(columns, statistic))
+    if not np.isfinite(off).all():
+        return linear
+    return max(linear, float(np.sqrt((number - 1) / number * (off**2).sum())))
+
+
+def _df(columns: Floats, statistic: Statistic) -> float:
+    """One less than the prompts that would weigh as much if all weighed the same (Kish): at least 1."""
+    # Logarithms are no weights; the numbers of them are.
+    used = np.abs(columns[:, statistic.bottom if statistic.of_logs else [*statistic.top, *statistic.bottom]])
+    total = used.sum(axis=0)
+    if not (total > 0).any():
+        return float(len(used) - 1)
+    shares = (used[:, total > 0] / total[total > 0]).mean(axis=1)
+    return max(1.0, 1 / float((shares**2).sum()) - 1)
+
+
 def p_of_t(log_ratio: float, error: float, df: float) -> float:
     """The two-sided p-value of a difference from 0 with this standard error; `df` may be infinite."""
     from scipy.special import stdtr
@@ -210,6 +251,8 @@ def paired_difference(num_lost: int, num_gained: int, num: int) -> Interval:
 
     Its interval is the adjusted one of Bonett and Price (2012), which also holds for few changes or none.
     """
+    if num < FEWEST:
+        return Interval((num_gained - num_lost) / num, None, None, num)
     worse, better = (num_lost + 1) / (num + 2), (num_gained + 1) / (num + 2)
     half = NORMAL * float(np.sqrt((worse + better - (better - worse) ** 2) / (num + 2)))
     middle = better - worse
@@ -237,11 +280,13 @@ class _Spread:
     """How certain the logarithm of a statistic is."""
 
     error: float
-    """Its standard error."""
+    """Its standard error, by the jackknife."""
     off: Floats
     """How far each draw is from the measured value, [draws]."""
     errors: Floats
     """The standard error within each draw, [draws]."""
+    df: float
+    """Degrees of freedom of the error: one less than the prompts, and fewer if few of them weigh most."""
 
 
 def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> list[_Spread]:
@@ -270,8 +315,7 @@ def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Float
         variances = np.einsum("di,ijd,dj->d", slopes, moments, slopes)
         whole = columns[:, [*statistic.top, *statistic.bottom]].mean(axis=0)
         off = statistic.logs(means) - statistic.logs(whole)
-        error = standard_error(pulls(columns, statistic))
-    return _Spread(error, off, np.sqrt(np.maximum(variances, 0) / df))
+    return _Spread(jackknife(columns, statistic), off, np.sqrt(np.maximum(variances, 0) / df), _df(columns, statistic))
 
 
 def _dealt(columns: Floats, seed: int) -> Floats:
@@ -308,21 +352,21 @@ def _value(statistic: Statistic, sums: Floats) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def _around(value: float, spread: _Spread, num_prompts: int, at_most: float = float("inf")) -> Interval:
+def _around(value: float, spread: _Spread) -> Interval:
     if value < 0:
         # A difference of seconds, which rounding made negative: it has no logarithm.
         return Interval(value, None, None)
     if value == 0 or spread.error < NO_ERROR:
         return Interval(value, value, value)
-    half = _factor(spread, num_prompts) * spread.error
-    return Interval(value, value * float(np.exp(-half)), min(at_most, value * float(np.exp(half))))
+    half = _factor(spread) * spread.error
+    return Interval(value, value * float(np.exp(-half)), value * float(np.exp(half)))
 
 
-def _factor(spread: _Spread, num_prompts: int) -> float:
+def _factor(spread: _Spread) -> float:
     """How many standard errors the interval reaches to either side; never fewer than by Student's t."""
     from scipy.special import stdtrit
 
-    student = float(stdtrit(num_prompts - 1, (1 + LEVEL) / 2))
+    student = float(stdtrit(spread.df, (1 + LEVEL) / 2))
     # Prompts answered in one token have nothing to divide by; draws of only such prompts have no ratio.
     usable = np.isfinite(spread.off) & (spread.errors > LEAST_ERROR * spread.error)
     off = np.abs(spread.off[usable]) / spread.errors[usable]

@@ -218,7 +218,9 @@ def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]])
 def _figure(figure_id: str, cells: Sequence[Cell]) -> Interval | None:
     if len(cells) == 1:
         return cells[0].figures.get(figure_id)
-    return stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in cells])
+    mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in cells])
+    widest = float(np.exp(np.mean(np.log([cell.widest for cell in cells]))))
+    return mean and FIGURES[figure_id].possible(mean, widest)
 
 
 def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
@@ -237,8 +239,8 @@ def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
 def _upwards(ratio: Interval, is_upwards: bool) -> Interval:
     if is_upwards:
         return ratio
-    bounds = [None if bound is None else 1 / bound for bound in (ratio.value, ratio.high, ratio.low)]
-    return Interval(bounds[0] or 0.0, *bounds[1:])
+    low, high = (None if bound is None else 1 / bound for bound in (ratio.high, ratio.low))
+    return Interval(1 / ratio.value, low, high, ratio.too_few)
 
 
 def _change(before: int, after: int, points: Sequence[Point]) -> Change | None:

@@ -15,7 +15,8 @@ import numpy as np
 from dflash_bench.analysis.roofline import Bound, bound, least_s, work
 from dflash_bench.forwards import Forward, Line, Rates, Size, fit
 
-Regime = Literal["fixed cost", "bandwidth", "arithmetic"]
+Regime = Literal["fixed cost", "bandwidth", "arithmetic", "unclear"]
+ROUNDING = 1e-9
 WELL_ABOVE = 4.0
 """From this many times the roofline on, what does not grow with the width is called fixed cost.
 
@@ -44,6 +45,8 @@ class Curve:
     widest: int
     roofline_s: float
     """The least that a pass over one token could take."""
+    off: float = 0.0
+    """How well passes are known: the misfit of those of several tokens to a line of their own, as a share."""
 
     @property
     def over_roofline(self) -> float:
@@ -55,7 +58,11 @@ def curve(forwards: Sequence[Forward], size: Size, rates: Rates) -> Curve:
     """Through forwards of several widths, all with the same rows and context."""
     widths, seconds = [one.width for one in forwards], [one.seconds for one in forwards]
     line = fit(widths, seconds)
-    misfit = max(abs(line.at(one.width) / one.seconds - 1) for one in forwards)
+    misfit = _misfit(line, forwards)
+    # A pass of one token has a faster way of its own, which is no error; and any line fits two points.
+    wide = [one for one in forwards if one.width > 1]
+    off = misfit if len(wide) < 3 else _misfit(fit([one.width for one in wide], [one.seconds for one in wide]), wide)
+    off = off if off > ROUNDING else 0.0
     rows, context, widest = forwards[0].rows, forwards[0].context, max(widths)
     roofline_s = least_s(work(size, rows, 1, context), rates)
     # More tokens also need more experts.
@@ -63,19 +70,36 @@ def curve(forwards: Sequence[Forward], size: Size, rates: Rates) -> Curve:
     # Products of one row often have a faster way of their own, which the line would hide.
     stays = min([line.c0, *(one.seconds for one in forwards if one.width == 1)])
     return Curve(
-        line, regime(line._replace(c0=stays), widest, roofline_s, grows), misfit, rows, context, widest, roofline_s
+        line,
+        regime(line._replace(c0=stays), widest, roofline_s, grows, off),
+        misfit,
+        rows,
+        context,
+        widest,
+        roofline_s,
+        off,
     )
 
 
-def regime(line: Line, widest: int, roofline_s: float, grows: Bound = "arithmetic") -> Regime:
+def _misfit(line: Line, forwards: Sequence[Forward]) -> float:
+    return max(abs(line.at(one.width) / one.seconds - 1) for one in forwards)
+
+
+def regime(line: Line, widest: int, roofline_s: float, grows: Bound = "arithmetic", off: float = 0.0) -> Regime:
     """What binds passes of up to so many tokens, where one of a single token cannot take less than the roofline.
 
     If more than half of the widest pass grows with the width, it is what grows. Otherwise it is what stays: bandwidth,
-    or fixed cost if that is well above what reading takes.
+    or fixed cost if that is well above what reading takes. Unclear if passes that are `off` by such a share could be
+    on either side.
     """
-    if line.c1 * widest > line.c0:
-        return grows
-    return "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
+    grown = line.c1 * widest
+    stays: Regime = "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
+    found = grows if grown > line.c0 else stays
+    if abs(grown - line.c0) < off * (grown + line.c0) and grows != stays:
+        return "unclear"
+    if found == stays and abs(line.c0 - WELL_ABOVE * roofline_s) < off * line.c0:
+        return "unclear"
+    return found
 
 
 @dataclass(frozen=True, slots=True)

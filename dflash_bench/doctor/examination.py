@@ -122,7 +122,8 @@ def p_of_difference(one: Sequence[Accepted], other: Sequence[Accepted]) -> float
 
 def interval(sample: Sample) -> stats.Interval | None:
     """Of the acceptance length."""
-    return stats.intervals(_columns(sample.answers), [stats.ratio((0,), (1,))])[0]
+    found = stats.intervals(_columns(sample.answers), [stats.ratio((0,), (1,))])[0]
+    return found and found.within(1.0, math.inf)
 
 
 def _columns(answers: Sequence[Accepted]) -> stats.Floats:

@@ -49,6 +49,8 @@ def _line_of(sample: Sample) -> str:
     within = ""
     if interval is not None and interval.low is not None:
         within = f" [{interval.low:.2f}, {interval.high:.2f}]"
+    elif interval is not None and interval.too_few:
+        within = f" (n = {interval.too_few})"
     num = len(sample.answers)
     prompts = "1 prompt" if num == 1 else f"{num} prompts"
     return f"{sample.name:<16} {sample.al:5.2f} tokens a round{within} on {prompts}; {_places(sample.by_position)}"

@@ -23,12 +23,12 @@ NO_CHANGE = (
 )
 
 
-def cells_text(cells: Sequence[Cell]) -> str:
+def cells_text(cells: Sequence[Cell], *, with_means: bool = True) -> str:
     """The figures of one run, and the geometric mean over its suites."""
     tallies = [["lossy" if is_lossy(cell.method) else _tally(cell.exact), _tally(cell.passed)] for cell in cells]
     free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
     timed = _table(cells, TIMINGS)
-    means = over_suites(cells, "speedup.decode") if not any(cell.slice for cell in cells) else {}
+    means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else {}
     lines = [f"  {method}  {with_interval(mean)}" for method, mean in means.items()]
     over = ["", "speedup.decode, geometric mean over suites [95 %]", *lines] if lines else []
     return "\n".join(["time-free", free, "", "timings", timed, *over])
@@ -108,8 +108,10 @@ def _answered_right(comparisons: Sequence[Versus], is_sliced: bool) -> list[str]
 
 def points(change: Interval | None) -> str:
     """`-2.5 [-6.1, +1.1]`: a difference of percentages."""
-    if change is None or change.low is None or change.high is None:
+    if change is None:
         return ABSENT
+    if change.low is None or change.high is None:
+        return f"{100 * change.value:+.1f} (n = {change.too_few})"
     return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
 
 

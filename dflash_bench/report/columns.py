@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_bench import labels
+from dflash_bench.analysis.coverage import covered
 from dflash_bench.analysis.findings import Finding, badges
 from dflash_bench.analysis.findings.badges import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
+from dflash_bench.analysis.stats import FEWEST
 from dflash_bench.counted import COUNTED
 from dflash_bench.methods import is_lossy
 from dflash_bench.report.tables import ABSENT, number, with_interval
@@ -63,7 +66,6 @@ ROUNDS = (
     Column("failed", lambda cell: str(cell.num_errors)),
     Column("near\nties", lambda cell: str(cell.num_near_ties)),
 )
-INTERVALS = "Intervals are 95 %, by bootstrap over prompts."
 
 
 def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
@@ -91,6 +93,31 @@ def counted(cells: Sequence[Cell]) -> list[str]:
         f"rounds of {', '.join(methods)} by {by}: {COUNTED.get(by, 'a way that is not known here')}"
         for by, methods in ways.items()
     ]
+
+
+def notes(cells: Sequence[Cell]) -> list[str]:
+    """What holds for all figures of a table, below it, a sentence each: where prompts came from, what intervals say."""
+    return [f"{note}." for note in labels.notes(cell.source for cell in cells)] + [
+        intervals_note(cell.num_prompts for cell in cells)
+    ]
+
+
+def intervals_note(num_prompts: Iterable[int]) -> str:
+    """What "95 %" means for runs of so many prompts; of several, for the fewest that have an interval."""
+    known = [number for number in num_prompts if number >= FEWEST]
+    held = covered(min(known)) if known else None
+    if held is None:
+        return f"No intervals: with fewer than {FEWEST} prompts (n) they would say nothing."
+    noisy = _to(held.least_noisy, held.most_noisy)
+    return (
+        f"Intervals are 95 % by name, by bootstrap over prompts. Simulated with {held.num_prompts} prompts, "
+        f"{_to(held.least, held.most)} of them hold the truth, the fewest where a few long answers decide; with "
+        f"{100 * held.run_noise:g} % noise between runs, which one run cannot show, {noisy}."
+    )
+
+
+def _to(least: float, most: float) -> str:
+    return f"{100 * least:.0f} to {100 * most:.0f} %"
 
 
 def formulas(*columns: Column) -> dict[str, str]:

@@ -9,12 +9,24 @@ from typing import Any
 
 from dflash_bench import environment, labels
 from dflash_bench.analysis.agreement import Agreement, agreements
-from dflash_bench.analysis.changes import UNLIKE, Versus, between, check_allowed, refuse_unlike, summarised, within
+from dflash_bench.analysis.changes import (
+    UNLIKE,
+    Versus,
+    between,
+    check_allowed,
+    over_runs,
+    refuse_unlike,
+    repeats,
+    summarised,
+    within,
+)
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.metrics import Cell, mismatched
 from dflash_bench.analysis.peers import published, vllm, zlab
+from dflash_bench.analysis.stats import FEWEST
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.report import changes as texts
+from dflash_bench.report import columns
 from dflash_bench.report.tables import aligned, number
 from dflash_bench.results import frame, rounds
 from dflash_bench.results.frame import Results
@@ -54,10 +66,20 @@ def compared(
     unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
     cells_of = {run.name: summarised(run) for run in runs}
     first, *others = cells_of
-    changes = [versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name))]
+    groups = repeats(runs) if by not in STRETCHES else []
+    repeated = [[cells_of[runs[place].name] for place in places] for places in groups]
+    changes = [
+        versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name), repeated)
+    ]
     notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
+    notes += _run_noise(changes) if others else []
     alike = [one for after in runs[1:] for one in agreements(runs[0], after)] if by == "suite" else []
-    return _with_notes(runs, notes, _cells_and_changes(cells_of, changes if others else within(cells_of[first]), alike))
+    pooled = {
+        f"over {len(places)} runs: {', '.join(runs[place].name for place in places)}": over_runs(cells)
+        for places, cells in zip(groups, repeated, strict=True)
+    }
+    shown = changes if others else within(cells_of[first])
+    return _with_notes(runs, notes, _cells_and_changes(cells_of, pooled, shown, alike))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -103,23 +125,49 @@ def _label(run: Results, suite: str) -> str:
 
 def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
     cells = [cell for of_run in cells_of for cell in of_run]
-    few = [cell for cell in cells if 1 < cell.num_prompts < MIN_PROMPTS]
+    few = [cell for cell in cells if FEWEST <= cell.num_prompts < MIN_PROMPTS]
     warning = [
         f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
     ]
-    return [*(warning if few else []), *([IN_STRETCHES] if by in STRETCHES else [])]
+    stretches = [IN_STRETCHES] if by in STRETCHES else []
+    return [*(warning if few else []), *stretches, *(note.removesuffix(".") for note in columns.notes(cells))]
+
+
+def _run_noise(changes: Sequence[Versus]) -> Iterator[str]:
+    """What the intervals between runs say of the noise between runs."""
+    noises = [(name, noise) for versus in changes for name, noise in versus.noises.items()]
+    if not noises:
+        yield (
+            "the intervals between runs are over prompts alone: no run is repeated here, so the noise between runs is "
+            "not known, and a change as small as it may be chance; compare several runs of each"
+        )
+        return
+    sds = [100 * noise.sd for _, noise in noises]
+    least, most = f"{min(sds):.1f}", f"{max(sds):.1f}"
+    share = least if least == most else f"{least} to {most}"
+    df = max(noise.df for _, noise in noises)
+    yield (
+        f"noise between runs: {share} % (standard deviation) of {' and '.join(dict.fromkeys(n for n, _ in noises))}, "
+        f"measured with {df:g} degree{'s' * (df > 1)} of freedom, is in the intervals of timings between runs"
+    )
 
 
 def _cells_and_changes(
-    cells_of: Mapping[str, Sequence[Cell]], changes: Sequence[Versus], alike: Sequence[Agreement]
+    cells_of: Mapping[str, Sequence[Cell]],
+    pooled: Mapping[str, Sequence[Cell]],
+    changes: Sequence[Versus],
+    alike: Sequence[Agreement],
 ) -> ComparisonText:
     """The cells of each run, then what changed, and last whether the target still says the same."""
     several = len(cells_of) > 1
     text = [(f"{name}\n\n" if several else "") + texts.cells_text(cells) for name, cells in cells_of.items()]
+    text += [f"{title}\n\n{texts.cells_text(cells, with_means=False)}" for title, cells in pooled.items() if cells]
     text += [texts.versus_text(changes)] if changes else []
     text += [texts.agreements_text(alike)] if alike else []
     named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in texts.cells_json(cells)]
     sections = {"cells": named, "changes": texts.versus_json(changes)}
+    if pooled:
+        sections["over_runs"] = [{"of": title, "cells": texts.cells_json(cells)} for title, cells in pooled.items()]
     if alike:
         sections["plain_answers"] = texts.agreements_json(alike)
     return ComparisonText("\n\n".join(text), sections)

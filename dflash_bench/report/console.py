@@ -15,7 +15,7 @@ from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.sweeps import Sweep
 from dflash_bench.report import contexts, curve, load, sweeps
-from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, legend, marked
+from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, legend, marked, notes
 from dflash_bench.text import visible
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def text(
     `info` is the run's `run.json`, which the width curve is in, and which a sweep's answer needs.
     """
     blocks = [
-        [*_table(cells, RESULTS, findings), *legend(cells, findings)],
+        [*_table(cells, RESULTS, findings), *legend(cells, findings), *(_wrapped(n, "", "  ") for n in notes(cells))],
         [*_table(cells, ROUNDS, findings, "per round"), *(_wrapped(line, "", "  ") for line in counted(cells))],
         *([[_wrapped(line, "", "  ") for line in curve.sentences(info)]] if info else []),
         _finding_lines(findings),

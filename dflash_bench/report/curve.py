@@ -53,6 +53,11 @@ def meaning(curve: Curve) -> str:
                 f"A forward of one token takes {times}, so that is mostly what binds it, and {wide}. That is what "
                 "speculative decoding lives on."
             )
+        case "unclear":
+            return (
+                f"A forward of one token takes {times}, and {wide}: what binds it is unclear, as the passes that were "
+                f"measured are off their line by up to {curve.off:.0%}. Measure again on a quiet machine."
+            )
     return (
         f"A forward of one token takes {times}, and {wide}: wide forwards are bound by arithmetic, so every drafted "
         "token costs, kept or not."

@@ -24,7 +24,7 @@ from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError
 from dflash_bench.reading import require_output
 from dflash_bench.report import answers, contexts, curve, load, plots, sweeps
-from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, badges_of, formulas, legend
+from dflash_bench.report.columns import RESULTS, ROUNDS, Column, badges_of, formulas, legend, notes
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import Rows, number
 from dflash_bench.report.words import facts, sentences, speedups, tally
@@ -83,9 +83,8 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "lead": "".join(f"<p>{escape(text)}</p>" for text in sentences(document)),
         "tiles": "".join(_tile(document, line) for line in document.lines),
         "results": _table(document, RESULTS),
-        "legend": "".join(f"<p>{escape(line)}</p>" for line in legend(document.cells, document.findings)),
+        "legend": "".join(f"<p>{escape(line)}</p>" for line in _below(document)),
         "rounds": _table(document, ROUNDS),
-        "intervals": INTERVALS,
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
         "curve": "".join(f"<p>{escape(text)}</p>" for text in curve.sentences(info)),
         "swept": _contexts(document) + _swept(document),
@@ -113,9 +112,10 @@ def _title(document: Document) -> str:
 
 def _tile(document: Document, line: Line) -> str:
     speedup, al = over_all(document.cells, line)
-    interval = f"{number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
+    interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
+    few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
     exact = tally(document, "exact", line)
-    rows = [speedups(document, speedup is not None), f"95 %: {interval}" if interval else ""]
+    rows = [speedups(document, speedup is not None), interval or few]
     rows += [f"al.pooled {number(al)}"] if al else []
     rows += [f"exact {exact[0]:,}/{exact[1]:,}"] if exact else []
     value = f"{speedup.value:.2f}<small>×</small>" if speedup else "n/a"
@@ -144,6 +144,11 @@ def _table(document: Document, columns: Sequence[Column]) -> str:
         bodies.append(f"<tbody>{head}{rows}</tbody>")
     table = f'<table class="figures"><thead><tr><th></th>{heads}</tr></thead>{"".join(bodies)}</table>'
     return f'<div class="wide">{table}</div>'
+
+
+def _below(document: Document) -> list[str]:
+    """What stands below the first table."""
+    return [*legend(document.cells, document.findings), *notes(document.cells)]
 
 
 def _contexts(document: Document) -> str:

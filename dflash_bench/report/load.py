@@ -20,7 +20,7 @@ LEGEND = (
     "tps.total = tokens of all answers per second, in which any was being decoded; tps.decode = of single answers, the "
     "slowest/median/fastest; ttft = from having a place to the first token, tpot = per token after it: "
     f"p50/p90/p99, of which p90 is told from {LEAST[90]} answers on, p99 from {LEAST[99]}; goodput = answers within "
-    "--slo per second, and their share of all."
+    "--slo per second of the method's own time, and their share of all."
 )
 
 

@@ -135,21 +135,25 @@ def sentence(verdict: Verdict) -> str:
     if al is None or verdict.speedup is None:
         return (
             f"{whole.method}: {price}, so it needs more than {whole.cost:.2f} tokens a round to gain. Of that price, "
-            f"{_named(verdict)} binds; --acceptance says how much is gained."
+            f"{_binds(verdict)}; --acceptance says how much is gained."
         )
     gain = f"{al:g} tokens a round ({verdict.al_source}) make it {verdict.speedup:.2f} times as fast as plain decoding"
     if verdict.binding == "acceptance":
         then = f"with all {whole.width} kept it would be {whole.speedup(whole.width):.1f} times as fast"
+    elif verdict.binding == "unclear":
+        then = "the passes that were measured do not fit their line well enough to say more; measure again, undisturbed"
     elif verdict.binding == "launch overhead":
         then = "draft and target wait for work to be launched, far from what the device can do"
     else:
         then = f"with {FACTORS[verdict.binding]} it would be {whole.without(verdict.binding, al):.2f} times as fast"
-    return f"{whole.method}: {_named(verdict)} binds: {price}, and {gain}; {then}."
+    return f"{whole.method}: {_binds(verdict)}: {price}, and {gain}; {then}."
 
 
-def _named(verdict: Verdict) -> str:
+def _binds(verdict: Verdict) -> str:
     names = {"draft": "the draft", "verify": "verifying", "host": "the host"}
-    return names.get(verdict.binding, verdict.binding)
+    if verdict.binding == "unclear":
+        return "it is unclear what binds"
+    return f"{names.get(verdict.binding, verdict.binding)} binds"
 
 
 def _wrapped(line: str) -> str:

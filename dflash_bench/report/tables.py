@@ -18,8 +18,10 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def with_interval(interval: Interval | None, digits: int = 2) -> str:
+    """`3.27 [2.86, 3.73]`; `3.27 (n = 2)` where prompts are too few for an interval."""
     if interval is None or interval.low is None or interval.high is None:
-        return number(interval.value if interval else None, digits)
+        few = f" (n = {interval.too_few})" if interval and interval.too_few else ""
+        return f"{number(interval.value if interval else None, digits)}{few}"
     if isclose(interval.low, interval.high):  # plain decoding over itself
         return number(interval.value, digits)
     return f"{number(interval.value, digits)} [{number(interval.low, digits)}, {number(interval.high, digits)}]"

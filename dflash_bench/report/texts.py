@@ -10,7 +10,8 @@ from dflash_bench import environment, labels
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.report import contexts, curve, tables
-from dflash_bench.report.columns import INTERVALS, RESULTS, ROUNDS, Column, counted, formulas, legend, marked
+from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, formulas, legend, marked
+from dflash_bench.report.columns import notes as notes_on
 from dflash_bench.text import visible
 
 IN_LATEX = ("prompts", "al.pooled", "tps.decode", "speedup.decode [95 %]", "exact", "passed %")
@@ -35,17 +36,16 @@ def markdown(
         f"{environment.one_line(info['environment'])}.",
         _markdown_table(cells, RESULTS, findings),
         *(["; ".join(marks) + "."] if marks else []),
+        *map(tables.in_markdown, notes_on(cells)),
         "Per round:",
         _markdown_table(cells, ROUNDS, findings),
-        *([tables.in_markdown("\n".join(counted(cells)))] if counted(cells) else []),
-        tables.in_markdown("\n".join(curve.sentences(info))),
+        *map(tables.in_markdown, [*counted(cells), *curve.sentences(info)]),
         *contexts.paragraphs(cells),
         *swept,
         "## Findings",
         "\n".join(f"- {tables.in_markdown(finding.text)}. Remedy: {finding.remedy}." for finding in findings)
         or "None.",
         "## Formulas",
-        INTERVALS,
         "\n".join(f"- `{name}`: {formula}" for name, formula in formulas(*RESULTS, *ROUNDS).items()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -63,7 +63,7 @@ def latex(
     r"""A `table` for \usepackage{booktabs}: a suite's name once, and the formulas in the caption."""
     columns = [column for column in RESULTS if column.one_line in IN_LATEX]
     heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
-    caption = [*notes, f"{environment.one_line(info['environment'])}.", INTERVALS]
+    caption = [*notes, f"{environment.one_line(info['environment'])}.", *notes_on(cells)]
     caption += [f"{line}." for line in legend(cells, findings)]
     caption += [f"A forward of n tokens: {curve.line_of(info)}."] if info.get("forwards") else []
     caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]

@@ -60,6 +60,7 @@ class Segments:
             "num_drafting": self._sum(drafting),
             "num_whole": self._sum(drafting & (drafted == accepted)),
             "num_first_kept": self._sum(accepted > 0),
+            "most_drafted": self._most(drafted),
             "first_draft_s": np.zeros(len(self.rows)),
         }
         sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
@@ -67,6 +68,9 @@ class Segments:
 
     def _sum(self, values: Any) -> Any:
         return self._filled(np.add.reduceat(values, self.starts, dtype=np.float64) if len(self.starts) else 0)
+
+    def _most(self, values: Any) -> Any:
+        return self._filled(np.maximum.reduceat(values, self.starts) if len(self.starts) else 0)
 
     def _filled(self, values: Any) -> Any:
         total = np.zeros(len(self.rows))

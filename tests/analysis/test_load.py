@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -23,7 +24,7 @@ def answer(method: str, concurrency: int, start: float, end: float, **changes: A
     usual = {
         "suite": "gsm8k", "method": method, "settings": str(Settings(concurrency=concurrency)), "error": None,
         "start_s": start, "end_s": end, "prefill_s": 0.5, "decode_s": end - start - 0.5, "num_tokens": 11,
-        "decode_tokens": 10,
+        "decode_tokens": 10, "repeat": 0, "turn": 0,
     }  # fmt: skip
     return usual | changes
 
@@ -54,6 +55,39 @@ def test_throughput_is_over_the_time_in_which_any_answer_was_decoded() -> None:
     # One that came in one piece says nothing of the time between tokens.
     assert drafted.levels[1].fastest == pytest.approx(10 / 0.5)
     assert plain.method == "ar" and plain.levels[0].over_plain is None and plain.crossing is None
+
+
+def goodput_of(rows: list[dict[str, Any]], one: Settings) -> tuple[float, float]:
+    cells = [replace(cell("dflash", 4), settings=one)]
+    identity = {"settings": settings_to_json([one]), "slo": {"ttft_s": 1.0, "tpot_s": 1.0}}
+    (load,) = loads(pd.DataFrame(rows), cells, identity)
+    assert load.levels[0].goodput is not None
+    return load.levels[0].goodput.per_s, load.levels[0].tokens_per_s
+
+
+def in_waves(concurrency: int, **changes: Any) -> list[dict[str, Any]]:
+    """Two turns of two repeats, a second each with a pause in it; other methods decode for the nine seconds between."""
+    return [
+        answer("dflash", concurrency, at + begin, at + end, repeat=number // 2, turn=number % 2, **changes)
+        for number, at in enumerate((0.0, 10.0, 20.0, 30.0)) for begin, end in ((0.0, 0.25), (0.25, 0.5), (0.75, 1.0))
+    ]  # fmt: skip
+
+
+def test_goodput_is_per_second_of_the_methods_own_time() -> None:
+    """Twelve answers over 31 s of the run, in 3 s of which one of them was being decoded."""
+    per_s, tokens_per_s = goodput_of(in_waves(4), Settings(concurrency=4))
+    assert per_s == pytest.approx(12 / 3.0) and tokens_per_s == pytest.approx(12 * 11 / 3.0)
+
+
+def test_in_an_open_loop_the_pause_before_the_next_answer_is_due_belongs_to_the_load() -> None:
+    one = Settings(rate=3.0)
+    per_s, tokens_per_s = goodput_of([row | {"settings": str(one)} for row in in_waves(1)], one)
+    assert per_s == pytest.approx(12 / 4.0) and tokens_per_s == pytest.approx(12 * 11 / 3.0)
+
+
+def test_a_failed_answer_took_time_from_those_that_kept_to_the_objective() -> None:
+    lost = answer("dflash", 4, 1.0, 6.0, error="timed out")
+    assert goodput_of([*in_waves(4), lost], Settings(concurrency=4))[0] == pytest.approx(12 / 8.0)
 
 
 def test_single_answers_are_told_by_the_slowest_the_median_and_the_fastest() -> None:
@@ -101,8 +135,6 @@ def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
     ],
 )  # fmt: skip
 def test_where_it_stops_paying_in_words(crossing: Crossing | None, said: str) -> None:
-    from dataclasses import replace
-
     _, drafted = measured(ROWS)
     assert words.sentences([replace(drafted, crossing=crossing)]) == [f"dflash on gsm8k (embedded) {said}"]
 

@@ -15,7 +15,6 @@ from runs import ENVIRONMENT, frame_of, histogram_of
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Divergence, Record
 from dflash_bench.results import frame, rounds, store
 from dflash_bench.results.rounds import AcceptAt
@@ -209,7 +208,7 @@ def test_a_cell_holds_every_number() -> None:
 
 def test_the_baseline_is_its_own_measure_and_shows_its_control_where_there_is_one() -> None:
     cell = cell_of(UNEVEN, "ar")
-    assert cell.figures["speedup.decode"] == cell.figures["speedup.e2e"] == Interval(1, 1, 1)
+    assert cell.value("speedup.decode") == cell.value("speedup.e2e") == 1
     assert (cell.exact, cell.passed, cell.value("break_even_al")) == (None, None, None)
     controlled = [replace(row, exactness="exact") for row in PLAIN]
     assert cell_of(controlled, "ar").exact == (2, 2)
@@ -261,6 +260,27 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
 
 
 def test_an_interval_of_acceptance_does_not_reach_below_one_token_a_round() -> None:
-    rows = [row for n, kept in enumerate(([0] * 9, [0] * 9, [9])) for row in pair(f"p{n}", kept, block=9)]
+    rows = [row for n, kept in enumerate([[0] * 9] * 6 + [[9]]) for row in pair(f"p{n}", kept, block=9)]
     interval = cell_of(rows).figures["al.pooled"]
     assert interval.value > 1 and interval.low == 1
+
+
+def test_nor_above_the_widest_block_in_the_rows() -> None:
+    """Blocks of 16 once gave [6.06, 18.05]. Only the rows know how wide blocks were: the run's longest may be shorter
+    than the method's, and one of another cell longer."""
+    rows = [row for n, kept in enumerate([[15], [15, 14], [0, 2], [15], [13, 15]]) for row in pair(f"p{n}", kept, 15)]
+    cell = cell_of(rows)
+    assert cell.widest == 16
+    for name in ("al.pooled", "al.request_mean", "al.emitted"):
+        interval = cell.figures[name]
+        assert interval.low is not None and interval.high == 16, name
+        assert 1 <= interval.low < interval.value < 16, name
+    assert cell.figures["accept_rate"].high == 1
+    assert cell_of(rows, "ar").widest == 1
+    assert cell_of([*rows, *pair("p9", [3], 20)]).widest == 21
+
+
+def test_a_backend_that_hides_rounds_has_no_widest_block() -> None:
+    hidden = record("dflash", "p0", generation(None, total_rounds=4, total_drafted=16, total_accepted=6))
+    rows = [plain("p0", 10), hidden, *pair("p1", [3], 4)]
+    assert cell_of(rows).widest == float("inf")

@@ -66,6 +66,25 @@ def test_what_stands_most_between_a_round_and_the_best_it_could_be(
     assert what_binds(one, through(line), al) == expected  # type: ignore[arg-type]
 
 
+def crooked(line: Line, off: float) -> object:
+    seconds = {width: line.at(width) * (1 + off * sign) for width, sign in ((1, 1), (8, -1), (16, 1))}
+    return curve([Forward(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES)
+
+
+@pytest.mark.parametrize(
+    ("one", "al", "expected"),
+    [
+        (whole(draft=1.5), 6.1, "unclear"),  # 16 / 6.1 against a cost of 2.65
+        (whole(draft=1.5), 4.0, "acceptance"),
+        (whole(draft=1.5, verify=2.45), 14.0, "unclear"),  # 1.5 against 1.45 of the price
+        (whole(draft=1.5), 14.0, "draft"),
+    ],
+)
+def test_what_binds_is_unclear_where_the_fit_does_not_allow_more(one: Round, al: float, expected: str) -> None:
+    assert what_binds(one, crooked(FAST, 0.05), al) == expected  # type: ignore[arg-type]
+    assert what_binds(one, through(FAST), al) != "unclear"  # type: ignore[arg-type]
+
+
 def measured() -> Measured:
     forwards = tuple(Forward(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in (1, 2, 4, 8))
     layer = Size(weight_bytes=100, matrix_elements=25)

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dflash_bench.analysis import stats
-from dflash_bench.analysis.gate import spread
-from dflash_bench.analysis.gate.spread import RunNoise, difference, run_noise
+from dflash_bench.analysis import spread, stats
+from dflash_bench.analysis.spread import RunNoise, difference, run_noise
 
 RATIO = stats.ratio([0], [1])
 NONE = RunNoise(0.0, inf, "stated")
 
 
-def side(factors: Any, prompts: Any = (1.0, 2.0, 4.0, 8.0)) -> Any:
+def side(factors: Any, prompts: Any = (1.0, 2.0, 4.0, 8.0, 3.0)) -> Any:
     """Runs [runs, prompts, 2] whose prompts are alike but for their length, each run faster by a factor."""
     lengths = np.asarray(prompts)
     return np.stack([np.stack([factor * lengths, lengths], axis=-1) for factor in factors])

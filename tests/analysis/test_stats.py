@@ -34,15 +34,19 @@ def test_the_value_is_the_ratio_of_the_sums() -> None:
     assert geometric_mean_interval([1, 4, 16]).value == pytest.approx(4)
 
 
-def test_one_prompt_has_a_value_and_no_interval() -> None:
-    interval = ratio_interval([3], [2])
-    assert interval == Interval(1.5, None, None)
-    assert interval.half_width is None
-    assert geometric_mean_interval([4.0]).high is None
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_fewer_than_five_prompts_have_a_value_and_no_interval(num: int) -> None:
+    interval = ratio_interval([3, 4, 6, 1][:num], [2, 2, 2, 2][:num])
+    assert interval == Interval(sum([3, 4, 6, 1][:num]) / (2 * num), None, None)
+    assert (interval.half_width, interval.too_few) == (None, num)
+    assert geometric_mean_interval([4.0] * num).high is None
+    assert stats.paired_difference(0, 1, num) == Interval(1 / num, None, None)
+    whole = ratio_interval([3, 4, 6, 1, 2], [2, 2, 2, 2, 2])
+    assert (whole.too_few, whole.half_width is None) == (None, False)
 
 
 def test_prompts_that_agree_have_an_interval_of_no_width() -> None:
-    seconds, tokens = [0.5, 1.0, 2.5], [5, 10, 25]
+    seconds, tokens = [0.5, 1.0, 2.5, 1.5, 0.1], [5, 10, 25, 15, 1]
     assert ratio_interval(seconds, tokens, over=(seconds, tokens)) == Interval(1, 1, 1)
     constant = geometric_mean_interval([3.0] * 5)
     assert constant.low == pytest.approx(3)
@@ -115,9 +119,29 @@ def test_prompts_that_weigh_the_same_have_students_interval_and_skewed_ones_a_wi
     assert reach > 1.3 * scipy.stats.t.ppf(0.975, 19) * error
 
 
+def test_a_long_answer_that_pulls_the_ratio_to_itself_is_seen_when_it_is_left_out() -> None:
+    """By linearisation it is ordinary: the ratio is nearly its own."""
+    tops, bottoms = np.array([2.0] * 9 + [300.0]), np.array([1.0] * 9 + [100.0])
+    columns = np.column_stack([tops, bottoms])
+    statistic = stats.ratio([0], [1])
+    by_hand = [np.log(np.delete(tops, at).sum() / np.delete(bottoms, at).sum()) for at in range(10)]
+    off = np.array(by_hand) - np.log(tops.sum() / bottoms.sum())
+    assert stats.jackknife(columns, statistic) == pytest.approx(np.sqrt(0.9 * (off**2).sum()))
+    assert stats.jackknife(columns, statistic) > 5 * stats.standard_error(stats.pulls(columns, statistic))
+    reach = np.log((ratio_interval(tops, bottoms).high or 0) / (tops.sum() / bottoms.sum()))
+    assert reach > np.log(3 / 2)
+
+
+def test_an_interval_is_cut_where_the_figure_cannot_be_and_keeps_its_value() -> None:
+    wide = Interval(10.0, 6.06, 18.05)
+    assert wide.within(1, 16) == Interval(10.0, 6.06, 16)
+    assert wide.within(7, 9) == Interval(10.0, 7, 10.0)
+    assert Interval(10.0, None, None, 2).within(1, 16) == Interval(10.0, None, None)
+
+
 def test_no_interval_is_narrower_than_students() -> None:
     rng = np.random.default_rng(9)
-    for number in (2, 3, 5, 12):
+    for number in (5, 7, 12):
         values = rng.lognormal(0, 0.05, number)
         interval = ratio_interval(values, np.ones(number))
         error = values.std(ddof=1) / values.mean() / number**0.5
@@ -146,14 +170,14 @@ def test_prompts_that_have_no_ratio_do_not_make_a_geometric_mean_surer() -> None
 
 
 def test_draws_without_anything_to_divide_by_are_left_out() -> None:
-    interval = ratio_interval([1.0, 2.0, 3.0], [0, 0, 2])
+    interval = ratio_interval([1.0, 2.0, 3.0, 1.0, 2.0], [0, 0, 3, 0, 0])
     assert interval.value == 3
-    assert 0 < (interval.low or 0) < 3 < (interval.high or 0) < 1000
+    assert 0 < (interval.low or 0) < 3 < (interval.high or 0) < 1e6
 
 
 def test_what_is_nothing_has_no_width_and_what_is_less_than_nothing_no_interval() -> None:
-    assert ratio_interval([0, 0, 0], [1, 2, 3]) == Interval(0, 0, 0)
-    assert ratio_interval([-2, -1, 0], [1, 2, 3]) == Interval(-0.5, None, None)
+    assert ratio_interval([0, 0, 0, 0, 0], [1, 2, 3, 1, 2]) == Interval(0, 0, 0)
+    assert ratio_interval([-2, -1, 0, 0, 0], [1, 2, 1, 1, 1]) == Interval(-0.5, None, None)
 
 
 def test_a_share_ends_at_1() -> None:
@@ -237,7 +261,9 @@ def test_the_geometric_mean_over_suites_counts_each_once() -> None:
         return np.column_stack([np.full(num, value), np.ones(num)]), ([0], [1])
 
     assert stats.geometric_mean([part(2, 10), part(8, 500)]) == Interval(*[pytest.approx(4)] * 3)
-    assert stats.geometric_mean([part(2, 1), part(8, 500)]) == Interval(pytest.approx(4), None, None)
+    few = stats.geometric_mean([part(2, 4), part(8, 500)])
+    assert few == Interval(pytest.approx(4), None, None)
+    assert few is not None and few.too_few == 4
     assert stats.geometric_mean([part(2, 5), (np.zeros((5, 2)), ([0], [1]))]) is None
 
 

@@ -28,6 +28,15 @@ def test_a_line_never_falls_and_one_point_makes_a_level_one() -> None:
     assert fit([16], [2.0]) == (2.0, 0.0)
 
 
+def test_a_regime_is_unclear_where_passes_are_off_the_line_by_more_than_it_is_from_the_next() -> None:
+    # 16 tokens grow by 0.96 of what stays, and what stays is 4.1 times the roofline.
+    assert regime(Line(1.0, 0.06), 16, 0.1) == "fixed cost"
+    assert regime(Line(1.0, 0.06), 16, 0.1, off=0.05) == "unclear"
+    assert regime(Line(4.1, 0.01), 16, 1.0) == "fixed cost"
+    assert regime(Line(4.1, 0.01), 16, 1.0, off=0.05) == "unclear"
+    assert regime(Line(9.0, 0.01), 16, 1.0, off=0.05) == "fixed cost"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -75,3 +84,12 @@ def test_a_run_keeps_what_it_measured_and_an_older_one_has_none() -> None:
     through = stored({"forwards": measured})
     assert through is not None and through.line == pytest.approx((4.9, 0.1)) and through.regime == "fixed cost"
     assert stored({}) is None and stored({"forwards": None}) is None
+
+
+def test_how_far_passes_are_off_leaves_out_that_one_token_has_a_way_of_its_own() -> None:
+    seconds = {1: 2.2, 2: 5.4, 4: 5.4, 8: 5.4, 16: 5.4}
+    assert curve([Forward(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES).off == 0
+    noisy = curve(
+        [Forward(1, width, 0, taken * (1 + 0.1 * (width == 4))) for width, taken in seconds.items()], SIZE, RATES
+    )
+    assert 0.05 < noisy.off < 0.1

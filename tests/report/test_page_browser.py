@@ -112,3 +112,20 @@ def test_a_phone_does_not_scroll_sideways(opened: Any) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     assert opened.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_no_column_of_the_answers_is_cut_off(opened: Any, width: int) -> None:
+    """Names wrap, however long; at no width is a part of the table, or of the page, to be scrolled to sideways."""
+    opened.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    script = (
+        "const box = document.querySelector('#list').parentElement;"
+        "return [box.scrollWidth, box.clientWidth, document.documentElement.scrollWidth, innerWidth]"
+    )
+    needed, given, page, window = opened.execute_script(script)
+    assert needed == given and page <= window == width
+    last = "[...document.querySelectorAll('#list tr.row')].map(tr => tr.lastChild.getBoundingClientRect().right)"
+    assert max(opened.execute_script(f"return {last}")) <= width

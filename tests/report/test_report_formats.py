@@ -194,3 +194,18 @@ def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, mai
 def test_a_strong_run_has_a_card_of_eleven_lines(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(24))
     assert len(main("card", "run")[1].splitlines()) == 11
+
+
+def test_sentences_below_a_table_are_paragraphs_in_markdown(
+    run: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two were joined by a newline, which then was escaped as what nobody can see."""
+    monkeypatch.setattr("dflash_bench.report.curve.sentences", lambda info: ["What a forward costs.", "What it means."])
+    shown = main("report", "run", "--format", "markdown")[1]
+    assert "\n\nWhat a forward costs.\n\nWhat it means.\n\n" in shown and "u000a" not in shown
+
+
+def test_no_committed_page_shows_an_escaped_newline() -> None:
+    pages = list((Path(__file__).parents[2] / "results").rglob("*.md"))
+    assert len(pages) > 20
+    assert [page.name for page in pages if "u000a" in page.read_text(encoding="utf-8")] == []

@@ -47,6 +47,28 @@ def test_answers_are_the_same_at_every_concurrency_and_overlap_as_many_as_asked(
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
+def test_goodput_of_turns_and_repeats_is_over_the_methods_own_waves(main: Main, tmp_path: Path) -> None:
+    """Between two waves of a method the other methods decode."""
+    words = "--suite mt_bench --method ngram --limit 4 --max-new-tokens 8 --repeats 2 --concurrency 2".split()
+    status, shown, err = main("run", *words, "--slo", "ttft=100s,tpot=100s", "--out", "run", "--json")
+    assert status == 0, err
+    rows = rows_of(tmp_path / "run")
+    assert {(row.repeat, row.turn) for row in rows.itertuples()} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    span = rows["end_s"].max() - rows["start_s"].min()
+    for load in json.loads(shown)["loads"]:
+        own = rows[rows["method"] == load["method"]]
+        waves = own.groupby(["repeat", "turn"])
+        own_s = (waves["end_s"].max() - waves["start_s"].min()).sum()
+        assert own_s < span
+        (level,) = load["levels"]
+        assert level["goodput"]["share"] == 1.0
+        # At least: nothing is counted in which none of a wave's answers was being decoded.
+        assert level["goodput"]["per_s"] >= len(own) / own_s * 0.999
+        assert level["tps_total"] == pytest.approx(
+            level["goodput"]["per_s"] * own["token_ids"].map(len).mean(), rel=1e-4
+        )
+
+
 def test_a_run_that_was_stopped_measures_a_wave_as_a_whole_again(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

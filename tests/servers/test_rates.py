@@ -107,7 +107,7 @@ def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> No
     settings = Settings(rate=2.0)
     usual: dict[str, Any] = {
         "suite": "gsm8k", "method": "ar", "settings": str(settings), "error": None, "num_tokens": 11,
-        "decode_tokens": 10, "start_s": 0.0, "end_s": 4.0, "prefill_s": 0.1, "decode_s": 1.0,
+        "decode_tokens": 10, "start_s": 0.0, "end_s": 4.0, "prefill_s": 0.1, "decode_s": 1.0, "repeat": 0, "turn": 0,
     }  # fmt: skip
     rows = [
         usual, usual | {"prefill_s": 0.3}, usual | {"decode_s": 3.0}, usual | {"decode_tokens": 0, "decode_s": 0.0},

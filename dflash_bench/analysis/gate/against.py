@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import changes, stats
-from dflash_bench.analysis.gate import spread
+from dflash_bench.analysis import changes, spread, stats
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs, cell_name
 from dflash_bench.analysis.gate.outcome import Check
-from dflash_bench.analysis.gate.spread import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.analysis.spread import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.terms import COLUMN
 from dflash_bench.errors import UserError
 from dflash_bench.results.frame import Results
@@ -137,7 +136,7 @@ def _random(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
     if FIGURES[kind].is_timing:
         noise = spread.run_noise([before, after], statistic, allowed(kind), limit.run_noise)
     difference = spread.difference(after, before, statistic, noise)
-    # With a single prompt nothing can be proven, so p is 1.
+    # With a few prompts nothing can be proven, so p is 1, and a note says so.
     return {"p": 1.0 if difference is None else difference.p} | of_noise(noise)
 
 

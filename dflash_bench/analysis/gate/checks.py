@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from dflash_bench import labels
-from dflash_bench.analysis import changes, width_curve
+from dflash_bench.analysis import changes, spread, stats, width_curve
 from dflash_bench.analysis.findings import DEAD_AL, witnesses
-from dflash_bench.analysis.gate import against, baselines, spread
+from dflash_bench.analysis.gate import against, baselines
 from dflash_bench.analysis.gate.against import run_names
 from dflash_bench.analysis.gate.baselines import Baseline, Limit, Runs
 from dflash_bench.analysis.gate.outcome import Check, GateOutcome, adjusted
@@ -137,6 +137,11 @@ def judge(
         checks += against.against(runs, cells, baseline, merged, allow)
     if not any(check.kind in FIGURES and check.method != BASELINE for check in checks):
         raise UserError(f"{runs[0].name}: nothing to check: only plain decoding has figures")
+    if few := [of_runs[0] for of_runs in cells.values() if 0 < of_runs[0].num_prompts < stats.FEWEST]:
+        names = ", ".join(f"{baselines.cell_name(cell)} (n = {cell.num_prompts})" for cell in few)
+        notes.append(
+            f"no timing can fail where there are fewer than {stats.FEWEST} prompts, too few to judge it: {names}"
+        )
     sides = [num for num in (baseline and baseline.num_runs, len(runs)) if num]
     return GateOutcome(tuple(adjusted(checks)), (*notes, *_of_noise(checks, sides)))
 

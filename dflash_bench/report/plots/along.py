@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.metrics import BASELINE, FIGURES
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Settings
 from dflash_bench.results import parts
@@ -30,15 +30,18 @@ def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -
     return _added([_of_batch(batch, several) for batch in parts.batches(part, columns, left_out=left_out)])
 
 
-def intervals(sums: Sequence[Any], several: Sequence[Settings]) -> dict[Place, dict[str, Interval]]:
-    """al.pooled by place, then by stretch of the answer, with its interval over prompts."""
+def intervals(
+    sums: Sequence[Any], several: Sequence[Settings], widest: Mapping[Place, float]
+) -> dict[Place, dict[str, Interval]]:
+    """al.pooled by place, then by stretch of the answer, with its interval over prompts, up to the `widest` block."""
     by_place: dict[Place, dict[str, Interval]] = {}
     pooled = stats.ratio([0], [1])
     for (suite, method, settings, stretch), rows in _added(sums).groupby(level=[0, 1, 3, 4]):
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
             place = suite, str(several[settings]), method
-            by_place.setdefault(place, {})[stretch_name(int(stretch))] = interval
+            possible = FIGURES["al.pooled"].possible(interval, widest.get(place, float("inf")))
+            by_place.setdefault(place, {})[stretch_name(int(stretch))] = possible
     return by_place
 
 

@@ -80,7 +80,8 @@ class Material:
         for part in parts.of(self.document.folder):
             with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
                 sums_of_parts.append(along.sums(part, self.settings, self.document.results.left_out.get(part)))
-        return along.intervals(sums_of_parts, self.settings)
+        widest = {(cell.suite, str(cell.settings), cell.method): cell.widest for cell in self.cells}
+        return along.intervals(sums_of_parts, self.settings, widest)
 
     @cached_property
     def histograms(self) -> Mapping[rounds.Place, rounds.Histogram]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import nan
 from typing import Any, TypeVar
 
 from dflash_bench.analysis.metrics import BASELINE
@@ -94,9 +95,9 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
 
 
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
-    """Below and above the value, as error bars want them; 0 where there is no interval."""
-    below = [interval.value - (interval.value if interval.low is None else interval.low) for interval in intervals]
-    above = [(interval.value if interval.high is None else interval.high) - interval.value for interval in intervals]
+    """Below and above the value, as error bars want them; NaN, which draws nothing, where there is no interval."""
+    below = [nan if interval.low is None else interval.value - interval.low for interval in intervals]
+    above = [nan if interval.high is None else interval.high - interval.value for interval in intervals]
     return [below, above]
 
 

@@ -7,13 +7,14 @@ by running again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.stats import Floats, Statistic
+from dflash_bench.analysis.stats import Floats, Interval, Statistic
 
 METHOD_NOISE = 0.03
 """The standard deviation between runs of a method's seconds, as a share, that is assumed if runs are few."""
@@ -53,18 +54,20 @@ def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated:
     if stated is not None:
         return RunNoise(stated, inf, "stated")
     df = sum(len(runs) - 1 for runs in sides)
-    squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (_logs(runs, statistic) for runs in sides))
+    with np.errstate(invalid="ignore"):
+        squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (_logs(runs, statistic) for runs in sides))
     sd = (squares / df) ** 0.5 if df else 0.0
     return RunNoise(sd, df, "measured") if df >= ENOUGH or sd > allowed else RunNoise(allowed, inf, "allowed")
 
 
 def difference(after: Floats, before: Floats | None, statistic: Statistic, noise: RunNoise | None) -> Difference | None:
-    """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for one prompt.
+    """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for a few prompts.
 
     Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. The variation of single prompts
     between runs is in both variances, which makes the error slightly too large rather than too small.
     """
-    if after.shape[1] < 2:
+    if after.shape[1] < stats.FEWEST:
+        # Two or three skewed prompts would give a false alarm twice as often as they should.
         return None
     sides = [after] if before is None else [after, before]
     signs = (1.0, -1.0)
@@ -77,6 +80,33 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
     return Difference(log, variance**0.5, variance**2 / spent if spent else float(df))
 
 
+def intervals(runs: Floats, statistics: Sequence[Statistic], noisy: Sequence[bool]) -> list[Interval | None]:
+    """Each statistic over several runs [runs, prompts, columns] of the same prompts, over all their rounds and seconds.
+
+    What is `noisy` differs from run to run, by as much as these runs show.
+    """
+    over_prompts = stats.intervals(runs.sum(axis=0), statistics)
+    return [
+        widened(interval, run_noise([runs], statistic, 0.0), 1 / len(runs)) if is_noisy and interval else interval
+        for interval, statistic, is_noisy in zip(over_prompts, statistics, noisy, strict=True)
+    ]
+
+
+def widened(interval: Interval, noise: RunNoise, share: float) -> Interval:
+    """An interval over prompts, and over runs, too: of a mean over three runs `share` is 1/3, of a ratio of two runs 2.
+
+    The two reaches add up as the variances do, each with the degrees of freedom that it was measured with.
+    """
+    from scipy.special import stdtrit
+
+    if interval.low is None or interval.high is None or not noise.sd or interval.value <= 0:
+        return interval
+    reach = float(stdtrit(min(noise.df, 1e9), (1 + stats.LEVEL) / 2)) * noise.sd * share**0.5
+    below, above = np.log(interval.value / interval.low), np.log(interval.high / interval.value)
+    low, high = interval.value * np.exp(-np.hypot(below, reach)), interval.value * np.exp(np.hypot(above, reach))
+    return replace(interval, low=float(low), high=float(high))
+
+
 def value(runs: Floats, statistic: Statistic) -> float:
     """The geometric mean over runs [runs, prompts, columns]."""
     with np.errstate(divide="ignore"):
@@ -84,7 +114,9 @@ def value(runs: Floats, statistic: Statistic) -> float:
 
 
 def _logs(runs: Floats, statistic: Statistic) -> Floats:
-    logs: Floats = statistic.logs(runs.mean(axis=1)[:, [*statistic.top, *statistic.bottom]])
+    # Of what no run has, such as drafting in plain decoding, there is no logarithm.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs: Floats = statistic.logs(runs.mean(axis=1)[:, [*statistic.top, *statistic.bottom]])
     return logs
 
 
