@@ -72,7 +72,8 @@ class Arguments:
         """The words with stars for them."""
         option = ""
         for word in self._words:
-            is_option = word.startswith("-") and not word.lstrip("-")[:1].isdigit()
+            # Whatever it begins with, what follows such an option is its value.
+            is_option = option not in OF_COMMANDS and word.startswith("-") and not word.lstrip("-")[:1].isdigit()
             name, equals, value = word.partition("=")
             if is_option:
                 option = "" if equals else name
@@ -82,6 +83,7 @@ class Arguments:
                 self._add("", word, "")
             else:
                 self._add("", word, option)
+                option = "" if option in OF_COMMANDS else option
 
     def _add(self, before: str, word: str, option: str) -> None:
         """`option` is the one whose value the word is, if any."""

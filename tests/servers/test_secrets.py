@@ -163,7 +163,8 @@ def kept(code: str, secrets: list[str], log: Path) -> bytes:
         file.write(b"the command\n")
         file.flush()
         process = subprocess.Popen(
-            [sys.executable, "-I", keeper.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=file,
+            [sys.executable, "-I", keeper.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE,
+            stdout=file, start_new_session=True,
             env={**os.environ, keeper.TO_HIDE: json.dumps(secrets)},
         )  # fmt: skip
         assert process.wait(60) == 0
