@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from dflash_bench.cli.command import GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError
+from dflash_bench.secrets import command
 
 app = typer.Typer()
 _servers, _results = under("Servers"), under("Results")
@@ -98,7 +98,7 @@ def crosscheck(
     with status() as tell:
         checked = session.perform(Asked(ours, theirs, chats), tell)
     if output is not None:
-        _write(output, report.page(checked, shlex.join(["dflash-bench", *sys.argv[1:]])))
+        _write(output, report.page(checked, command(sys.argv[1:])))
     say(json.dumps(report.as_json(checked), indent=1, allow_nan=False) if as_json else report.text(checked))
     if output is not None:
         note(f"wrote {output}")

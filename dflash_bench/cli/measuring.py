@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.output import note, say
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.secrets import arguments, command
 
 app = typer.Typer()
 
@@ -115,7 +115,8 @@ def run(
         engine=engine, graph=graph, compiler=compiler, quantize=quantize, thinking=thinking,
         trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code, servers=tuple(server or ()),
         dialect=dialect, served_model=served_model, api_key_env=api_key_env, timeout=timeout, env_proxy=env_proxy,
-        launch=launch, launch_with=launch_with, launch_args=launch_args,
+        launch=launch, launch_with=launch_with,
+        launch_args=None if launch_args is None else arguments(launch_args, "--launch-args"),
         workers=workers, ray_address=ray_address,
     )  # fmt: skip
     for name in allow or ():
@@ -169,7 +170,7 @@ def _stopped(folder: Path) -> str:
         words = [*words, "--out", str(folder)]
     if "--resume" not in words:
         words = [*words, "--resume"]
-    return f"stopped; finished answers are saved. To continue: {shlex.join(['dflash-bench', *words])}"
+    return f"stopped; finished answers are saved. To continue: {command(words)}"
 
 
 @app.command(cls=Command)

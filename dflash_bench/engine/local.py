@@ -166,6 +166,13 @@ class LocalBackend:
         """Without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    def writings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """As engines write them: spaces before signs are left as they are, or taken away."""
+        return tuple(
+            str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=tidy))
+            for tidy in (False, True)
+        )
+
     def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
         """The chat as the model's own template renders it."""
         if self.tokenizer.chat_template is None:

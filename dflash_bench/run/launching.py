@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +18,7 @@ from dflash_bench.models.memory import round_of
 from dflash_bench.run.opening import device_and_dtype, wanted_of
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import Resolved
+from dflash_bench.secrets import Arguments
 from dflash_bench.servers import launching
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.launching import Launched
@@ -35,7 +35,6 @@ def check(request: Request, methods: Sequence[Method]) -> None:
     assert request.launch is not None
     program = launching.named(request.launch)
     launching.executable(program, request.launch_with)
-    more_of(request)
     for method in methods[1:]:
         options = {*method.options} - {"n", "block"}
         if method.name not in program.methods or options or "auto" in method.options.values():
@@ -43,13 +42,6 @@ def check(request: Request, methods: Sequence[Method]) -> None:
                 f"--launch {program.name} cannot draft by {method.label}; it can by {' and '.join(program.methods)}, "
                 "with the number of drafted tokens as the only option"
             )
-
-
-def more_of(request: Request) -> list[str]:
-    try:
-        return shlex.split(request.launch_args or "")
-    except ValueError as error:
-        raise UserError(f"--launch-args: {error}; write it as in a shell") from error
 
 
 def launch(
@@ -62,7 +54,7 @@ def launch(
     servings = servings_of(program, resolved, tell)
     path = launching.executable(program, request.launch_with)
     beside = folder.absolute().with_name(f"{folder.absolute().name}.servers")
-    launched = stack.enter_context(Launched(program, path, more_of(request), beside))
+    launched = stack.enter_context(Launched(program, path, request.launch_args or Arguments(()), beside))
     return launched, launched.start(servings)
 
 

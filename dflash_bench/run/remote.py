@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.run.request import Request
-from dflash_bench.servers import address
-from dflash_bench.servers.address import Access, Address
+from dflash_bench.secrets import of_environment
+from dflash_bench.servers import address, launching
+from dflash_bench.servers.address import Access, Address, key_of
 
 DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 """As `servers.detection` has them, which loads an HTTP client."""
@@ -107,8 +109,19 @@ def model_of(request: Request) -> Preset:
 
 def access_of(request: Request) -> Access:
     """Raises UserError for a variable that holds no key."""
-    usual = Access()
-    key = None if request.api_key_env is None else os.environ.get(request.api_key_env, "").strip()
-    if key == "":
-        raise UserError(f"--api-key-env: the variable {request.api_key_env} is not set, or empty")
-    return Access(request.timeout or usual.timeout_s, key, request.env_proxy)
+    timeout_s = request.timeout or Access().timeout_s
+    if request.launch is not None:
+        # These servers hold our environment, and want the key that they were started with.
+        given = request.launch_args
+        key = launching.key_of(launching.named(request.launch), given, os.environ)
+        return Access(timeout_s, key, others=(*(given.secrets if given else ()), *of_environment(os.environ)))
+    others = of_environment(os.environ) if request.env_proxy else ()
+    if request.api_key_env is None:
+        return Access(timeout_s, None, request.env_proxy, others)
+    named = re.fullmatch("[A-Z_][A-Z0-9_]{0,99}", request.api_key_env)
+    # What is given in place of a name may be the key itself.
+    where = f"--api-key-env: the variable {request.api_key_env if named else 'of the name that was given'}"
+    key_text = os.environ.get(request.api_key_env, "").strip()
+    if not key_text:
+        raise UserError(f"{where} is not set, or empty; give the name of one that holds the key, not the key")
+    return Access(timeout_s, key_of(key_text, where), request.env_proxy, others)

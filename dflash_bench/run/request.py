@@ -14,6 +14,7 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.models import quantizing
 from dflash_bench.records import Audit, is_greedy
 from dflash_bench.run import budget
+from dflash_bench.secrets import Arguments
 from dflash_bench.tasks import scoring, suites
 from dflash_bench.text import shortened
 
@@ -81,7 +82,7 @@ class Request:
     launch: str | None = None
     """A key of `launching.PROGRAMS`."""
     launch_with: str | None = None
-    launch_args: str | None = None
+    launch_args: Arguments | None = None
     dialect: str | None = None
     served_model: str | None = None
     api_key_env: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,6 +38,7 @@ from dflash_bench.run.progress import Progress
 from dflash_bench.run.ray_pool import opened_workers, require_ray
 from dflash_bench.run.request import Request, objectives
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
+from dflash_bench.secrets import Arguments, command
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.suites import Loaded, chats
 
@@ -221,9 +221,11 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Pre
         forwards = None if resolved.request.asks_servers else forwards_of(backend)
     return {
         "identity": _identity(resolved, plan, backend, prepared),
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+        "options": {
+            name: str(value) if isinstance(value, Path | Arguments) else value for name, value in options.items()
+        },
         "environment": machine,
-        "command": shlex.join(["dflash-bench", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,

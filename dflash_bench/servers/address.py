@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
 
 from dflash_bench import methods
 from dflash_bench.errors import UserError
 from dflash_bench.methods import Method
 from dflash_bench.results.plan import BASELINE
+from dflash_bench.secrets import Secret, hidden
 
 PLAIN = "plain"
 """What a user may write for the baseline's name."""
+LONGEST_URL = 2000
+HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?)*\.?")
+NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+NAME = re.compile(r"[a-z0-9_-]{1,64}(@[A-Za-z0-9._-]{1,64})?")
+"""What may be repeated in an error: a method, and its label."""
+KEY = re.compile(r"[!-~]{1,8000}")
+"""What a header can carry."""
 EXAMPLE = "--server plain=http://127.0.0.1:8000 --server dflash=http://127.0.0.1:8001"
 
 
@@ -28,17 +38,27 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers are reached; the key is in no text that this prints or stores."""
+    """How servers are reached; the key and `others` that they may repeat are in no text that this prints or stores."""
 
     timeout_s: float = 600.0
     """For one whole answer."""
-    api_key: str | None = field(default=None, repr=False)
+    api_key: Secret | None = None
     uses_proxies: bool = False
     """Are the proxies that the environment names used?"""
+    others: tuple[Secret, ...] = ()
 
     def hidden(self, text: str) -> str:
-        """The text without the key, which a server may repeat in an error."""
-        return text.replace(self.api_key, "***") if self.api_key else text
+        """The text without secrets, which a server may repeat in an error."""
+        return hidden(text, self.others if self.api_key is None else (self.api_key, *self.others))
+
+
+def key_of(text: str, where: str) -> Secret:
+    """Raises UserError, which does not show it, for what is no key."""
+    if not KEY.fullmatch(text):
+        raise UserError(
+            f"{where} holds no key: a key is letters, digits and signs of ASCII in one line, of at most 8000 letters"
+        )
+    return Secret(text)
 
 
 def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
@@ -61,29 +81,57 @@ def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
 
 def _parse(text: str) -> Address:
     name, equals, url = text.partition("=")
-    # The URL may hold a password, so it is not shown.
-    if not equals or not name or "://" in name:
+    # The URL may hold a password, and so may what is written in place of a name: neither is shown.
+    if not equals or not NAME.fullmatch(name.partition(":")[0]) or "/" in name:
         raise UserError(f"--server takes NAME=URL, as in {EXAMPLE}")
     if ":" in name:
-        raise UserError(
-            f"--server {name}: a server decides itself how many tokens it drafts; write {name.partition(':')[0]}=URL"
-        )
+        name = name.partition(":")[0]
+        raise UserError(f"--server {name}: a server decides itself how many tokens it drafts; write {name}=URL")
     return Address(methods.parse(BASELINE if name == PLAIN else name), _url(name, url))
 
 
 def _url(name: str, text: str) -> str:
     where = f"--server {name}"
+    if len(text) > LONGEST_URL or not re.fullmatch(r"[!-~]*", text) or "\\" in text:
+        raise UserError(
+            f"{where}: an address is at most {LONGEST_URL} letters of ASCII without spaces; write the name of a host "
+            "in another script as its xn-- form"
+        )
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise UserError(f"{where}: not an address ({error}); write it as in {EXAMPLE}") from error
+        # The error quotes what may be a part of a password.
+        raise UserError(f"{where}: not an address, or no port from 1 to 65535; write it as in {EXAMPLE}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{where}: an address begins with http:// or https://, and names a host")
-    if parts.username is not None or parts.password is not None:
+    if "@" in parts.netloc:
         raise UserError(f"{where}: the address holds a password, which would be stored; use --api-key-env NAME instead")
-    if parts.query or parts.fragment:
+    if parts.query or parts.fragment or text.endswith(("?", "#")):
         raise UserError(f"{where}: leave out what follows '?' or '#' in the address")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    if port == 0 or parts.netloc.endswith(":"):
+        raise UserError(f"{where}: a port is a number from 1 to 65535")
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{path}"
+    if re.search(r"%(?![0-9a-fA-F]{2})", path) or "//" in path:
+        raise UserError(f"{where}: the path of the address is none; write it as in {EXAMPLE}")
+    return f"{parts.scheme}://{_host(where, parts)}{'' if port is None else f':{port}'}{path}"
+
+
+def _host(where: str, parts: SplitResult) -> str:
+    host = parts.hostname or ""
+    if "[" in parts.netloc:
+        try:
+            if "%" in host or not re.fullmatch(r"\[[^\]]*\](:[0-9]+)?", parts.netloc):
+                raise ValueError
+            return f"[{ipaddress.IPv6Address(host)}]"
+        except ValueError as error:
+            raise UserError(f"{where}: what stands in brackets is no IPv6 address") from error
+    # What ends in a number is an address in numbers, which some programs read as octal, and others not at all.
+    if HOST.fullmatch(host) and not NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+        return host
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError as error:
+        raise UserError(
+            f"{where}: its host is neither a name of letters, digits and '-' nor an address such as 127.0.0.1 or [::1]"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from dflash_bench.errors import UserError
 from dflash_bench.records import Generation
 from dflash_bench.servers import counters
-from dflash_bench.servers.client import AnswerError, StatusError
+from dflash_bench.servers.client import AnswerError, Bounds, StatusError
 from dflash_bench.servers.counters import Counters
 from dflash_bench.servers.detection import Server
 from dflash_bench.servers.dialects.dialect import Ask
@@ -21,6 +22,8 @@ OPTIONAL = "stream_options"
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits until a server has counted an answer that it has given."""
 TICK_S = 0.01
+STALLED = 0.25
+"""Of the time for a whole answer, what may pass without a token of it once there is one."""
 WRONGLY_ASKED = (400, 404, 405, 415, 422)
 EXACT = frozenset(("vllm.request", "sglang.request", "tensorrt_llm.request"))
 """Counts in an answer that need no others."""
@@ -51,17 +54,14 @@ async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
     num_prompt = None if ask.prompt_ids is None else len(ask.prompt_ids)
     at = None
     try:
-        async with asyncio.timeout(server.client.access.timeout_s):
-            await _listen(server, ask, heard)
+        await _listen(server, ask, heard)
         generation = _counted(heard.generation(num_prompt), heard.counts)
         at = heard.counts.by_position if heard.counts is not None and generation.uncounted is None else None
         server.has_answered = True
     except AnswerError as error:
         _refuse_if_never_right(server, error)
         generation = heard.failed(num_prompt, server.client.shown(str(error)))
-    except TimeoutError:
-        words = f"no whole answer within {server.client.access.timeout_s:g} s, after {heard.sofar}; see --timeout"
-        generation = heard.failed(num_prompt, words)
+    generation = _without_secrets(server, generation)
     end_s = heard.now_s if generation.error is None else clock()
     return Timed(generation, heard.begin_s, end_s, at)
 
@@ -96,13 +96,39 @@ async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> 
     return replace(timed, generation=generation, at=at)
 
 
+def _without_secrets(server: Server, generation: Generation) -> Generation:
+    """A server may write the key that it was sent into its answers."""
+    hidden = server.client.access.hidden
+    return replace(
+        generation, text=hidden(generation.text), uncounted=generation.uncounted and hidden(generation.uncounted)
+    )
+
+
 async def _listen(server: Server, ask: Ask, heard: Heard) -> None:
+    """Raises AnswerError, also for an answer that does not end in time, or of which nothing more comes."""
+    most_s = server.client.access.timeout_s
+    stalled_s = STALLED * most_s
+    try:
+        async with asyncio.timeout(most_s), asyncio.timeout(None) as stalled:
+            await _hear(server, ask, heard, lambda: stalled.reschedule(asyncio.get_running_loop().time() + stalled_s))
+    except TimeoutError as error:
+        if stalled.expired():
+            raise AnswerError(f"no token came for {stalled_s:g} s after {heard.sofar}; see --timeout") from error
+        raise AnswerError(f"no whole answer within {most_s:g} s, after {heard.sofar}; see --timeout") from error
+
+
+async def _hear(server: Server, ask: Ask, heard: Heard, went_on: Callable[[], object]) -> None:
     path, body = server.dialect.call(ask)
     for _ in range(2):
-        sent = {name: value for name, value in body.items() if name not in server.refused}
+        sent = json.dumps({name: value for name, value in body.items() if name not in server.refused}).encode()
+        bounds = Bounds.of(ask.max_new_tokens, len(sent), server.dialect.repeats)
+        num_deltas = 0
         try:
-            async for event in server.client.events(path, sent, heard.begin, heard.arrived):
+            async for event in server.client.events(path, sent, bounds, heard.begin, heard.arrived):
                 server.dialect.read(event, heard)
+                if heard.num_deltas > num_deltas:
+                    num_deltas = heard.num_deltas
+                    went_on()
         except StatusError as error:
             if error.status not in (400, 422) or OPTIONAL not in error.reason or OPTIONAL in server.refused:
                 raise

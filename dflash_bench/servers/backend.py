@@ -20,7 +20,7 @@ from dflash_bench.servers.asking import Timed
 from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.detection import Server
 from dflash_bench.servers.dialects.dialect import Ask
-from dflash_bench.text import in_common
+from dflash_bench.text import in_common, shortened, visible
 
 NO_IDS = "chat"
 """How prompts are sent where the server renders them: as messages."""
@@ -35,6 +35,8 @@ class Local(Protocol):
     def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def writings(self, token_ids: Sequence[int]) -> Sequence[str]: ...
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None: ...
 
@@ -157,7 +159,7 @@ class ServerBackend:
         """The same, with all that the server counts."""
         server = self.servers[method]
         ask = self._ask(server, messages, settings, repeat)
-        return self._in_words(self._runner.run(asking.answer_alone(server, ask, self.clock)))
+        return self._in_words(self._runner.run(asking.answer_alone(server, ask, self.clock)), ask)
 
     def serve(
         self,
@@ -177,19 +179,31 @@ class ServerBackend:
             else:
                 due_s = arrivals(len(asks), settings.rate, f"{self.seed} {requests[0][1]}")
                 several = asking.when_due(server, asks, self.clock, due_s, ended)
-            timed = [self._in_words(one) for one in self._runner.run(_unwrapped(several))]
+            answers = self._runner.run(_unwrapped(several))
+            timed = [self._in_words(one, ask) for one, ask in zip(answers, asks, strict=True)]
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
         place = f"{method}, {settings}"
         self.lags[place] = max(self.lags.get(place, 0.0), server.lag_s)
         return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
 
-    def _in_words(self, timed: Timed) -> Timed:
-        """With the text of its tokens, where the server gave these in place of it."""
-        said = timed.generation
-        if self.local is None or said.text or not said.token_ids or self._unknown(said.token_ids):
+    def _in_words(self, timed: Timed, ask: Ask) -> Timed:
+        """With the text of its tokens as they are decoded here; it failed if the server says another one.
+
+        A server that renders chats may also take thoughts and marks out of its text, which is then not compared.
+        """
+        said, ids = timed.generation, timed.generation.token_ids
+        if self.local is None or said.error is not None or not ids:
             return timed
-        return replace(timed, generation=replace(said, text=self.local.decode(said.token_ids)))
+        unknown = self._unknown(ids)
+        text = self.local.decode(ids if unknown is None else ids[: unknown.index])
+        if ask.prompt_ids is None or not said.text or unknown is not None:
+            return replace(timed, generation=replace(said, text=text))
+        ends = ids[:-1] if said.finish_reason == "stop" else ids
+        ways = [way for tokens in {ids, ends} for way in self.local.writings(tokens)]
+        if any(is_same_text(said.text, way) for way in ways):
+            return replace(timed, generation=replace(said, text=text))
+        return replace(timed, generation=_failed(said, text))
 
     def _ask(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> Ask:
         ids = self.local.encode(messages, settings) if self.local is not None and self._sends_ids(server) else None
@@ -220,6 +234,24 @@ class ServerBackend:
         """Where an answer first has a token that the target here does not have, about which no judge can be asked."""
         places = (place for place, token in enumerate(answer) if token >= self.vocabulary)
         return next((Divergence(place) for place in places), None)
+
+
+def is_same_text(said: str, ours: str) -> bool:
+    """But for a space before the first word, which some tokenizers take away, and half a character at the end."""
+    return _bare(said) == _bare(ours)
+
+
+def _bare(text: str) -> str:
+    return text.rstrip("\ufffd").removeprefix(" ")
+
+
+def _failed(said: Generation, text: str) -> Generation:
+    place = in_common(_bare(said.text), _bare(text))
+    theirs, ours = (visible(shortened(_bare(one)[place:], 40)) for one in (said.text, text))
+    return Generation(
+        said.token_ids, said.text, "error", said.num_prompt_tokens, 0.0, 0.0,
+        error=f"its text is not that of its tokens: from letter {place} on it says '{theirs}', and they say '{ours}'",
+    )  # fmt: skip
 
 
 def arrivals(num: int, rate: float, seed: str) -> list[float]:

@@ -1,4 +1,7 @@
-"""One server over HTTP: JSON pages and streams of events. It follows no redirect and asks no other address."""
+"""One server over HTTP: JSON pages and streams of events. It follows no redirect and asks no other address.
+
+Whatever a server sends is bounded, in bytes and in time, and nothing is unpacked: it is asked to compress nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx2
@@ -17,13 +22,32 @@ from dflash_bench.text import shortened, visible
 WAITS_S = (0.2, 1.0)
 """Before each further try to connect."""
 PAGE_TIMEOUT_S = 30.0
-LONGEST_LINE = 1 << 26
-"""Bytes of one event; a cumulative one repeats a whole answer."""
+LONGEST_PAGE = 1 << 22
+"""Bytes; as objects of Python they take some twenty times as much."""
 LONGEST_ERROR = 1 << 16
+ERROR_TIMEOUT_S = 5.0
 REASON = 300
 """Characters shown of what a server says."""
 DONE = "[DONE]"
 LOST = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one stream: bytes of a line, bytes in all, and events."""
+
+    line: int
+    total: int
+    events: int
+
+    @classmethod
+    def of(cls, max_new_tokens: int, num_sent: int, repeats: bool) -> Bounds:
+        """For so many tokens and a request of so many bytes; `repeats`: does each event say all tokens so far?"""
+        # A last event may hold the request, too; and a token some hundred letters, escaped, with its own fields.
+        once = (1 << 20) + 8 * num_sent
+        line = once + 512 * max_new_tokens
+        each = (1 << 12) + (64 * max_new_tokens if repeats else 1 << 12)
+        return cls(line, 2 * line + each * (max_new_tokens + 64), 4 * max_new_tokens + 1024)
 
 
 class AnswerError(Exception):
@@ -41,48 +65,83 @@ class Client:
 
     def __init__(self, name: str, url: str, access: Access) -> None:
         self.name, self.url, self.access = name, url, access
-        headers = {"Authorization": f"Bearer {access.api_key}"} if access.api_key else {}
-        self.http = httpx2.AsyncClient(
-            base_url=url,
-            headers=headers,
-            timeout=httpx2.Timeout(access.timeout_s, connect=min(access.timeout_s, PAGE_TIMEOUT_S)),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            follow_redirects=False,
-            trust_env=access.uses_proxies,
-        )
+        headers = {"Accept-Encoding": "identity"}
+        if access.api_key is not None:
+            headers["Authorization"] = f"Bearer {access.api_key.reveal()}"
+        try:
+            self.http = httpx2.AsyncClient(
+                base_url=url,
+                headers=headers,
+                # Each answer could set others, which would all be kept and sent.
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+                timeout=httpx2.Timeout(access.timeout_s, connect=min(access.timeout_s, PAGE_TIMEOUT_S)),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+                follow_redirects=False,
+                trust_env=access.uses_proxies,
+            )
+        except (httpx2.InvalidURL, ValueError, ImportError, OSError) as error:
+            # The error may quote a part of a password.
+            raise UserError(
+                "--env-proxy: the proxies or certificates that the environment names cannot be used "
+                f"({type(error).__name__}); correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
+            ) from error
 
     async def close(self) -> None:
         await self.http.aclose()
 
-    async def page(self, path: str, method: str = "GET") -> str:
-        """What a path answers. Raises StatusError for a status other than 200, and UserError if nobody answers."""
-        async with self._opened(method, path, None, lambda: None, PAGE_TIMEOUT_S) as response:
-            try:
-                async with asyncio.timeout(PAGE_TIMEOUT_S):
-                    return (await response.aread()).decode("utf-8", errors="replace")
-            except (httpx2.HTTPError, TimeoutError) as error:
-                raise AnswerError(f"{path} broke off: {self._words(error)}") from error
+    async def page(self, path: str, method: str = "GET", most: int = LONGEST_PAGE) -> str:
+        """What a path answers, of at most so many bytes.
+
+        Raises StatusError for a status other than 200, AnswerError for a page that breaks off or does not end, and
+        UserError if nobody answers.
+        """
+        pieces: list[bytes] = []
+        left = most
+        try:
+            async with (
+                asyncio.timeout(PAGE_TIMEOUT_S),
+                self._opened(method, path, None, lambda: None, PAGE_TIMEOUT_S) as response,
+            ):
+                async for piece in response.aiter_raw():
+                    left -= len(piece)
+                    if left < 0:
+                        raise AnswerError(f"{path} is longer than {most} bytes")
+                    pieces.append(piece)
+        except TimeoutError as error:
+            raise AnswerError(f"{path} did not end within {PAGE_TIMEOUT_S:g} s") from error
+        except httpx2.HTTPError as error:
+            raise AnswerError(f"{path} broke off: {self._words(error)}") from error
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
     async def events(
-        self, path: str, body: Mapping[str, Any], begin: Callable[[], object], arrived: Callable[[], object]
+        self,
+        path: str,
+        content: bytes,
+        bounds: Bounds,
+        begin: Callable[[], object],
+        arrived: Callable[[], object],
     ) -> AsyncIterator[Mapping[str, Any]]:
         """The JSON objects of a stream, up to its end or [DONE].
 
         `begin` is called just before each try to ask, `arrived` for each piece of the network, which may hold several
         events.
 
-        Raises AnswerError for a stream that breaks, or is not what it should be.
+        Raises AnswerError for a stream that breaks, is not what it should be, or goes beyond its bounds.
         """
-        async with self._opened("POST", path, body, begin, self.access.timeout_s) as response:
+        left = bounds.events
+        async with self._opened("POST", path, content, begin, self.access.timeout_s) as response:
             kind = response.headers.get("content-type", "")
             if kind.startswith("application/json"):
                 raise AnswerError("it answered in one piece instead of a stream, so there is no time to a first token")
             try:
-                async for line in _lines(response.aiter_bytes(), arrived):
+                async for line in _lines(response.aiter_raw(), bounds, arrived):
                     if line.startswith("data:"):
                         data = line[5:].strip()
                         if data == DONE:
                             return
+                        left -= 1
+                        if left < 0:
+                            raise AnswerError(f"it has more than {bounds.events} events")
                         yield _object(data)
             except httpx2.TimeoutException as error:
                 raise AnswerError(f"nothing came for {self.access.timeout_s:g} s; see --timeout") from error
@@ -91,10 +150,12 @@ class Client:
 
     @asynccontextmanager
     async def _opened(
-        self, method: str, path: str, body: Mapping[str, Any] | None, begin: Callable[[], object], timeout_s: float
+        self, method: str, path: str, content: bytes | None, begin: Callable[[], object], timeout_s: float
     ) -> AsyncIterator[httpx2.Response]:
-        response = await self._sent(method, path, body, begin, timeout_s)
+        response = await self._sent(method, path, content, begin, timeout_s)
         try:
+            if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+                raise AnswerError(f"{path} came compressed, although it was asked not to be")
             if response.status_code != 200:
                 raise await self._refused(response, path)
             yield response
@@ -102,11 +163,10 @@ class Client:
             await response.aclose()
 
     async def _sent(
-        self, method: str, path: str, body: Mapping[str, Any] | None, begin: Callable[[], object], timeout_s: float
+        self, method: str, path: str, content: bytes | None, begin: Callable[[], object], timeout_s: float
     ) -> httpx2.Response:
         """Asked again only if there was no connection, or it ended before a single byte: nothing was measured then."""
-        content = None if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        headers = {} if content is None else {"Content-Type": "application/json", "Accept": "text/event-stream"}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, PAGE_TIMEOUT_S))
         request = self.http.build_request(method, path, content=content, headers=headers, timeout=timeout)
         for wait_s in (*WAITS_S, None):
@@ -139,8 +199,8 @@ class Client:
             return StatusError(response.status_code, f"{path} leads to another address; give that one in --server")
         body = b""
         try:
-            async with asyncio.timeout(PAGE_TIMEOUT_S):
-                async for piece in response.aiter_bytes():
+            async with asyncio.timeout(ERROR_TIMEOUT_S):
+                async for piece in response.aiter_raw():
                     body += piece
                     if len(body) > LONGEST_ERROR:
                         break
@@ -161,32 +221,41 @@ def _reason(text: str) -> str:
     """The message in a body as these servers write it, or the body."""
     try:
         said = json.loads(text)
-    except ValueError:
+        for key in ("error", "detail", "message"):
+            if isinstance(said, dict) and key in said:
+                said = said[key]
+        return said if isinstance(said, str) else json.dumps(said)
+    except (ValueError, RecursionError):
         return text
-    for key in ("error", "detail", "message"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    return said if isinstance(said, str) else json.dumps(said)
 
 
-async def _lines(pieces: AsyncIterator[bytes], arrived: Callable[[], object]) -> AsyncIterator[str]:
-    rest = b""
+async def _lines(pieces: AsyncIterator[bytes], bounds: Bounds, arrived: Callable[[], object]) -> AsyncIterator[str]:
+    rest = bytearray()
+    left = bounds.total
     async for piece in pieces:
         arrived()
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            yield _text(line)
-        if len(rest) > LONGEST_LINE:
-            raise AnswerError(f"a line of the stream is longer than {LONGEST_LINE >> 20} MiB")
+        left -= len(piece)
+        if left < 0:
+            raise AnswerError(f"the stream is longer than {bounds.total} bytes")
+        start = len(rest)
+        rest += piece
+        # Only what is new can hold the end of a line: a long one is not searched anew with each piece.
+        if rest.find(b"\n", start) >= 0:
+            *whole, last = rest.split(b"\n")
+            rest = last
+            for line in whole:
+                yield _text(line)
+        if len(rest) > bounds.line:
+            raise AnswerError(f"a line of the stream is longer than {bounds.line} bytes")
     if rest.strip():
         yield _text(rest)
 
 
-def _text(line: bytes) -> str:
+def _text(line: bytearray) -> str:
     try:
         return line.decode().strip()
     except UnicodeDecodeError as error:
-        raise AnswerError(f"the stream is not UTF-8: {error.reason} in {line[:40]!r}") from error
+        raise AnswerError(f"the stream is not UTF-8: {error.reason} in {bytes(line[:40])!r}") from error
 
 
 def _object(data: str) -> Mapping[str, Any]:

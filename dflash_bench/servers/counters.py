@@ -13,16 +13,16 @@ from dflash_bench.servers.heard import Counts
 from dflash_bench.text import shortened, visible
 
 METRICS = "/metrics"
+LONGEST = 1 << 24
+"""Bytes of that page."""
 PREFIXES = ("vllm", "lmdeploy", "llamacpp")
 ROUNDS, DRAFTED, ACCEPTED = (f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 BY_POSITION = f"{ACCEPTED}_per_pos"
 TOKENS = ("generation_tokens", "tokens_predicted")
 """What these servers call the tokens of all answers."""
-LINE = re.compile(
-    rf"^({'|'.join(PREFIXES)}):([a-z_]{{1,80}}?)(?:_total)?"
-    r'(?:\{((?:[^"{}]|"(?:[^"\\\n]|\\.)*")*)\})?[ \t]+([^\s]{1,400})(?:[ \t]+-?[0-9]+)?[ \t]*$',
-    re.MULTILINE,
-)
+LINE = re.compile(rf"^({'|'.join(PREFIXES)}):([a-z_]{{1,80}}?)(?:_total)?(?![a-z0-9_:])(.*)$", re.MULTILINE)
+VALUE = re.compile(r'(?:\{((?:[^"{}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]+(\S+)(?:[ \t]+-?[0-9]+)?[ \t\r]*')
+"""Labels and value of a line, and perhaps a time."""
 NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 MOST = 2.0**53
 """Above this, a number of this type has no unit's place, and differences are none."""
@@ -55,14 +55,17 @@ def parse(text: str) -> Counters | None:
     at: dict[str, dict[int, float]] = {}
     wrong: dict[str, str] = {}
     for match in LINE.finditer(text):
-        prefix, name, labels, said = match.groups()
-        position = POSITION.search(labels or "") if name == BY_POSITION else None
-        if name not in (ROUNDS, DRAFTED, ACCEPTED, *TOKENS) and position is None:
+        prefix, name, rest = match.groups()
+        if name not in (ROUNDS, DRAFTED, ACCEPTED, BY_POSITION, *TOKENS):
             continue
+        labels, said = found.groups() if (found := VALUE.fullmatch(rest)) else ("", rest.strip())
         value = _count(said)
         if value is None:
-            wrong.setdefault(prefix, f"{prefix}:{name} is '{shortened(visible(said), 40)}'")
+            wrong.setdefault(prefix, f"{prefix}:{name} is no count but '{shortened(visible(said), 40)}'")
         values = by_prefix.setdefault(prefix, {})
+        position = POSITION.search(labels or "") if name == BY_POSITION else None
+        if name == BY_POSITION and position is None:
+            continue
         if position is None:
             values[name] = values.get(name, 0.0) + (value or 0.0)
         else:
@@ -72,6 +75,10 @@ def parse(text: str) -> Counters | None:
         if by_prefix.get(prefix):
             return Counters(prefix, by_prefix[prefix], at.get(prefix, {}), wrong.get(prefix))
     return None
+
+
+def unreadable(why: str) -> Counters:
+    return Counters("", {}, wrong=why)
 
 
 def _count(said: str) -> float | None:
@@ -89,10 +96,10 @@ def lag(before: Counters, after: Counters, num_tokens: int) -> float:
 
 def difference(before: Counters | None, after: Counters | None, num_tokens: int) -> Counts | str:
     """What an answer of so many tokens added, or why that cannot be told; `counted.contradiction` checks what it is."""
+    if wrong := next((one.wrong for one in (before, after) if one is not None and one.wrong), None):
+        return f"the server's counters cannot be read: {wrong}"
     if before is None or after is None or not after.count_rounds:
         return "the server counts no rounds, neither in its answers nor in its metrics"
-    if wrong := before.wrong or after.wrong:
-        return f"the server's counters hold what is no count: {wrong}"
     added = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
     if before.prefix != after.prefix or min(added.values()) < 0:
         return "the server's counters went back: it was started anew"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,10 +22,13 @@ from dflash_bench.servers.dialects.openai import MODELS, OPENAI
 from dflash_bench.servers.dialects.sglang import SGLANG
 from dflash_bench.servers.dialects.tensorrt_llm import TENSORRT_LLM
 from dflash_bench.servers.dialects.vllm import VLLM
-from dflash_bench.servers.heard import table
+from dflash_bench.servers.heard import table, whole
 
 DIALECTS: dict[str, Dialect] = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, TENSORRT_LLM, LMDEPLOY, MLX, OPENAI)}
 """The most particular first: all of them have the pages of the last."""
+MOST_NAMED = 20
+CONNECT_TIMEOUT_S = 120.0
+"""For all pages that say what a server is."""
 
 
 @dataclass(slots=True)
@@ -56,9 +60,13 @@ class Server:
         if not self.counts:
             return None
         try:
-            return counters.parse(await self.client.page(counters.METRICS))
-        except AnswerError:
+            return counters.parse(await self.client.page(counters.METRICS, most=counters.LONGEST))
+        except StatusError:
             return None
+        except AnswerError as error:
+            # Not asked again: it may take as long each time.
+            self.counts = False
+            return counters.unreadable(str(error))
 
     @property
     def prefix_cache(self) -> str:
@@ -77,18 +85,40 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
     """Raises UserError for a server that does not answer, is not ready, or speaks a dialect that nothing here knows."""
     client = Client(address.method.label, address.url, access)
     try:
-        wanted = [dialect] if dialect else list(DIALECTS.values())
-        paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))
-        pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
-        chosen, about = _recognised(client, wanted, pages)
-        served = _model(client, pages, model)
-        server = Server(address.method, client, chosen, about, served, False, False, address.shown or address.url)
-        server.flushes = await _flushes(server)
-        server.counts = await _counts(client)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return await _connected(address, client, dialect, model)
+    except TimeoutError as error:
+        await client.close()
+        raise UserError(
+            f"--server {client.name}: {client.url} takes more than {CONNECT_TIMEOUT_S:g} s to say what it is"
+        ) from error
     except BaseException:
         await client.close()
         raise
+
+
+async def _connected(address: Address, client: Client, dialect: Dialect | None, model: str | None) -> Server:
+    wanted = [dialect] if dialect else list(DIALECTS.values())
+    paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))
+    pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
+    chosen, about = _recognised(client, wanted, pages)
+    served = _model(client, pages, model)
+    server = Server(
+        address.method, client, chosen, _shown(client, about), served, False, False, address.shown or address.url
+    )
+    server.flushes = await _flushes(server)
+    server.counts = await _counts(client)
     return server
+
+
+def _shown(client: Client, about: About) -> About:
+    """As it can be stored and printed; what is no number that a server means is left out."""
+    facts = {
+        name: client.shown(fact) if isinstance(fact, str) else fact
+        for name, fact in about.facts.items()
+        if isinstance(fact, str | bool) or whole(fact) is not None
+    }
+    return About(about.version and client.shown(about.version), facts)
 
 
 async def _page(client: Client, path: str) -> Any | None:
@@ -130,14 +160,16 @@ def _model(client: Client, pages: Pages, wanted: str | None) -> str | None:
     """The name to ask for. Raises UserError for one that is not served, and where there are several to choose from."""
     data = table(pages.get(MODELS)).get("data")
     listed = [table(one).get("id") for one in data] if isinstance(data, list) else []
-    served = [client.shown(name) for name in listed if isinstance(name, str)]
+    served = [client.shown(name) for name in listed if isinstance(name, str) and name]
     where = f"--server {client.name}: {client.url}"
     if wanted is not None:
         if served and wanted not in served:
-            raise UserError(f"{where} has no model '{wanted}'; it serves {', '.join(served)}")
+            raise UserError(f"{where} has no model '{wanted}'; it serves {', '.join(served[:MOST_NAMED])}")
         return wanted
     if len(served) > 1:
-        raise UserError(f"{where} serves several models; name one with --served-model: {', '.join(served)}")
+        raise UserError(
+            f"{where} serves {len(served)} models; name one with --served-model: {', '.join(served[:MOST_NAMED])}"
+        )
     return served[0] if served else None
 
 
@@ -154,7 +186,7 @@ async def _flushes(server: Server) -> bool:
 
 async def _counts(client: Client) -> bool:
     try:
-        known = counters.parse(await client.page(counters.METRICS))
+        known = counters.parse(await client.page(counters.METRICS, most=counters.LONGEST))
     except AnswerError:
         return False
     return known is not None and known.count_rounds
@@ -162,9 +194,8 @@ async def _counts(client: Client) -> bool:
 
 def described(server: Server, prompts: str) -> Mapping[str, Any]:
     """As `run.json` holds it; `prompts` is how they are sent."""
-    shown, version = server.client.shown, server.about.version
     return {
-        "address": server.address, "dialect": server.dialect.name, "version": version and shown(version),
+        "address": server.address, "dialect": server.dialect.name, "version": server.about.version,
         "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,
-        "facts": {name: shown(fact) if isinstance(fact, str) else fact for name, fact in server.about.facts.items()},
+        "facts": dict(server.about.facts),
     }  # fmt: skip

@@ -12,6 +12,8 @@ from dflash_bench.records import FinishReason, Generation
 from dflash_bench.servers.client import AnswerError
 
 MOST = 2**31
+LETTERS = 1024
+"""That a token may have at most, on the whole; and some more."""
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "eos": "stop", "limit": "length"}
 """What servers call the two ways in which an answer ends."""
 
@@ -84,6 +86,8 @@ class Heard:
             self.finish = finish
         self.text += text
         self.thought += thought
+        if len(self.text) + len(self.thought) > LETTERS * (self.max_new_tokens + 64):
+            raise AnswerError(f"its text is longer than {self.max_new_tokens} tokens can be")
         has_text = bool(text or thought)
         if ids:
             self.token_ids.extend(ids)
@@ -151,6 +155,8 @@ class Heard:
                 f"the stream has {len(self.token_ids)} tokens, but the server counts {self.num_tokens}: pieces were "
                 "lost or came twice"
             )
+        if not self.num_tokens and (self.text or self.thought):
+            raise AnswerError("the server counts no tokens for an answer that has text")
         if self.num_tokens > self.max_new_tokens:
             raise AnswerError(f"it has {self.num_tokens} tokens, and was asked for at most {self.max_new_tokens}")
         return self.num_tokens
@@ -162,7 +168,9 @@ class Heard:
     def failed(self, num_prompt_tokens: int | None, error: str) -> Generation:
         known = self.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens
         ids = tuple(self.token_ids) if self.has_ids else ()
-        return Generation(ids, self.whole_text, "error", known or 0, 0.0, 0.0, error=error)
+        return Generation(
+            ids, self.whole_text[: LETTERS * self.max_new_tokens], "error", known or 0, 0.0, 0.0, error=error
+        )
 
 
 def whole(value: Any) -> int | None:

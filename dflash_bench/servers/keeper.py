@@ -2,23 +2,32 @@
 
 A process of its own, since one that is killed cannot clean up after itself. It uses the standard library alone, and is
 started by its path: `python keeper.py COMMAND...`, in a session of its own. On Linux it also ends what has left the
-process group.
+process group. What the command prints goes on to our output, without the texts that TO_HIDE names, and no more of it
+than is of use.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 10.0
 TICK_S = 0.1
+TO_HIDE = "DFLASH_BENCH_TO_HIDE"
+"""A variable with a list of texts as JSON, which the command does not get."""
+STARS = b"***"
+PIECE, HEAD, TAIL, LONGEST = 1 << 16, 1 << 20, 1 << 18, 1 << 24
+"""Bytes: read at a time; kept of the beginning and of the end where a log gets longer than the last one."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ON_LINUX = sys.platform == "linux"
 
@@ -29,9 +38,14 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     if ON_LINUX:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    secrets = [text.encode() for text in json.loads(os.environ.pop(TO_HIDE, "[]"))]
     process = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent if ON_LINUX else None
-    )
+        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=_die_with_parent if ON_LINUX else None,
+    )  # fmt: skip
+    assert process.stdout is not None
+    log = threading.Thread(target=_copy, args=(process.stdout.fileno(), Log(), secrets), daemon=True)
+    log.start()
     while process.poll() is None and not _has_ended():
         pass
     code = process.poll()
@@ -42,7 +56,57 @@ def main() -> int:
     _end_all(signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
+    log.join(GRACE_S)
     return 0 if code is None else code if code >= 0 else 128 - code
+
+
+class Log:
+    """Our standard output: a file of which only the beginning and the end are kept when it gets too long."""
+
+    def __init__(self) -> None:
+        self.is_file = stat.S_ISREG(os.fstat(1).st_mode)
+        self.length = os.lseek(1, 0, os.SEEK_CUR) if self.is_file else 0
+        self.last = b""
+        self.num_cut = 0
+
+    def write(self, text: bytes) -> None:
+        """Whoever reads it may have gone: then it is lost, and the command goes on."""
+        self.last = (self.last + text)[-TAIL:]
+        self.length += len(text)
+        with suppress(OSError):
+            if self.length <= LONGEST:
+                _write_all(text)
+            elif self.is_file:
+                self.num_cut += self.length - HEAD - len(self.last)
+                os.lseek(1, HEAD, os.SEEK_SET)
+                _write_all(b"\n[... %d bytes are left out ...]\n" % self.num_cut + self.last)
+                self.length = os.lseek(1, 0, os.SEEK_CUR)
+                os.ftruncate(1, self.length)
+
+
+def _write_all(text: bytes) -> None:
+    while text:
+        text = text[os.write(1, text) :]
+
+
+def _copy(source: int, log: Log, secrets: list[bytes]) -> None:
+    """What comes from there until nobody can write any more; what may be the beginning of a secret waits."""
+    # The longest first: one may be part of another.
+    secrets = sorted(filter(None, secrets), key=len, reverse=True)
+    rest = b""
+    while piece := os.read(source, PIECE):
+        rest += piece
+        for secret in secrets:
+            rest = rest.replace(secret, STARS)
+        waiting = max((_begun(rest, secret) for secret in secrets), default=0)
+        log.write(rest[: len(rest) - waiting])
+        rest = rest[len(rest) - waiting :]
+    log.write(rest)
+
+
+def _begun(text: bytes, secret: bytes) -> int:
+    """How much of the text's end is the beginning of the secret."""
+    return next((size for size in range(min(len(secret) - 1, len(text)), 0, -1) if text.endswith(secret[:size])), 0)
 
 
 def _has_ended() -> bool:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dflash_bench.bars import status
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.secrets import Arguments, Secret, hidden, of_environment
 from dflash_bench.servers import keeper
 from dflash_bench.servers.address import Address
+from dflash_bench.servers.address import key_of as checked_key
 from dflash_bench.servers.programs.llamacpp import LLAMACPP
 from dflash_bench.servers.programs.program import Program, Serving
 from dflash_bench.servers.programs.vllm import VLLM
@@ -27,6 +28,8 @@ PROGRAMS: dict[str, Program] = {one.name: one for one in (VLLM, LLAMACPP)}
 START_TIMEOUT_S = 3600.0
 """Large weights over a slow disk, and passes that are compiled, take many minutes."""
 TICK_S = 0.1
+READY_TIMEOUT_S = 10.0
+LONGEST_STATUS = 4096
 NUM_LINES = 8
 TAIL_BYTES = 1 << 15
 HINTS = {
@@ -52,11 +55,20 @@ def executable(program: Program, given: str | None) -> str:
     return os.path.abspath(path)
 
 
-class Launched:
-    """The servers of one run, until they are stopped; `folder` gets a log for each."""
+def key_of(program: Program, given: Arguments | None, variables: Mapping[str, str]) -> Secret | None:
+    """What such a server will want as its key. Raises UserError for what is none."""
+    if given is not None and (key := given.value_of("--api-key")) is not None:
+        return checked_key(key.reveal(), "--launch-args: --api-key")
+    key_text = variables.get(program.key_variable, "")
+    return checked_key(key_text, f"the variable {program.key_variable}") if key_text else None
 
-    def __init__(self, program: Program, path: str, more: Sequence[str], folder: Path) -> None:
-        self.program, self.path, self.more, self.folder = program, path, tuple(more), folder
+
+class Launched:
+    """The servers of one run, until they are stopped; `folder` gets a log for each, without secrets."""
+
+    def __init__(self, program: Program, path: str, more: Arguments, folder: Path) -> None:
+        self.program, self.path, self.more, self.folder = program, path, more, folder
+        self.secrets = (*more.secrets, *of_environment(os.environ))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Launched:
@@ -80,13 +92,15 @@ class Launched:
         return addresses
 
     def _begin(self, serving: Serving, port: int) -> None:
-        words = [self.path, *self.program.words(serving, port), *self.more]
+        words = Arguments([self.path, *self.program.words(serving, port), *self.more.reveal()])
+        forms = sorted({form for secret in self.secrets for form in secret.forms})
         with self._log(serving.method.label).open("wb") as log:
-            log.write(f"{shlex.join(words)}\n".encode())
+            log.write(f"{hidden(str(words), self.secrets)}\n".encode())
             log.flush()
             self.processes[serving.method.label] = subprocess.Popen(
-                [sys.executable, "-I", keeper.__file__, *words], stdin=subprocess.PIPE, stdout=log,
+                [sys.executable, "-I", keeper.__file__, *words.reveal()], stdin=subprocess.PIPE, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, keeper.TO_HIDE: json.dumps(forms)},
             )  # fmt: skip
 
     def _wait(self, label: str, port: int, tell: Callable[[str], None]) -> None:
@@ -149,13 +163,21 @@ class Launched:
 
 
 def _is_ready(port: int) -> bool:
-    """Both answer /health with 200 once the model is loaded."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """Both answer /health with 200 once the model is loaded. Of the answer only its first line is read."""
+    end_s = time.monotonic() + READY_TIMEOUT_S
+    said = b""
     try:
-        with opener.open(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
-            return bool(answer.status == 200)
-    except (OSError, ValueError):
+        with socket.create_connection(("127.0.0.1", port), READY_TIMEOUT_S) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            while b"\n" not in said and len(said) < LONGEST_STATUS and (left_s := end_s - time.monotonic()) > 0:
+                connection.settimeout(left_s)
+                piece = connection.recv(LONGEST_STATUS)
+                if not piece:
+                    break
+                said += piece
+    except OSError:
         return False
+    return re.match(rb"HTTP/1\.[01] 200\b", said) is not None
 
 
 def _free_port() -> int:

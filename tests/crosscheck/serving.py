@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_server import Count, FakeServer
+from nano_words import nano_text
 
 from dflash_bench.analysis.conventions import Convention, Counts, Decoded, whole
 from dflash_bench.analysis.crosscheck import Checked
@@ -85,7 +86,12 @@ def server(
         counts = answers[prompt].counts(convention)
         return Count(counts.rounds, counts.drafted or 0, counts.accepted, list(counts.at or ()))
 
-    behaviour: dict[str, Any] = {"answer": lambda prompt, _: answers[prompt].tokens, "ends": ends, "block": 1}
+    behaviour: dict[str, Any] = {
+        "answer": lambda prompt, _: answers[prompt].tokens,
+        "ends": ends,
+        "block": 1,
+        "text": nano_text,
+    }
     with FakeServer(**{**behaviour, "counts": count, **does}) as running:
         yield running
 

@@ -2,7 +2,8 @@
 
 It does what FAKE_PROGRAM says as JSON: `late_s` seconds until it listens, `dies_at` the answer at which it kills
 itself, `exits` a status to end with at once, `ignores` SIGTERM or not, `child` a file for the ids of its processes, of
-which one leaves the group, `answers` by prompt, `drafting` what else holds for a server that drafts.
+which one leaves the group, `answers` by prompt with `words` for their tokens, `drafting` what else holds for a server
+that drafts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main(words: list[str]) -> None:
     drafts = "--speculative-config" in words or "--spec-type" in words
     does |= does.get("drafting", {}) if drafts else {}
     say(f"loading for {words[words.index('--port') + 1]}")
+    say(f"args: {words} {dict(os.environ)}")
     if does.get("ignores"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if does.get("child"):
@@ -53,7 +55,11 @@ def answering(does: Mapping[str, Any]) -> dict[str, Any]:
     if answers is None:
         return {}
     ends = frozenset(tokens[-1] for tokens in answers.values() if len(tokens) < does["most"])
-    return {"answer": lambda prompt, _: answers[prompt], "ends": ends}
+    words = does.get("words", {})
+    return {
+        "answer": lambda prompt, _: answers[prompt], "ends": ends,
+        "text": lambda tokens: "".join(words[str(token)] for token in tokens),
+    }  # fmt: skip
 
 
 class Dying(FakeServer):

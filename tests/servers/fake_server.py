@@ -75,6 +75,13 @@ class FakeServer(AbstractContextManager["FakeServer"]):
             headers[name.lower()] = value.strip()
         body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
         self.asked.append((path, body, headers))
+        if (raw := self.does.raw(path)) is not None:
+            for piece in raw:
+                writer.write(piece)
+                await writer.drain()
+                if not piece:
+                    await asyncio.sleep(0.05)
+            return False
         if path in ("/v1/completions", "/v1/chat/completions", "/generate", "/completion"):
             return await self._generate(path, body, writer)
         status, page = self._page(method, path, headers)
@@ -170,7 +177,10 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         )
         number = 0
         async for event in self._events(fault, path, body):
-            data = event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
+            said = event if isinstance(event, bytes) else self.does.bent(event)
+            data = said if isinstance(said, bytes) else b"data: " + json.dumps(said).encode() + b"\n\n"
+            if number == 2 and self.does.between:
+                await _chunk(writer, self.does.between)
             if fault == "slow":
                 while not self.stopping.is_set():
                     await _chunk(writer, b":")

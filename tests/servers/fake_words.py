@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,12 @@ class Behaviour:
     spec_names: str = "new"
     """How SGLang's meta_info names drafts: new, or none (only spec_verify_ct)."""
     has_cumulative_ids: bool = True
+    raw: Callable[[str], Iterable[bytes] | None] = lambda _: None
+    """What a path answers, byte for byte, in place of all else; then the connection ends."""
+    bent: Callable[[Any], Any] = lambda event: event
+    """What is made of each event of a stream before it is sent."""
+    between: bytes = b""
+    """What comes between the second and the third event."""
 
 
 @dataclass

@@ -26,6 +26,9 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return text_of(token_ids)
 
+    def writings(self, token_ids: Sequence[int]) -> list[str]:
+        return [text_of(token_ids)]
+
     def check_chats(self, chats: object, settings: object) -> None:
         pass
 

@@ -118,4 +118,4 @@ def test_a_counter_that_is_no_count_is_said_and_is_no_number(value: str) -> None
         server._metrics = spoiled  # type: ignore[method-assign]
         answer = opened.generate("ar", CHAT)
     assert (answer.error, answer.total_rounds, answer.total_accepted) == (None, None, None)
-    assert "hold what is no count: vllm:spec_decode_num_accepted_tokens is '" in (answer.uncounted or "")
+    assert "cannot be read: vllm:spec_decode_num_accepted_tokens is no count but '" in (answer.uncounted or "")

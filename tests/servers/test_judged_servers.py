@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
+from nano_words import nano_text
 
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
 from dflash_bench.records import Message
 from dflash_bench.results import asked, store
+from dflash_bench.servers.backend import is_same_text
 
 Main = Callable[..., tuple[int, str, str]]
 ASKED = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()
@@ -38,12 +40,15 @@ def engine(main: Main) -> Mapping[str, list[int]]:
 def served(main: Main, engine: Tokens) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """A run over servers that say what `bent` makes of the engine's answers under dflash."""
 
-    def run(bent: Callable[[list[int]], list[int]] = list, *more: object) -> tuple[int, str, str]:
+    def run(
+        bent: Callable[[list[int]], list[int]] = list, *more: object, says: Callable[[Sequence[int]], str] | None = None
+    ) -> tuple[int, str, str]:
         ends = frozenset(tokens[-1] for tokens in engine.values() if len(tokens) < 24)
-        plain = FakeServer(answer=lambda prompt, _: engine[prompt], ends=ends)
+        plain = FakeServer(answer=lambda prompt, _: engine[prompt], ends=ends, text=nano_text)
         other = FakeServer(
-            answer=lambda prompt, _: bent(engine[prompt]), ends=ends, accepts=(2,), block=3, round_s=0.002
-        )
+            answer=lambda prompt, _: bent(engine[prompt]), ends=ends, accepts=(2,), block=3, round_s=0.002,
+            text=says or nano_text,
+        )  # fmt: skip
         with plain, other:
             servers = ("--server", f"plain={plain.url}", "--server", f"dflash={other.url}")
             return main("run", *ASKED, *servers, "--out", "served", *more)
@@ -97,3 +102,34 @@ def test_only_divergent_answers_are_audited_if_so_asked(served: Main) -> None:
     code, _, _ = served(list, "--audit", "divergent")
     assert code == 0
     assert {record.audit for record in store.load(Path("served"))[1]} == {None}
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda piece: " another text #### 42",
+        lambda piece: nano_text(piece).upper(),
+        lambda piece: nano_text(piece) + "\n",
+        lambda piece: nano_text([*piece][::-1]),
+    ],
+)
+def test_right_tokens_with_another_text_are_a_failed_answer_and_never_scored(
+    served: Main, says: Callable[[Sequence[int]], str]
+) -> None:
+    code, out, err = served(says=says)
+    assert (code, "3 of 6 answers failed" in err) == (1, True)
+    assert "its text is not that of its tokens: from letter" in " ".join(out.split())
+    for record in store.load(Path("served"))[1]:
+        wrong = record.method == "dflash"
+        assert (record.generation.error is not None, record.passed is None) == (wrong, wrong)
+
+
+def test_a_space_that_tokenizers_take_away_and_half_a_character_are_no_other_text(served: Main) -> None:
+    assert served(says=lambda piece: nano_text(piece))[0] == 0
+    assert is_same_text(" The trays", "The trays")
+    assert is_same_text("caf\u00e9 \ufffd", "caf\u00e9 ")
+    assert not is_same_text("The trays", "the trays")
+    assert not is_same_text("a b", "ab")
+    _, records = store.load(Path("served"))
+    # What is stored and scored is our own reading of the tokens.
+    assert {record.generation.text for record in records} == {nano_text(one.generation.token_ids) for one in records}

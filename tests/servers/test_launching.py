@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nano_words import nano_text
 
 from dflash_bench import methods
 from dflash_bench.errors import UserError
 from dflash_bench.results import frame, store
+from dflash_bench.secrets import Arguments
 from dflash_bench.servers import keeper, launching
 from dflash_bench.servers.launching import PROGRAMS, Launched
 from dflash_bench.servers.programs.program import Serving
@@ -37,6 +39,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         path = tmp_path / "fake"
         path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(PROGRAM))} "$@"\n')
         path.chmod(0o755)
+        used = {token for tokens in does.get("answers", {}).values() for token in tokens}
+        does["words"] = {token: nano_text([token]) for token in used}
         monkeypatch.setenv("FAKE_PROGRAM", json.dumps(does))
         return path
 
@@ -53,7 +57,7 @@ def serving(text: str = "ar", **changes: Any) -> Serving:
 
 
 def launched(path: Path, folder: Path, name: str = "vllm") -> Launched:
-    return Launched(PROGRAMS[name], str(path), (), folder)
+    return Launched(PROGRAMS[name], str(path), Arguments(()), folder)
 
 
 def is_alive(process: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
+from nano_words import nano_text
 
 from dflash_bench.analysis import metrics
 from dflash_bench.models import chat, targets
@@ -128,7 +129,9 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
     ends = frozenset(tokens[-1] for tokens in right.values() if len(tokens) < 24)
     for wrong, status, verdict in ((0, 0, "exact"), (1, 1, "mismatch")):
         said = {prompt: [*tokens[:5], tokens[5] ^ wrong, *tokens[6:]] for prompt, tokens in right.items()}
-        with FakeServer(answer=lambda prompt, _, said=said: said[prompt], ends=ends, accepts=(2,), block=3) as server:
+        with FakeServer(
+            answer=lambda prompt, _, said=said: said[prompt], ends=ends, accepts=(2,), block=3, text=nano_text
+        ) as server:
             words = ("run", *question, "--server", f"dflash={server.url}", "--out", verdict)
             assert main(*words)[0] == status
             code, _, err = main(*words[:-1], "other", "--audit", "divergent")

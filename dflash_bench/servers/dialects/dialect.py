@@ -61,6 +61,8 @@ class Dialect:
     read: Callable[[Mapping[str, Any], Heard], None]
     """One event of the stream. Raises AnswerError for one that is not as it should be."""
     takes_ids: bool = True
+    repeats: bool = False
+    """May each event say all tokens so far?"""
     prefix_cache: str = "unknown"
     """What a request itself does about prompts kept from earlier ones."""
     flush: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.dialects.dialect import FAR, About, Ask, Dialect, Pages
 from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
@@ -53,7 +54,9 @@ def read(event: Mapping[str, Any], heard: Heard) -> None:
     if heard.finish is None or heard.num_tokens is None:
         return
     # A token of half a character is not sent by itself, and its id never.
-    if len(heard.token_ids) < heard.num_tokens:
+    if (missing := heard.num_tokens - len(heard.token_ids)) > 0:
+        if heard.token_ids and missing > 3 * (1 + sum(not letter.isascii() for letter in heard.text)):
+            raise AnswerError(f"{len(heard.token_ids)} ids came, but the server counts {heard.num_tokens} tokens")
         heard.ids_missing = True
     drafted, accepted = whole(timings.get("draft_n")), whole(timings.get("draft_n_accepted"))
     if drafted is not None and accepted is not None:

@@ -69,7 +69,7 @@ def _read_choice(choice: Mapping[str, Any], heard: Heard) -> None:
 
 def _reason(error: Any) -> str:
     said = table(error).get("message", error)
-    return " ".join(str(said).split())[:200]
+    return " ".join(said.split())[:200] if isinstance(said, str) else "it gives no message"
 
 
 OPENAI = Dialect(

@@ -96,4 +96,4 @@ def _read_meta(meta: Mapping[str, Any], heard: Heard) -> None:
         heard.counts = Counts("sglang.derived", rounds, proposed, derived)
 
 
-SGLANG = Dialect("sglang", INFO, identify, call, read, flush="/flush_cache")
+SGLANG = Dialect("sglang", INFO, identify, call, read, flush="/flush_cache", repeats=True)

@@ -29,4 +29,4 @@ def _speculation(serving: Serving) -> list[str]:
     ]  # fmt: skip
 
 
-LLAMACPP = Program("llama.cpp", "llama-server", True, ("dflash", "eagle3"), words)
+LLAMACPP = Program("llama.cpp", "llama-server", True, ("dflash", "eagle3"), "LLAMA_API_KEY", words)

@@ -38,5 +38,7 @@ class Program:
     """Does it take weights as GGUF files, rather than folders?"""
     methods: tuple[str, ...]
     """Methods beside plain decoding that it can draft by."""
+    key_variable: str
+    """Of the environment, with the key that it then wants."""
     words: Callable[[Serving, int], list[str]]
     """What follows the executable, on this port of 127.0.0.1."""

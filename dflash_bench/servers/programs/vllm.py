@@ -28,4 +28,4 @@ def _speculation(serving: Serving) -> list[str]:
     return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
 
 
-VLLM = Program("vllm", "vllm", False, ("dflash", "eagle3"), words)
+VLLM = Program("vllm", "vllm", False, ("dflash", "eagle3"), "VLLM_API_KEY", words)
