@@ -189,7 +189,11 @@ WRONG_RULES = (
     WrongRule("everything kept from depth 4 on", _kept_from_depth),
     WrongRule("half the temperature from token 8 on", _cold_when_late),
     WrongRule("one random number for two tokens", _numbers(lambda name, at: (name, at // 2 * 2)), (MATCH, TREE)),
-    WrongRule("one random number for refusing and drawing", _numbers(lambda _, at: ("draw", at)), (REJECTION,)),
+    WrongRule(
+        "one random number for refusing and drawing",
+        _numbers(lambda name, at: ("draw" if name == "accept" else name, at)),
+        (REJECTION,),
+    ),
 )
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
 """With top-p 0.9 it keeps a tenth too much at most."""

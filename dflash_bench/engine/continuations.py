@@ -82,7 +82,7 @@ def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Ite
     for depth, token in enumerate(new, start=1):
         below = [node for node, parent in enumerate(parents) if parent in here]
         yield Spot(
-            depth, is_bonus=not below, is_forced=depth <= proposal.forced[row],
+            depth, is_bonus=not below and depth > proposal.forced[row], is_forced=depth <= proposal.forced[row],
             favourites=_favourites([drafted[node] for node in below], proposal, row, depth),
             is_kept=depth <= step.accepted[row],
         )  # fmt: skip

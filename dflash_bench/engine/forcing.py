@@ -97,8 +97,10 @@ class _Changing:
     def propose(self) -> Draft | None:
         draft: Draft | None = self.own[0]()
         depths = [0] * len(self.texts)
-        # One that is committed unverified, or that learns from what the target says of it, stays as it is.
-        if draft is not None and draft.following is None and not draft.wants_choices:
+        if draft is not None and draft.wants_choices:
+            # Guesses that the target drew with its numbers for these places: none of them is a test of a draft.
+            depths = [draft.width + 1] * len(self.texts)
+        elif draft is not None and draft.following is None:
             forces = draft.probs is None or (draft.parents is None and not self.proposals)
             draft = self._cut(draft, forces)
             if forces:

@@ -164,27 +164,6 @@ def test_a_mistake_that_top_p_hides_is_found_out_where_top_p_leaves_little(monke
     assert state(REJECTION, low) == "differs"
 
 
-def test_drafts_that_are_never_refused_prove_nothing() -> None:
-    backend = toy()
-    backend.drafters["right"] = NeverRefused(backend.target)
-    draws = measure(backend, ["right"], PROMPTS, SETTINGS, 100, LENGTH)
-    assert verdicts(draws, compared(draws))[0].state == "not tested"
-
-
-class NeverRefused(Near):
-    """Knows what the target is going to draw."""
-
-    def __init__(self, table: TableTarget) -> None:
-        super().__init__(table, "match")
-        self.num_drafts = 1
-
-    def propose(self) -> Draft:
-        sampler = self.picker.sampler
-        assert sampler is not None
-        logits = torch.stack([self.table.logits_after(text) for text in self.texts])[:, None]
-        return Draft(sampler.choose(logits, sampler.places(1)))
-
-
 # What is done to drafts.
 
 
@@ -218,7 +197,7 @@ def test_drafts_are_changed_only_while_it_lasts() -> None:
 def test_every_depth_is_forced_and_every_place_of_a_block_reached(rule: str) -> None:
     table, prompts, seeds = TableTarget(VOCAB), [(1, 2)] * 60, range(60)
     spots = []
-    for seed in range(4):
+    for seed in range(24 if rule == "rejection" else 4):
         guide = guide_of(table, prompts, seeds, seed)
         answers = drawn(
             table,
@@ -277,8 +256,9 @@ def test_a_draft_of_several_lengths_and_one_that_learns_from_choices() -> None:
         table, Listed(table, Draft(tokens, wants_choices=True)), prompts, LENGTH, Sampling.of(SETTINGS), seeds,  # type: ignore[arg-type]
         guide_of(table, prompts, seeds),
     )  # fmt: skip
-    assert not any(spot.is_forced for answer in learning for spot in answer.spots)
-    assert {spot.depth for answer in ragged for spot in answer.spots} >= {0, 1, 7}
+    # They may have been drawn with the target's own numbers: nothing of them is tested by its place in the draft.
+    assert all(spot.is_forced and not spot.favourites for answer in learning for spot in answer.spots if spot.depth)
+    assert {spot.depth for answer in ragged for spot in answer.spots} >= {0, 1, 2, 3}
 
 
 def test_of_a_tree_the_bonus_stands_behind_a_leaf() -> None:
@@ -309,7 +289,7 @@ def test_what_plain_decoding_draws_of_a_network_is_as_its_odds_say(settings: Set
     draws = [Draws("ar", 300, judged(answers, odds, 0))]
     tests = compared(draws)
     assert verdicts(draws, tests)[0].state == "as the model" and max(test.num_tokens for test in tests) > 500
-    other = odds_of(model, prompt, [answer.tokens for answer in answers], Settings(0.9 * settings.temperature))
+    other = odds_of(model, prompt, [answer.tokens for answer in answers], Settings(0.6 * settings.temperature))
     assert verdicts(draws, compared([Draws("ar", 300, judged(answers, other, 0))]))[0].state == "differs"
 
 
@@ -387,4 +367,4 @@ def test_a_token_that_the_filters_leave_out_is_impossible() -> None:
 def test_a_drafter_that_is_asked_for_more_than_there_is_room_for_still_says_where_tokens_stood() -> None:
     table = TableTarget(VOCAB)
     (answer,) = drawn(table, Scripted([[1, 2, 3, 4, 5, 6, 7]], 4), [[1, 2]], 2, Sampling(1.0), [3])  # type: ignore[arg-type]
-    assert [spot.depth for spot in answer.spots] == [0, 1] and set(answer.spots[1].favourites or {}) == {3}
+    assert [spot.depth for spot in answer.spots] == [0, 1] and set(answer.spots[1].favourites or {}) == {4}
