@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from wrong_rules import FAINT, MATCH, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
+from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench import methods
 from dflash_bench.analysis.distribution import LEVEL, Comparison, compared, decided
@@ -75,7 +75,7 @@ def main() -> int:
         distribution.Request(tuple(labels), SETTINGS, NUM_DRAWS), [methods.parse(label) for label in labels]
     )
     right = [(label, drawn(backend, None, label)) for label in labels]
-    planted = [(rule, label) for rule in (*WRONG_RULES, SUBTLE, FAINT) for label in rule.methods]
+    planted = [(rule, label) for rule in (*WRONG_RULES, FAINT, *NUMBERS, SUBTLE) for label in rule.methods]
     wrong = [(rule, label, drawn(backend, rule, label)) for rule, label in planted]
     powers = [(rule, label, draws, power(draws)) for rule, label, draws in wrong]
     strict, loose = false_alarms()
@@ -92,7 +92,7 @@ def main() -> int:
         missed=f"Found in less than {WANTED:.0%} of halves: {'; '.join(missed)}." if missed else "All are found.",
     )  # fmt: skip
     (Path(sys.argv[1]).write_text(text, encoding="utf-8") if len(sys.argv) > 1 else print(text))
-    return int(any(found < WANTED for rule, _, _, found in powers if rule in WRONG_RULES))
+    return int(any(found < WANTED for rule, _, _, found in powers if rule in (*WRONG_RULES, FAINT)))
 
 
 def drawn(backend: LocalBackend, rule: WrongRule | None, label: str) -> Draws:

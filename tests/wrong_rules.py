@@ -188,6 +188,8 @@ WRONG_RULES = (
     WrongRule("bonus token from the draft", _bonus_from_draft),
     WrongRule("everything kept from depth 4 on", _kept_from_depth),
     WrongRule("half the temperature from token 8 on", _cold_when_late),
+)
+NUMBERS = (
     WrongRule("one random number for two tokens", _numbers(lambda name, at: (name, at // 2 * 2)), (MATCH, TREE)),
     WrongRule(
         "one random number for refusing and drawing",
@@ -195,6 +197,7 @@ WRONG_RULES = (
         (REJECTION,),
     ),
 )
+"""Random numbers used twice. On nano the first takes all of the draws, the second more, or a draft nearer the target."""
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
 """With top-p 0.9 it keeps a tenth too much at most."""
 FAINT = WrongRule("stale cache: the first drafted token is not written", stale(1), (TREE,))

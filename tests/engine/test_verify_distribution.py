@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 from toy import Scripted, TableTarget, tiny
-from wrong_rules import MATCH, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
+from wrong_rules import MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench.analysis.distribution import compared, decided, verdicts
 from dflash_bench.engine.cache import KVCache
@@ -147,7 +147,7 @@ def test_answers_have_seeds_of_their_own_which_are_the_same_under_all_methods(so
 
 
 @pytest.mark.parametrize(
-    ("rule", "method"), [(rule, method) for rule in WRONG_RULES for method in rule.methods],
+    ("rule", "method"), [(rule, method) for rule in (*WRONG_RULES, *NUMBERS) for method in rule.methods],
     ids=lambda one: one.name if isinstance(one, WrongRule) else one,
 )  # fmt: skip
 def test_a_wrong_rule_is_found_out(rule: WrongRule, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
