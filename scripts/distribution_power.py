@@ -79,7 +79,11 @@ def main() -> int:
     wrong = [(rule, label, drawn(backend, rule, label)) for rule, label in planted]
     powers = [(rule, label, draws, power(draws)) for rule, label, draws in wrong]
     strict, loose = false_alarms()
-    missed = [f"{rule.name} (`{label}`)" for rule, label, _, found in powers if found < WANTED]
+    missed = [
+        f"{rule.name} (`{label}`; all answers: {'found' if _fails(draws, LEVEL) else 'not found'})"
+        for rule, label, draws, found in powers
+        if found < WANTED
+    ]
     text = HEAD.format(
         machine=one_line(describe()), settings=SETTINGS, num_draws=NUM_DRAWS, length=LENGTH,
         num_prompts=len(QUESTIONS), level=LEVEL, num_simulated=NUM_SIMULATED, vocabulary=VOCABULARY, alarms=strict,
@@ -89,7 +93,8 @@ def main() -> int:
                     [_row(label, draws, power(draws)) for label, draws in right]),
         wrong=table(["mistake", "method", "kept", "impossible", "clearest", "found"],
                     [[rule.name, *_row(label, draws, found)] for rule, label, draws, found in powers]),
-        missed=f"Found in less than {WANTED:.0%} of halves: {'; '.join(missed)}." if missed else "All are found.",
+        missed="\n".join([f"Found in less than {WANTED:.0%} of halves:\n", *(f"- {one}" for one in missed)])
+        if missed else "All are found in every half.",
     )  # fmt: skip
     (Path(sys.argv[1]).write_text(text, encoding="utf-8") if len(sys.argv) > 1 else print(text))
     return int(any(found < WANTED for rule, _, _, found in powers if rule in (*WRONG_RULES, FAINT)))

@@ -197,7 +197,7 @@ NUMBERS = (
         (REJECTION,),
     ),
 )
-"""Random numbers used twice. On nano the first takes all of the draws, the second more, or a draft nearer the target."""
+"""Random numbers used twice. On nano the first takes all of the draws, the second more, or a better draft."""
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
 """With top-p 0.9 it keeps a tenth too much at most."""
 FAINT = WrongRule("stale cache: the first drafted token is not written", stale(1), (TREE,))
