@@ -38,7 +38,7 @@ CPU, where every place of a wide draft costs time: on a GPU, where width is near
 - `al.pooled`: {al}
 - exact: answers equal to plain decoding, and answers that the published model, read by transformers, confirms
 - drawn as the model: the verdict of `verify-distribution` at temperature {tested.temperature:g} and top-p
-  {tested.top_p:g} over {draws:,} draws from each of its prompts; p is adjusted by Holm over all tests of all methods
+  {tested.top_p:g} over {draws:,} answers to its prompts; p is adjusted by Holm over all tests of all methods
   (level {level})
 - passed: answers that the suite's scorer calls right, of those that it scores
 

@@ -1,7 +1,8 @@
 """The power of `verify-distribution` on nano: planted wrong rules, and the alarms where nothing is planted.
 
-Each wrong rule is drawn from more often than the command draws. A random part of these draws, as large as one command
-makes and without any draw twice, is one command's worth; the share of such parts that fail is the power.
+Of each wrong rule as much is drawn as one command draws, and random halves of the answers are tested: their share that
+fails is less than the power of the command. What is drawn is kept in results/runs/distribution-power, so that an
+interrupted measurement goes on where it was; after a change of the command it is to be deleted.
 """
 
 from __future__ import annotations
@@ -10,58 +11,62 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from wrong_rules import FAINT, MATCH, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
+import torch
+from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench import methods
-from dflash_bench.analysis.distribution import LEVEL, compared
+from dflash_bench.analysis.distribution import LEVEL, Comparison, compared, decided
+from dflash_bench.engine.local import LocalBackend
+from dflash_bench.engine.odds import judged_by
 from dflash_bench.environment import describe, one_line
-from dflash_bench.records import Cell, Draws, Settings
+from dflash_bench.records import COLUMNS, Draws, Message, Settings
 from dflash_bench.run import distribution
-from dflash_bench.run.distribution import NUM_DRAWS, Place
+from dflash_bench.run.distribution import LENGTH, NUM_DRAWS, QUESTIONS
 
 SETTINGS = Settings(temperature=1.2, top_p=0.9)
 """The command's own defaults."""
-TIMES = 2
-"""How many commands' worth is drawn of each."""
-NUM_PARTS, NUM_SIMULATED = 400, 4000
+KEPT = Path(__file__).parent.parent / "results" / "runs" / "distribution-power"
+NUM_HALVES, NUM_SIMULATED = 200, 2000
 WANTED = 0.99
+VOCABULARY, DEEPEST = 24, 15
+"""Of simulated tokens."""
+LOOSE = 0.05
 HEAD = """# How often verify-distribution is right
 
 {machine}.
 `scripts/distribution_power results/distribution.md` makes this in some twenty minutes of one core. nano at temperature
-{settings.temperature:g} and top-p {settings.top_p:g}, {num_draws:,} answers to each of {num_places} prompts: what the
-command does by itself, for one method. All its tests together are to alarm falsely in {level:.1%} of cases.
+{settings.temperature:g} and top-p {settings.top_p:g}, {num_draws:,} answers of {length} tokens to each of {num_prompts}
+prompts: what the command does by itself, for one method, drawn once. All its tests together are to alarm falsely in
+{level:.1%} of cases.
 
 ## Right rules
 
-Of {num_simulated:,} times that answers were drawn from the published model's own probabilities, {simulated:.2%} alarm
-(standard error {error:.2%}). Drawn by the engine, of parts as large as one command:
+Of {num_simulated:,} times that as many tokens were drawn from made-up distributions over {vocabulary} tokens, with a
+draft near them, {alarms:.2%} alarm (standard error {error:.2%}); if the level were {loose:.0%}, {loose_alarms:.1%}
+would (standard error {loose_error:.1%}). Drawn by the engine, of {num_halves} random halves of one command's answers:
 
 {right}
 
 ## Wrong rules
 
 Each is a mistake in the engine, planted for the length of the measurement (`tests/wrong_rules.py`). "kept" is the share
-of first drafts of which something is kept, "off by" the largest total variation of token 2, the first that verification
-lets through (some of it is chance), "found" the share of parts, each as large as one command, of which a test fails.
+of drafted tokens that are kept, those not counted that the draft was made to know; "impossible" how many tokens were
+drawn that the published model never draws; "clearest" the test with the smallest p of all answers, and "found" the
+share of {num_halves} random halves of the answers of which a test fails. The whole, which the command tests, finds
+more.
 
 {wrong}
 
-The mistakes in the last two lines change little of what is drawn: they are what this command may miss. The first keeps
-a tenth too much at most, and takes more draws, or a lower --top-p. The second is found at temperature 0, where tokens
-are compared one by one (`faults.md`).
+{missed}
 """
-
-Places = Mapping[str, Sequence[Place]]
-Measure = Callable[[str], list[Draws]]
 
 
 def main() -> int:
@@ -69,80 +74,119 @@ def main() -> int:
     backend = distribution._open(
         distribution.Request(tuple(labels), SETTINGS, NUM_DRAWS), [methods.parse(label) for label in labels]
     )
-    places = {label: distribution.chosen_places(backend, label, SETTINGS, 0) for label in labels}
-
-    def measure(label: str) -> list[Draws]:
-        parts = [
-            distribution.measure(backend, {label: places[label]}, SETTINGS, NUM_DRAWS, seed) for seed in range(TIMES)
-        ]
-        return [_together(same) for same in zip(*parts, strict=True)]
-
-    right = {label: measure(label) for label in labels}
-    planted = (*WRONG_RULES, SUBTLE, FAINT)
-    wrong = [(rule, label, _planted(rule, label, measure)) for rule in planted for label in rule.methods]
+    right = [(label, drawn(backend, None, label)) for label in labels]
+    planted = [(rule, label) for rule in (*WRONG_RULES, FAINT, *NUMBERS, SUBTLE) for label in rule.methods]
+    wrong = [(rule, label, drawn(backend, rule, label)) for rule, label in planted]
     powers = [(rule, label, draws, power(draws)) for rule, label, draws in wrong]
-    simulated = np.mean([false_alarms(draws) for draws in right.values()])
+    strict, loose = false_alarms()
+    missed = [
+        f"{rule.name} (`{label}`; all answers: {'found' if _fails(draws, LEVEL) else 'not found'})"
+        for rule, label, draws, found in powers
+        if found < WANTED
+    ]
     text = HEAD.format(
-        machine=one_line(describe()), num_draws=NUM_DRAWS, num_places=distribution.NUM_PLACES, settings=SETTINGS,
-        level=LEVEL, num_simulated=NUM_SIMULATED * len(labels), simulated=simulated,
-        error=(LEVEL / (NUM_SIMULATED * len(labels))) ** 0.5,
-        right=table(["method", "kept", "off by", "alarms"], [_row(label, d, power(d)) for label, d in right.items()]),
-        wrong=table(
-            ["mistake", "method", "kept", "off by", "found"],
-            [[rule.name, *_row(label, draws, found)] for rule, label, draws, found in powers],
-        ),
+        machine=one_line(describe()), settings=SETTINGS, num_draws=NUM_DRAWS, length=LENGTH,
+        num_prompts=len(QUESTIONS), level=LEVEL, num_simulated=NUM_SIMULATED, vocabulary=VOCABULARY, alarms=strict,
+        error=(LEVEL / NUM_SIMULATED) ** 0.5, loose=LOOSE, loose_alarms=loose,
+        loose_error=(LOOSE * (1 - LOOSE) / NUM_SIMULATED) ** 0.5, num_halves=NUM_HALVES,
+        right=table(["method", "kept", "impossible", "clearest", "alarms"],
+                    [_row(label, draws, power(draws)) for label, draws in right]),
+        wrong=table(["mistake", "method", "kept", "impossible", "clearest", "found"],
+                    [[rule.name, *_row(label, draws, found)] for rule, label, draws, found in powers]),
+        missed="\n".join([f"Found in less than {WANTED:.0%} of halves:\n", *(f"- {one}" for one in missed)])
+        if missed else "All are found in every half.",
     )  # fmt: skip
     (Path(sys.argv[1]).write_text(text, encoding="utf-8") if len(sys.argv) > 1 else print(text))
-    return int(any(found < WANTED for rule, _, _, found in powers if rule in WRONG_RULES))
+    return int(any(found < WANTED for rule, _, _, found in powers if rule in (*WRONG_RULES, FAINT)))
 
 
-def _planted(rule: WrongRule, label: str, measure: Measure) -> list[Draws]:
+def drawn(backend: LocalBackend, rule: WrongRule | None, label: str) -> Draws:
+    """By the method with this mistake, or without any."""
+    name = re.sub(r"\W+", "-", f"{rule.name if rule else 'right'} {label}")
+    file = KEPT / f"{name}.npz"
+    num_answers = NUM_DRAWS * len(QUESTIONS)
+    if file.exists():
+        with np.load(file) as stored:
+            return Draws(label, num_answers, {column: stored[column] for column in COLUMNS})
+    prompts = [backend.encode([Message("user", question)]) for question in QUESTIONS]
     with pytest.MonkeyPatch.context() as patch:
-        rule.plant(patch)
-        return measure(label)
+        if rule is not None:
+            rule.plant(patch)
+        (draws,) = distribution.measure(backend, [label], prompts, SETTINGS, NUM_DRAWS)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    np.savez(KEPT / "part.npz", **draws.columns)
+    (KEPT / "part.npz").rename(file)
+    print(f"{name}: {power(draws):.1%}", file=sys.stderr, flush=True)
+    return draws
 
 
-def _together(parts: Sequence[Draws]) -> Draws:
-    counts: Counter[Cell] = Counter()
-    for part in parts:
-        counts.update(part.counts)
-    kept, refused = (sum(getattr(part, name) or 0 for part in parts) for name in ("num_kept", "num_refused"))
-    return replace(parts[0], counts=counts, num_kept=kept, num_refused=refused)
-
-
-def power(draws: Sequence[Draws]) -> float:
-    """Share of parts, each as large as one command, of which a test fails."""
+def power(draws: Draws) -> float:
+    """Share of random halves of the answers of which a test fails."""
     rng = np.random.default_rng(0)
-    return float(np.mean([_fails([_part(drawn, rng) for drawn in draws]) for _ in range(NUM_PARTS)]))
+    return float(np.mean([_fails(_half(draws, rng), LEVEL) for _ in range(NUM_HALVES)]))
 
 
-def _part(drawn: Draws, rng: np.random.Generator) -> Draws:
-    cells = list(drawn.counts)
-    counts = rng.multivariate_hypergeometric([drawn.counts[cell] for cell in cells], NUM_DRAWS)
-    return replace(drawn, counts=dict(zip(cells, counts.tolist(), strict=True)))
+def _half(draws: Draws, rng: np.random.Generator) -> Draws:
+    answer = np.cumsum(draws.columns["place"] == 1) - 1
+    chosen = rng.permutation(draws.num_answers) < draws.num_answers // 2
+    tokens = chosen[answer]
+    return replace(
+        draws, num_answers=int(chosen.sum()), columns={name: draws.columns[name][tokens] for name in COLUMNS}
+    )
 
 
-def false_alarms(draws: Sequence[Draws]) -> float:
-    """Share of alarms where answers are drawn from what is expected."""
-    rng = np.random.default_rng(1)
-    return float(np.mean([_fails([_ideal(drawn, rng) for drawn in draws]) for _ in range(NUM_SIMULATED)]))
+def false_alarms() -> tuple[float, float]:
+    """Share of alarms where all tokens are drawn as they should be, at the command's level and at a loose one."""
+    draws = [simulated(seed) for seed in range(NUM_SIMULATED)]
+    lowest = np.array([min(test.adjusted for test in compared([one])) for one in draws])
+    return float(np.mean(lowest < LEVEL)), float(np.mean(lowest < LOOSE))
 
 
-def _ideal(drawn: Draws, rng: np.random.Generator) -> Draws:
-    cells, shares = list(drawn.expected), np.array(list(drawn.expected.values()))
-    counts = rng.multinomial(NUM_DRAWS, shares / shares.sum())
-    return replace(drawn, counts=dict(zip(cells, counts.tolist(), strict=True)))
+def simulated(seed: int) -> Draws:
+    """As many tokens as half of one command draws where the model hesitates, each from a distribution of its own."""
+    rng = torch.Generator().manual_seed(seed)
+    num_answers = NUM_DRAWS * len(QUESTIONS) // 4
+    number = num_answers * LENGTH
+    logits = 2 * torch.randn(number, VOCABULARY, generator=rng, dtype=torch.float64)
+    log_p = _cut(logits).log_softmax(dim=-1)
+    q = (logits + torch.randn(logits.shape, generator=rng)).softmax(dim=-1)
+    tokens = torch.multinomial(log_p.exp(), 1, generator=rng)[:, 0]
+    favour, ids = q.topk(8, dim=-1)
+    # Half of the drafts say what they drew from, half the likeliest token alone.
+    chosen = torch.rand(number, 1, generator=rng) < 0.5
+    favour = torch.where(chosen, torch.tensor([1.0] + [0.0] * 7), favour)
+    depth = torch.randint(0, DEEPEST + 1, (number,), generator=rng)
+    favour = favour * (depth > 0)[:, None]
+    uniform = torch.rand(number, generator=rng, dtype=torch.float64)
+    columns = judged_by(log_p, tokens, ids, favour, uniform, torch.zeros(number, dtype=torch.bool))
+    is_bonus = (depth > 0) & (torch.rand(number, generator=rng) < 0.2)
+    standing = {
+        "place": torch.arange(LENGTH).repeat(num_answers) + 1, "depth": depth, "is_bonus": is_bonus,
+        "is_forced": torch.zeros_like(is_bonus), "is_kept": depth % 2 == 0,
+    }  # fmt: skip
+    return Draws("simulated", num_answers, {name: (columns | standing)[name].numpy() for name in COLUMNS})
 
 
-def _fails(draws: Sequence[Draws]) -> bool:
-    return any(test.failed for test in compared(draws))
+def _cut(logits: torch.Tensor) -> torch.Tensor:
+    """Without what is less likely than a twentieth of the likeliest."""
+    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) - np.log(20), -torch.inf)
 
 
-def _row(label: str, draws: Sequence[Draws], share: float) -> list[str]:
-    total = sum(sum(drawn.counts.values()) for drawn in draws)
-    kept = sum(drawn.num_kept or 0 for drawn in draws) / total
-    off = max(test.fit.distance for test in compared(draws) if test.view == "token 2")
-    return [f"`{label}`", f"{kept:.0%}", f"{off:.1%}", f"{share:.1%}"]
+def _fails(draws: Draws, level: float) -> bool:
+    return any(test.adjusted < level for test in compared([draws]))
+
+
+def _row(label: str, draws: Draws, share: float) -> list[str]:
+    kept, refused = decided(draws) or (0, 0)
+    tests = compared([draws])
+    clearest = min(tests, key=_order)
+    impossible = int(draws.columns["is_impossible"].sum())
+    name = f"{clearest.view}, {clearest.kind.replace('_', ' ')}"
+    return [f"`{label}`", f"{kept / max(1, kept + refused):.0%}", f"{impossible:,}", name, f"{share:.1%}"]
+
+
+def _order(test: Comparison) -> tuple[float, int]:
+    return test.p, -test.num_impossible
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,12 +12,16 @@ from faults import Pair, around_writes, stale
 from torch import Tensor
 
 from dflash_bench.engine import decoding, verify
-from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.cache import KVCache, ancestors
 from dflash_bench.engine.drafters.picking import Picker
-from dflash_bench.engine.sampling import probabilities
+from dflash_bench.engine.sampling import Sampler, probabilities
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
 
-REJECTION, MATCH, TREE = "dflash:n=4,rule=rejection", "dflash:4", "eagle3-tree:nodes=8"
+REJECTION, MATCH, TREE = "dflash:rule=rejection", "dflash", "eagle3-tree:nodes=8"
+SERIOUS = 4
+"""The depth from which on a draft is believed, where it is."""
+LATE = 8
+"""The token from which on the temperature is another, where it is."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,72 @@ def _stale_anchor(patch: pytest.MonkeyPatch) -> None:
     around_writes(patch, keep)
 
 
+def _bonus_from_draft(patch: pytest.MonkeyPatch) -> None:
+    """Behind a draft that is kept whole stands once more what the draft says of its own last place."""
+
+    def sampled(tokens: Tensor, p: Tensor, q: Tensor, *rest: Any) -> Verdict:
+        return verify_sampled(tokens, torch.cat([p[:, :-1], q[:, -1:]], dim=1), q, *rest)
+
+    def chain(tokens: Tensor, choices: Tensor, *rest: Any) -> Verdict:
+        bonus = tokens[:, -1:] if tokens.shape[1] else choices[:, -1:]
+        return verify_chain(tokens, torch.cat([choices[:, :-1], bonus], dim=1), *rest)
+
+    def tree(tokens: Tensor, parents: Tensor, choices: Tensor, *rest: Any) -> Verdict:
+        nodes = torch.arange(tokens.shape[1])
+        is_leaf = (parents[:, None] != nodes[:, None]).all(dim=-1)
+        own = torch.where(is_leaf, tokens, choices[:, 1:])
+        return verify_tree(tokens, parents, torch.cat([choices[:, :1], own], dim=1), *rest)
+
+    for name, faulty in (("verify_sampled", sampled), ("verify_chain", chain), ("verify_tree", tree)):
+        patch.setattr(decoding, name, faulty)
+
+
+def _kept_from_depth(patch: pytest.MonkeyPatch) -> None:
+    """Of what is drafted at depth SERIOUS or deeper nothing is refused."""
+
+    def sampled(tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, *rest: Any) -> Verdict:
+        accept = accept.clone()
+        accept[:, SERIOUS - 1 :] = -1
+        return verify_sampled(tokens, p, q, accept, *rest)
+
+    def chain(tokens: Tensor, choices: Tensor, *rest: Any) -> Verdict:
+        believed = torch.cat([choices[:, : SERIOUS - 1], tokens[:, SERIOUS - 1 :], choices[:, -1:]], dim=1)
+        return verify_chain(tokens, believed if tokens.shape[1] >= SERIOUS else choices, *rest)
+
+    def tree(tokens: Tensor, parents: Tensor, choices: Tensor, *rest: Any) -> Verdict:
+        choices, depths = choices.clone(), ancestors(parents).sum(dim=-1)[:, 1:] - 1
+        # The eldest of several children is believed.
+        for node in reversed(range(tokens.shape[1])):
+            at = parents[:, node : node + 1] + 1
+            token = torch.where(depths[:, node] >= SERIOUS, tokens[:, node], choices.gather(1, at)[:, 0])
+            choices.scatter_(1, at, token[:, None])
+        return verify_tree(tokens, parents, choices, *rest)
+
+    for name, faulty in (("verify_sampled", sampled), ("verify_chain", chain), ("verify_tree", tree)):
+        patch.setattr(decoding, name, faulty)
+
+
+def _cold_when_late(patch: pytest.MonkeyPatch) -> None:
+    """From token LATE on the target's temperature is half of what it should be."""
+    sound = decoding._State._verify
+
+    def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
+        places = self.sampler.places(logits.shape[1], draft.parents if draft else None)
+        return sound(self, draft, torch.where(places[..., None] >= LATE - 1, 2 * logits, logits))
+
+    patch.setattr(decoding._State, "_verify", faulty)
+
+
+def _numbers(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Other random numbers are used than those that were asked for."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        sound: Any = Sampler.numbers
+        patch.setattr(Sampler, "numbers", lambda self, purpose, places: sound(self, *change(purpose, places)))
+
+    return plant
+
+
 WRONG_RULES = (
     WrongRule("accepts too much: one draft in ten unseen", _keeps_too_much),
     WrongRule("residual drawn from p", _residual_of_p, (REJECTION,)),
@@ -115,7 +185,19 @@ WRONG_RULES = (
     WrongRule("top-p for the draft only", _blocks_verified_with(top_p=1.0)),
     WrongRule("stale cache: drafted tokens are not written", stale()),
     WrongRule("stale cache: a refused token stays", _stale_anchor),
+    WrongRule("bonus token from the draft", _bonus_from_draft),
+    WrongRule("everything kept from depth 4 on", _kept_from_depth),
+    WrongRule("half the temperature from token 8 on", _cold_when_late),
 )
+NUMBERS = (
+    WrongRule("one random number for two tokens", _numbers(lambda name, at: (name, at // 2 * 2)), (MATCH, TREE)),
+    WrongRule(
+        "one random number for refusing and drawing",
+        _numbers(lambda name, at: ("draw" if name == "accept" else name, at)),
+        (REJECTION,),
+    ),
+)
+"""Random numbers used twice. On nano the first takes all of the draws, the second more, or a better draft."""
 SUBTLE = WrongRule("top-p not in what the draft says it drew from", _draft_says_without_top_p, (REJECTION,))
 """With top-p 0.9 it keeps a tenth too much at most."""
 FAINT = WrongRule("stale cache: the first drafted token is not written", stale(1), (TREE,))

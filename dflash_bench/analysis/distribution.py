@@ -1,54 +1,61 @@
-"""Does a method draw each token as often as the published model would? Goodness-of-fit tests of counts.
+"""Does a method draw each token as the published model would? Tests of every token where it stood.
 
-The G-test compares counts with expected counts. Cells with fewer than five expected draws are pooled, and Williams'
-correction (1976) keeps the test at its level when many cells are small. Holm's correction keeps all tests together at
-the stated rate of false alarms. Total variation says how far off a distribution is, whatever the number of draws.
+The right distribution of each token is known, given what was drawn before it. If a method is right, then a token's
+place in that distribution is a uniform number whatever came before, and any score of it is off its mean by chance
+alone. Tokens may therefore be tested by all that is known before they are drawn: their place in the answer, how deep
+in the draft they stand, whether the draft was over, and what the draft favours there. Never by what became of them.
+
+Kolmogorov and Smirnov's test asks whether the places are uniform, and is exact. Two scores are summed up: the token's
+log-probability, which shows distributions that are too sharp, too flat or another text's, and how much the draft
+favoured it, which shows rules that keep too much or too little. These sums are nearly normal; Pearson's type III takes
+their skewness into account. Holm's correction keeps all tests together at the stated rate of false alarms.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, log, pi, sqrt
-from typing import Literal
+from math import inf, sqrt
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dflash_bench.analysis.stats import holm
-from dflash_bench.records import OTHER, Cell, Draws
+from dflash_bench.records import Columns, Draws
 
 LEVEL = 1e-3
 """The probability that any test fails when every method is right."""
-LEAST_EXPECTED = 5.0
+LEAST_TOKENS = 50
+"""Of a view with fewer tokens that were not certain nothing is said."""
 LEAST_SEEN = 20
-"""At least this many first drafts must be kept and refused: otherwise the verify rule was never put to the test."""
-VIEWS: dict[str, tuple[int, int]] = {"token 2": (1, 2), "tokens 2-3": (1, 3), "tokens 1-3": (0, 3)}
-"""What is tested, as ranges of positions in the answer. Token 1 comes from prefill, later ones from verification."""
+"""At least this many drafted tokens must be kept and refused: otherwise the verify rule was never put to the test."""
+MEAN_OF_D = 0.8687
+"""Of Kolmogorov's distribution: what D times the root of the number is on average."""
 
 State = Literal["as the model", "differs", "not tested"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How well counts fit expected counts; `num_cells` is after pooling. A single cell cannot be tested: p is 1."""
-
-    num_cells: int
-    g: float
-    p: float
-    distance: float
-    """Total variation between counts and expectation: the largest difference in probability of any set of outcomes."""
-    noise: float
-    """The total variation to expect on average by chance alone."""
+Kind = Literal["likelihood", "leaning", "rank", "by_id", "pairs"]
+Mask = NDArray[np.bool_]
+SCORES: tuple[Kind, ...] = ("likelihood", "leaning")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One test of one method on one prompt; `adjusted` is its p corrected for the number of tests."""
+    """One test of one view of a method's tokens; `adjusted` is its p corrected for the number of tests.
+
+    Of a score `seen` is its mean and `due` what the model says it is; of the others the largest difference of any
+    share of tokens (D), and what it is by chance on average.
+    """
 
     method: str
-    prompt: str
     view: str
-    fit: Fit
-    adjusted: float
+    kind: Kind
+    num_tokens: int
+    num_impossible: int
+    seen: float
+    due: float
+    p: float
+    adjusted: float = 1.0
 
     @property
     def failed(self) -> bool:
@@ -62,91 +69,150 @@ class Verdict:
     method: str
     state: State
     why: str = ""
+    unreached: tuple[str, ...] = ()
+    """Views with too few tokens to be tested."""
 
 
 def compared(draws: Sequence[Draws]) -> list[Comparison]:
-    """Tests every view of every prompt under every method, and corrects for the number of tests."""
-    tests = [(drawn, view, fit(*projected(drawn, *places))) for drawn in draws for view, places in VIEWS.items()]
-    adjusted = holm([result.p for _, _, result in tests])
+    """Tests every view of every method, and corrects for the number of tests."""
+    tests = [test for drawn in draws for test in _tests(drawn)]
+    adjusted = holm([test.p for test in tests])
     return [
-        Comparison(drawn.method, drawn.prompt, view, result, p)
-        for (drawn, view, result), p in zip(tests, adjusted, strict=True)
+        Comparison(t.method, t.view, t.kind, t.num_tokens, t.num_impossible, t.seen, t.due, t.p, p)
+        for t, p in zip(tests, adjusted, strict=True)
     ]
 
 
 def verdicts(draws: Sequence[Draws], tests: Sequence[Comparison]) -> list[Verdict]:
     """One for each method, in the order of the draws."""
-    return [_verdict(name, draws, tests) for name in dict.fromkeys(drawn.method for drawn in draws)]
+    return [_verdict(drawn, [test for test in tests if test.method == drawn.method]) for drawn in draws]
 
 
-def _verdict(method: str, draws: Sequence[Draws], tests: Sequence[Comparison]) -> Verdict:
-    failed = [test for test in tests if test.method == method and test.failed]
+def _verdict(drawn: Draws, tests: Sequence[Comparison]) -> Verdict:
+    reached = {test.view for test in tests}
+    unreached = tuple(view for view, chosen in views(drawn.columns) if chosen.any() and view not in reached)
+    failed = [test for test in tests if test.failed]
     if failed:
-        worst = min(failed, key=lambda test: (test.adjusted, -test.fit.distance))
-        return Verdict(
-            method, "differs",
-            f"{worst.view} of prompt {worst.prompt} is {worst.fit.distance:.1%} off; chance explains "
-            f"{worst.fit.noise:.1%}",
-        )  # fmt: skip
-    kept, refused = (
-        max((getattr(drawn, name) or 0 for drawn in draws if drawn.method == method), default=0)
-        for name in ("num_kept", "num_refused")
-    )
-    if any(drawn.method == method and drawn.num_kept is None for drawn in draws):
-        return Verdict(method, "as the model")
-    for what, number in (("kept", kept), ("refused", refused)):
-        if number < LEAST_SEEN:
-            return Verdict(method, "not tested", f"drafts were almost never {what}, so the test proves nothing")
-    return Verdict(method, "as the model")
+        return Verdict(drawn.method, "differs", _said(min(failed, key=lambda test: test.adjusted)), unreached)
+    decisions = decided(drawn)
+    if decisions is not None:
+        for what, number in zip(("kept", "refused"), decisions, strict=True):
+            if number < LEAST_SEEN:
+                why = f"drafted tokens were almost never {what}, so the test proves nothing"
+                return Verdict(drawn.method, "not tested", why, unreached)
+    if not tests:
+        return Verdict(drawn.method, "not tested", "the model was certain almost everywhere", unreached)
+    return Verdict(drawn.method, "as the model", unreached=unreached)
 
 
-def projected(drawn: Draws, first: int, last: int) -> tuple[dict[Cell, float], dict[Cell, int]]:
-    """Expected shares and counts of the tokens at positions first .. last - 1.
-
-    Answers that are not tracked that far share one cell.
-    """
-    shares: dict[Cell, float] = defaultdict(float)
-    counts: dict[Cell, int] = defaultdict(int)
-    for cell, share in drawn.expected.items():
-        shares[_view(cell, first, last)] += share
-    for cell, count in drawn.counts.items():
-        counts[_view(cell, first, last)] += count
-    return shares, counts
+def _said(test: Comparison) -> str:
+    if test.num_impossible:
+        number = "a token" if test.num_impossible == 1 else f"{test.num_impossible:,} tokens"
+        return f"{test.view}: {number} that the model never draws"
+    if test.kind == "likelihood":
+        return f"{test.view}: log-probability {test.seen:.3f}, where {test.due:.3f} is due"
+    if test.kind == "leaning":
+        return f"{test.view}: agreement with the draft {test.seen:.3f}, where {test.due:.3f} is due"
+    return f"{test.view}: {test.seen:.1%} off, where chance explains {test.due:.1%}"
 
 
-def _view(cell: Cell, first: int, last: int) -> Cell:
-    if first == 0:
-        return cell  # nothing is merged, and impossible tokens keep their own cell
-    return cell[first:last] if len(cell) >= last and OTHER not in cell[:last] else (OTHER,)
-
-
-def fit(shares: Mapping[Cell, float], counts: Mapping[Cell, int]) -> Fit:
-    """A G-test of counts against shares, which sum to 1. Any count in a cell with share 0 makes p 0."""
-    from scipy.special import chdtrc
-
-    total = sum(counts.values())
-    distance = sum(abs(counts.get(cell, 0) / total - share) for cell, share in shares.items()) / 2
-    noise = sum(sqrt(share * max(0.0, 1 - share) / total) for share in shares.values()) / sqrt(2 * pi)
-    pairs = _pooled([(share * total, counts.get(cell, 0)) for cell, share in shares.items()])
-    if pairs is None:
-        return Fit(len(shares), inf, 0.0, distance, noise)
-    df = len(pairs) - 1
-    if not df:
-        return Fit(1, 0.0, 1.0, distance, noise)
-    g = 2 * sum(seen * log(seen / due) for due, seen in pairs if seen)
-    g /= 1 + (sum(total / due for due, _ in pairs) - 1) / (6 * total * df)
-    return Fit(len(pairs), g, float(chdtrc(df, g)), distance, noise)
-
-
-def _pooled(pairs: Sequence[tuple[float, int]]) -> list[tuple[float, int]] | None:
-    """Pairs of expected and actual count, with small cells pooled; None if an impossible cell was drawn."""
-    if any(seen and due <= 0 for due, seen in pairs):
+def decided(drawn: Draws) -> tuple[int, int] | None:
+    """How many drafted tokens were kept and refused, those not counted that the draft knew; None without a draft."""
+    columns = drawn.columns
+    drafted = _drafted(columns)
+    if not drafted.any():
         return None
-    kept = sorted(pair for pair in pairs if pair[0] >= LEAST_EXPECTED)
-    small = [pair for pair in pairs if pair[0] < LEAST_EXPECTED]
-    tail = (sum(due for due, _ in small), sum(seen for _, seen in small))
-    if tail[0] >= LEAST_EXPECTED:
-        kept.append(tail)
-    elif small and kept:
-        kept[0] = (kept[0][0] + tail[0], kept[0][1] + tail[1])
-    return kept or [tail]
+    return int((drafted & columns["is_kept"]).sum()), int((drafted & ~columns["is_kept"]).sum())
+
+
+def _drafted(columns: Columns) -> Mask:
+    """Tokens that a draft had a guess for, and did not know."""
+    drafted: Mask = (columns["depth"] > 0) & ~columns["is_bonus"] & ~columns["is_forced"]
+    return drafted
+
+
+def views(columns: Columns) -> Iterator[tuple[str, Mask]]:
+    """What is tested: all tokens, and parts of them by what was known before they were drawn."""
+    place, depth = columns["place"], columns["depth"]
+    drafted, bonus = _drafted(columns), columns["is_bonus"]
+    yield "all tokens", np.ones(len(place), dtype=bool)
+    for first, last in _bands(int(place.max())):
+        yield _numbered("token", first, last), (place >= first) & (place <= last)
+    if (depth > 0).any():
+        yield "no draft", (depth == 0) & (place > 1)
+        for first, last in _bands(int(depth[drafted].max(initial=0))):
+            yield _numbered("draft place", first, last), drafted & (depth >= first) & (depth <= last)
+        yield "bonus token", bonus
+
+
+def _bands(most: int) -> Iterator[tuple[int, int]]:
+    """1, 2 to 3, 4 to 7 and so on, each twice as wide."""
+    first = 1
+    while first <= most:
+        yield first, min(2 * first - 1, most)
+        first *= 2
+
+
+def _numbered(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+
+
+def _tests(drawn: Draws) -> Iterator[Comparison]:
+    columns = drawn.columns
+    is_open = columns["is_open"]
+    for view, chosen in views(columns):
+        tested = chosen & is_open
+        number, impossible = int(tested.sum()), int((chosen & columns["is_impossible"]).sum())
+        if number < LEAST_TOKENS and not impossible:
+            continue
+        for kind in SCORES:
+            scored = _scored(columns, kind, chosen)
+            if kind == "likelihood" and impossible:
+                yield Comparison(drawn.method, view, kind, number, impossible, -inf, scored[1], 0.0)
+            elif scored[2] is not None:
+                yield Comparison(drawn.method, view, kind, number, 0, scored[0], scored[1], scored[2])
+        by_kind: dict[Kind, NDArray[np.float64]] = {"rank": columns["rank"][tested]}
+        if view == "all tokens":
+            by_kind |= {"by_id": columns["by_id"][tested], "pairs": _steps(columns)}
+        for order, uniform in by_kind.items():
+            found = uniformity(uniform[np.isfinite(uniform)])
+            if found is not None:
+                yield Comparison(drawn.method, view, order, found[0], 0, *found[1:])
+
+
+def _scored(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, float | None]:
+    """Means of a score, as seen and due, and the two-sided p of their difference; None where nothing varies."""
+    value, mean, variance, third = (columns[kind + part][chosen] for part in ("", "_mean", "_variance", "_third"))
+    known = np.isfinite(value) & (variance > 0)
+    if known.sum() < LEAST_TOKENS:
+        return 0.0, 0.0, None
+    value, mean, variance, third = (column[known] for column in (value, mean, variance, third))
+    return float(value.mean()), float(mean.mean()), p_of_sum(value - mean, variance, third)
+
+
+def p_of_sum(off: Any, variances: Any, thirds: Any) -> float:
+    """Two-sided, of a sum of numbers with mean 0 and these variances and third moments, by its first three moments."""
+    from scipy.stats import norm, pearson3
+
+    variance = float(variances.sum())
+    z, skewness = float(off.sum()) / sqrt(variance), float(thirds.sum()) / variance**1.5
+    # On its shorter side the fitted distribution ends; there the normal one is the more careful.
+    tail = max(float(pearson3.sf(abs(z), skewness if z > 0 else -skewness)), float(norm.sf(abs(z))))
+    return min(1.0, 2 * tail)
+
+
+def uniformity(numbers: Any) -> tuple[int, float, float, float] | None:
+    """How many there are, D, what D is by chance, and p: are they uniform in [0, 1)? None of too few."""
+    from scipy.stats import kstest
+
+    if len(numbers) < LEAST_TOKENS:
+        return None
+    found = kstest(numbers, "uniform")
+    return len(numbers), float(found.statistic), MEAN_OF_D / sqrt(len(numbers)), float(found.pvalue)
+
+
+def _steps(columns: Columns) -> NDArray[np.float64]:
+    """From each token to the next of its answer, around the circle: uniform if each is drawn by a number of its own."""
+    both = columns["is_open"][:-1] & columns["is_open"][1:] & (columns["place"][1:] > 1)
+    steps: NDArray[np.float64] = np.diff(columns["by_id"])[both] % 1
+    return steps

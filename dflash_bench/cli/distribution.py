@@ -34,8 +34,15 @@ def verify_distribution(
     repetition_penalty: Annotated[float, Option(metavar="R", min=0.01, max=100.0, help="As in 'run'; 1 is off.")] = 1.0,
     draws: Annotated[
         int | None,
+        Option(metavar="N", min=20, max=10_000_000, help="Answers drawn for each prompt by each method. Default: 128."),
+    ] = None,
+    length: Annotated[
+        int | None,
         Option(
-            metavar="N", min=100, max=10_000_000, help="Answers drawn for each prompt by each method. Default: 1024."
+            metavar="N",
+            min=2,
+            max=100_000,
+            help="Tokens of each answer. Default: 31, or more where a method drafts more.",
         ),
     ] = None,
     seed: Annotated[int, Option(metavar="S", min=0, help="Random seed; another seed draws other answers.")] = 0,
@@ -47,9 +54,10 @@ def verify_distribution(
 ) -> None:
     """Test sampling at a temperature above 0.
 
-    Draws many answers and tests whether tokens come up as often as the published model says they should.
+    Draws many answers and tests every token of them, at each place of the answer and of the draft, against what the
+    published model says of it there.
 
-    Exit status 1: they do not, or too few drafts were tested to tell.
+    Exit status 1: tokens do not come up as they should, or too few drafts were tested to tell.
     """
     from dflash_bench.analysis import distribution as analysis
     from dflash_bench.records import Settings
@@ -60,7 +68,7 @@ def verify_distribution(
     draws_of_methods = distribution.perform(
         distribution.Request(
             methods=tuple(dict.fromkeys(method or distribution.METHODS)), settings=settings,
-            num_draws=draws or distribution.NUM_DRAWS, seed=seed, model=model, target=target,
+            num_draws=draws or distribution.NUM_DRAWS, length=length, seed=seed, model=model, target=target,
             drafts=tuple(draft or ()), device=device, dtype=dtype,
         )
     )  # fmt: skip

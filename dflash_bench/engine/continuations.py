@@ -1,52 +1,41 @@
-"""One prompt continued many times: what the loop draws, and what the published model says it should draw.
-
-What should come is asked of transformers' code alone: its forward pass without any cache, and its own logits
-processors. Nothing of what is being tested has a say in what is right.
-"""
+"""Prompts continued by the loop, and what was known of each token before it was drawn: its place, and its draft."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from dataclasses import dataclass
 
 from dflash_bench.engine.clock import HostClock
 from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.forcing import Favourites, Guide, Proposal, forced
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.sequences import Limits, Round
 from dflash_bench.engine.target import Target
-from dflash_bench.records import OTHER, Cell, Settings
 
-EXPANDED = 5.0
-"""A beginning that is expected this often is followed further; what it goes on with could not be tested otherwise."""
-LISTED = 0.05
-"""A token that is expected this often has a cell of its own; cells are added up before they are tested."""
-EDGE = 1e-4
-"""Probabilities that differ by less than this share may be told apart in another order by another forward pass."""
-BATCH = 64
-"""Texts that the published model reads at once."""
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a token stood in the draft of its round; all but `is_kept` is known before the target draws it."""
+
+    depth: int = 0
+    """Tokens of the draft down to this one, itself included; 0 where nothing was drafted."""
+    is_bonus: bool = False
+    """The draft ended before it."""
+    is_forced: bool = False
+    """The draft knew the token."""
+    favourites: Mapping[int, float] | None = None
+    """Tokens that the draft favours here, as `forcing.Favourites`; None where it says nothing that could be tested."""
+    is_kept: bool = False
+    """Was the drafted token kept?"""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One answer of the loop, and what became of the first draft made for it."""
+    """One answer of the loop, each token with its spot."""
 
     tokens: tuple[int, ...]
-    num_drafted: int
-    num_accepted: int
+    spots: tuple[Spot, ...]
 
 
 def drawn(
@@ -56,114 +45,53 @@ def drawn(
     length: int,
     sampling: Sampling,
     seeds: Sequence[int],
+    guide: Guide | None = None,
 ) -> list[Continuation]:
-    """One continuation of `length` tokens, at least 2, for each prompt and its seed, decoded together.
+    """One continuation of `length` tokens for each prompt and its seed, decoded together; nothing ends one early.
 
-    Nothing ends one early.
+    With a guide drafts are changed (`forcing.py`).
     """
-    rounds = list(decode(target, drafter, prompts, Limits(length), sampling, HostClock(), seeds))
-    first = rounds[1]
-    return [
-        Continuation(
-            tokens=tuple(token for step in rounds for token in step.emitted[row] or ()),
-            num_drafted=first.drafted[row],
-            num_accepted=first.accepted[row],
-        )
-        for row in range(len(seeds))
-    ]
+    limits, clock = Limits(length), HostClock()
+    if guide is None:
+        rounds = list(decode(target, drafter, prompts, limits, sampling, clock, seeds))
+        proposals = [Proposal([0] * len(seeds), None)] * (len(rounds) - 1)
+    else:
+        with forced(drafter, guide) as proposals:
+            rounds = list(decode(target, drafter, prompts, limits, sampling, clock, seeds))
+    return [_continuation(rounds, proposals, row) for row in range(len(seeds))]
 
 
-@torch.inference_mode()
-def expected(model: Any, prompt: Sequence[int], length: int, settings: Settings, num_draws: int) -> dict[Cell, float]:
-    """How likely the published model goes on in which way: cells that exclude each other, and sum to 1.
-
-    A cell is a beginning of at most `length` tokens. Where it ends in `OTHER`, it is any token that its elder
-    siblings are not; where it is shorter without that, it is too seldom to be followed further, or rounding decides
-    which tokens the filters leave after it.
-    """
-    cells: dict[Cell, float] = {}
-    level: dict[Cell, float] = {(): 1.0}
-    for depth in range(1, length + 1):
-        following: dict[Cell, float] = {}
-        for start, share, p, on_edge in _next_tokens(model, prompt, level, settings):
-            if on_edge:
-                cells[start or (OTHER,)] = share
-                continue
-            listed = (p * share * num_draws >= LISTED).nonzero()[:, 0]
-            for token, q in zip(listed.tolist(), p[listed].tolist(), strict=True):
-                followed = depth < length and q * share * num_draws >= EXPANDED
-                (following if followed else cells)[*start, token] = q * share
-            p[listed] = 0
-            cells[*start, OTHER] = float(p.sum()) * share
-        level = following
-    return cells
+def _continuation(rounds: Sequence[Round], proposals: Sequence[Proposal], row: int) -> Continuation:
+    tokens, spots = list(rounds[0].emitted[row] or ()), [Spot()]
+    for step, proposal in zip(rounds[1:], proposals, strict=True):
+        new = step.emitted[row]
+        if new is not None:
+            tokens += new
+            spots += _spots(new, step, proposal, row)
+    return Continuation(tuple(tokens), tuple(spots))
 
 
-def cell_of(tokens: Sequence[int], cells: Mapping[Cell, float]) -> Cell:
-    """The one of the expected cells that this continuation falls into."""
-    for end in range(1, len(tokens) + 1):
-        cell = tuple(tokens[:end])
-        if cell in cells:
-            return cell
-        if (*cell, OTHER) not in cells:  # it was not followed either
-            return (*cell[:-1], OTHER)
-    raise AssertionError("the cells are those of longer continuations")
+def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Iterator[Spot]:
+    drafted = step.drafted_ids[row]
+    if not drafted:
+        yield from (Spot() for _ in new)
+        return
+    parents = range(-1, len(drafted) - 1) if step.drafted_parents is None else step.drafted_parents[row]
+    # Two siblings may be the same token: the nodes that stand for what has been said so far.
+    here = {-1}
+    for depth, token in enumerate(new, start=1):
+        below = [node for node, parent in enumerate(parents) if parent in here]
+        yield Spot(
+            depth, is_bonus=not below and depth > proposal.forced[row], is_forced=depth <= proposal.forced[row],
+            favourites=_favourites([drafted[node] for node in below], proposal, row, depth),
+            is_kept=depth <= step.accepted[row],
+        )  # fmt: skip
+        here = {node for node in below if drafted[node] == token}
 
 
-@torch.inference_mode()
-def entropies(model: Any, text: Sequence[int], settings: Settings, num_places: int) -> list[float]:
-    """Of the next token, in nats, after each of the text's last places."""
-    row = torch.tensor([list(text)], device=model.get_input_embeddings().weight.device)
-    logits = model(row, use_cache=False).logits[0, -num_places:].float()
-    starts = [row[:, : len(text) - num_places + 1 + i] for i in range(num_places)]
-    log_p = torch.cat([_processed(start, one[None], settings) for start, one in zip(starts, logits, strict=True)])
-    given: list[float] = torch.special.entr(log_p.exp()).sum(dim=-1).tolist()
-    return given
-
-
-def _next_tokens(
-    model: Any, prompt: Sequence[int], level: Mapping[Cell, float], settings: Settings
-) -> Iterator[tuple[Cell, float, Tensor, bool]]:
-    """Each beginning with its probability, those of what follows it, [V] on the CPU, and is it on a filter's edge?"""
-    starts = list(level)
-    device = model.get_input_embeddings().weight.device
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    for first in range(0, len(starts), BATCH):
-        batch = starts[first : first + BATCH]
-        texts = torch.tensor([[*prompt, *start] for start in batch], device=device)
-        logits = model(texts, use_cache=False, **options).logits[:, -1].float()
-        p = _processed(texts, logits, settings).exp().cpu()
-        edges = _on_edge(texts, logits, settings).tolist()
-        for start, row, on_edge in zip(batch, p, edges, strict=True):
-            yield start, level[start], row, on_edge
-
-
-def _on_edge(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
-    """[N], true where filters that are stricter or laxer by `EDGE` leave other tokens."""
-    stricter = replace(settings, top_p=max(0.0, settings.top_p - EDGE), min_p=settings.min_p * (1 + EDGE))
-    laxer = replace(settings, top_p=min(1.0, settings.top_p + EDGE), min_p=settings.min_p * (1 - EDGE))
-    if settings.top_p >= 1:
-        stricter = replace(stricter, top_p=1.0)
-    left = [_processed(texts, logits, each).isfinite() for each in (stricter, laxer)]
-    differ: Tensor = (left[0] != left[1]).any(dim=-1)
-    if 0 < settings.top_k < logits.shape[-1]:
-        unfiltered = _processed(texts, logits, replace(settings, top_k=0, top_p=1.0, min_p=0.0))
-        best = unfiltered.topk(settings.top_k + 1, dim=-1).values
-        differ |= best[:, -2] - best[:, -1] < EDGE
-    return differ
-
-
-def _processed(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
-    """Log-probabilities [N, V] in float64 after transformers' processors, in the order in which generate() has them."""
-    processors = LogitsProcessorList()
-    if settings.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
-    processors.append(TemperatureLogitsWarper(float(settings.temperature)))
-    if settings.top_k:
-        processors.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p < 1:
-        processors.append(TopPLogitsWarper(settings.top_p))
-    if settings.min_p:
-        processors.append(MinPLogitsWarper(settings.min_p))
-    scores: Tensor = processors(texts.to(logits.device), logits)
-    return torch.log_softmax(scores.double(), dim=-1)
+def _favourites(children: Sequence[int], proposal: Proposal, row: int, depth: int) -> Favourites | None:
+    if not children or proposal.is_drawn_tree or depth <= proposal.forced[row]:
+        return None
+    if proposal.favourites is None:
+        return dict.fromkeys(children, 1.0)
+    return proposal.favourites[row][depth - 1]

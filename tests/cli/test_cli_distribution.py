@@ -5,65 +5,72 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
+from draws import draws
 from fake import main
 
 from dflash_bench.analysis.distribution import compared, verdicts
-from dflash_bench.records import OTHER, Draws, Settings
+from dflash_bench.records import Draws, Settings
 from dflash_bench.report import distribution as report
 from dflash_bench.run import distribution
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
-SHARES = {(1, 2, 3): 0.4, (1, 2, OTHER): 0.1, (2, 2, 3): 0.3, (OTHER,): 0.2}
-RIGHT = {(1, 2, 3): 410, (1, 2, OTHER): 95, (2, 2, 3): 300, (OTHER,): 195}
-WRONG = {(1, 2, 3): 300, (1, 2, OTHER): 95, (2, 2, 3): 300, (OTHER,): 305}
+METHOD = "dflash:rule=rejection"
 
 
-def given(counts: dict[tuple[int, ...], int], kept: int | None = 400) -> list[Draws]:
-    return [Draws("dflash:rule=rejection", "Who?\nMe", SHARES, counts, kept, None if kept is None else 1000 - kept)]
+def unkept(drawn: Draws) -> Draws:
+    columns = dict(drawn.columns)
+    return Draws(drawn.method, drawn.num_answers, {**columns, "is_kept": np.zeros_like(columns["is_kept"])})
 
 
 @pytest.mark.parametrize(
-    ("draws", "status", "said"),
+    ("drawn", "status", "said"),
     [
-        (given(RIGHT), 0, "dflash:rule=rejection draws as the published model does\n"),
-        (given(WRONG), 1, "dflash:rule=rejection does NOT draw as the published model does: token"),
-        (given(RIGHT, kept=0), 1, "was not tested: drafts were almost never kept, so the test proves nothing"),
+        (draws(method=METHOD), 0, f"{METHOD} draws as the published model does\n"),
+        (draws(20, method=METHOD), 0, f"{METHOD} draws as the published model does (too few tokens to test: token 1, "),
+        (
+            draws(600, method=METHOD, where=lambda columns: columns["is_bonus"], share=lambda p: p**3), 1,
+            f"{METHOD} does NOT draw as the published model does: bonus token: ",
+        ),
+        (unkept(draws(method=METHOD)), 1, "was not tested: drafted tokens were almost never kept"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_is_said_in_words_and_by_the_exit_status(
-    draws: list[Draws], status: int, said: str, monkeypatch: Patch, capsys: Captured
+    drawn: Draws, status: int, said: str, monkeypatch: Patch, capsys: Captured
 ) -> None:
     asked: list[distribution.Request] = []
 
     def perform(request: distribution.Request) -> list[Draws]:
         asked.append(request)
-        return draws
+        return [drawn]
 
     monkeypatch.setattr(distribution, "perform", perform)
-    options = ["--method", "dflash:rule=rejection", "--top-k", "7", "--temperature", "0.5", "--draws", "1000"]
+    options = ["--method", METHOD, "--top-k", "7", "--temperature", "0.5", "--draws", "1000", "--length", "15"]
     assert main(monkeypatch, "verify-distribution", *options) == status
     out = capsys.readouterr().out
-    assert said in out
-    assert "1,000 answers to each prompt, at temperature 0.5, top k 7, top p 0.9, against the published model" in out
-    assert "40%" in out or "0%" in out
-    assert asked == [distribution.Request(("dflash:rule=rejection",), Settings(0.5, 7, 0.9), 1000)]
+    assert said in out and "bonus token" in out
+    assert f"{drawn.num_answers} answers of 15 tokens by each method, at temperature 0.5, top k 7, top p 0.9" in out
+    assert asked == [distribution.Request((METHOD,), Settings(0.5, 7, 0.9), 1000, 15)]
     assert main(monkeypatch, "verify-distribution", *options, "--json") == status
     stored = json.loads(capsys.readouterr().out)
-    assert len(stored["tests"]) == 3 and stored["draws"] == 1000 and stored["settings"]["top_k"] == 7
+    assert stored["draws"] == drawn.num_answers and stored["settings"]["top_k"] == 7
+    assert {test["kind"] for test in stored["tests"]} == {"likelihood", "leaning", "rank", "by_id", "pairs"}
     assert (stored["verdicts"][0]["state"] == "as the model") == (status == 0)
 
 
 def test_a_token_that_cannot_be_is_named_as_such() -> None:
-    shares = {(1, 2, 3): 1.0, (1, 2, OTHER): 0.0}
-    draws = [Draws("dflash", "a", shares, {(1, 2, 3): 999, (1, 2, OTHER): 1}, 400, 600)]
-    tests = compared(draws)
-    said = report.text(draws, tests, verdicts(draws, tests), Settings(1.0))
-    assert "impossible token" in said and "does NOT" in said
-    json.dumps(report.as_json(draws, tests, verdicts(draws, tests), Settings(1.0)), allow_nan=False)
+    drawn = draws()
+    columns = {name: column.copy() for name, column in drawn.columns.items()}
+    columns["is_impossible"][7] = True
+    some = [Draws("dflash", 200, columns)]
+    tests = compared(some)
+    said = report.text(some, tests, verdicts(some, tests), Settings(1.0))
+    assert "impossible" in said and "does NOT" in said and "a token that the model never draws" in said
+    json.dumps(report.as_json(some, tests, verdicts(some, tests), Settings(1.0)), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,7 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
         (["--dtype", "int8"], "int8"),
         (["--device", "tpu"], "tpu"),
         (["--draws", "5"], "--draws"),
+        (["--length", "1"], "--length"),
         (["--top-p", "2"], "--top-p"),
         (["--top-p", "nan"], "--top-p"),
         (["--temperature", "inf"], "--temperature"),
@@ -92,10 +100,14 @@ def test_bad_input_is_one_line(options: list[str], problem: str, monkeypatch: Pa
 def test_it_runs_from_end_to_end(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     model = tiny.build(tmp_path)
     monkeypatch.setattr(distribution, "QUESTIONS", ("ab", "cd"))
-    monkeypatch.setattr(distribution, "REACH", 4)
-    options = ["--model", str(model), "--method", "ar", "--method", "dflash:rule=rejection", "--draws", "300", "--json"]
-    main(monkeypatch, "verify-distribution", *options)
+    options = ["--model", str(model), "--method", "ar", "--method", "dflash:rule=rejection", "--method", "lookahead"]
+    main(monkeypatch, "verify-distribution", *options, "--draws", "60", "--length", "9", "--json")
     stored = json.loads(capsys.readouterr().out)
-    assert {verdict["method"]: verdict["state"] for verdict in stored["verdicts"]}["ar"] == "as the model"
+    states = {verdict["method"]: verdict["state"] for verdict in stored["verdicts"]}
+    assert states["ar"] == states["lookahead"] == "as the model"
     assert not any(test["failed"] for test in stored["tests"])
-    assert len(stored["tests"]) == 2 * distribution.NUM_PLACES * 3
+    views = {method: {t["view"] for t in stored["tests"] if t["method"] == method} for method in states}
+    assert views["ar"] == {"all tokens", "token 1", "tokens 2-3", "tokens 4-7", "tokens 8-9"}
+    assert "draft place 1" in views["dflash:rule=rejection"]
+    # Its guesses are drawn with the target's own numbers: they tell what is going to be drawn.
+    assert not any(view.startswith("draft") for view in views["lookahead"])

@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "verify-distribution": (
         ["--method", "ar", "--draws", "100"],
         ["--method", "--model", "--target", "--draft", "--temperature", "--top-k", "--top-p", "--min-p",
-         "--repetition-penalty", "--draws", "--seed", "--device", "--dtype"],
+         "--repetition-penalty", "--draws", "--length", "--seed", "--device", "--dtype"],
     ),
     "compare": (["run"], ["RUN", "--by", "--against", "--compat", "--allow"]),
     "baseline": (["run", "--output", "new"], ["RUN", "--output", "--limits"]),
