@@ -350,8 +350,10 @@ def test_nothing_is_named_for_a_fault_that_is_not_known(method: str) -> None:
 def split(said: Said) -> tuple[int, ...]:
     """The same tokens in rounds that accept no more than two drafts each."""
     rounds: list[int] = []
+    left = len(said.tokens) - 1
     for accepted in said.accepted:
-        emitted = accepted + 1
+        emitted = min(accepted + 1, left)
+        left -= emitted
         rounds += [2] * (emitted // 3) + ([emitted % 3 - 1] if emitted % 3 else [])
     return tuple(rounds)
 
