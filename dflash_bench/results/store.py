@@ -188,12 +188,16 @@ class Run(AbstractContextManager["Run"]):
 
     def append(self, records: Sequence[Record]) -> None:
         """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
-        table = columns.to_table(records, self.identity)
-        broken = laws.faults(_batch(table), self._facts)
-        if self.decode is not None:
-            broken[texts.OTHER] = np.array(texts.other(_batch(table), self.decode), dtype=np.int64)
-        wrong = {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
+        wrong = self.wrong(records)
         self.keep([_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)])
+
+    def wrong(self, records: Sequence[Record]) -> dict[int, str]:
+        """By its place among them, why a record is none that a run can have measured."""
+        batch = _batch(columns.to_table(records, self.identity))
+        broken = laws.faults(batch, self._facts)
+        if self.decode is not None:
+            broken[texts.OTHER] = np.array(texts.other(batch, self.decode), dtype=np.int64)
+        return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
     def keep(self, records: Sequence[Record]) -> None:
         """The same for records that are right."""

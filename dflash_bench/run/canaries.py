@@ -42,7 +42,7 @@ KINDS = tuple(
     Canary(*kind)
     for kind in (
         ("judge", "token"), ("judge", "end"), ("counter", "token"), ("counter", "count"), ("clock", "time"),
-        ("scorer", "numbers"),
+        ("scorer", "numbers"), ("text", "order"),
     )
 )  # fmt: skip
 
@@ -130,14 +130,13 @@ class Canaries:
             else:
                 self._note("scorer", "numbers", not scoring.score(scorer, prompt, spoiled).passed)
 
-    def read(self, said: Generation | None, decode: Callable[[Sequence[int]], str] | None) -> None:
-        """An answer whose text is held against what the tokenizer makes of its tokens, if there is one here."""
-        kind = "text", "order"
-        self._known.setdefault(kind, Canary(*kind))
-        if decode is None:
+    def read(self, record: Record | None, denied: Callable[[Record], str | None] | None) -> None:
+        """An answer whose text was held against what the tokenizer makes of its tokens, if there is one here."""
+        if denied is None:
             self._excuse("no_tokenizer", "text")
-        elif said is not None and said.text != said.text[::-1] and self._wants(*kind):
-            self._note(*kind, decode(said.token_ids) != said.text[::-1])
+        elif record is not None and self._wants("text", "order"):
+            spoiled = replace(record, generation=replace(record.generation, text=record.generation.text[::-1]))
+            self._note("text", "order", denied(spoiled) is not None)
 
 
 def _denied(departure: Divergence | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from dflash_bench import environment
 from dflash_bench.errors import UserError
 from dflash_bench.models.reading_texts import decoder_of
-from dflash_bench.records import SCHEMA_VERSION, Settings
+from dflash_bench.records import SCHEMA_VERSION, Generation, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
@@ -132,7 +132,7 @@ def _run(
             with Progress(plan.num_generations, len(run.stored)) as progress:
                 captured, tried = pooling.execute(plan, backend, run, progress)
             heard = _heard(backend.witnessed(), run, tell)
-            run.mark_finished({"captures": captured, **heard, **_tried(run, tried, tell)})
+            run.mark_finished({"captures": captured, **heard, **_tried(run, Canaries(), tell, tried)})
             return
         canaries = Canaries()
         if request.budget is None:
@@ -140,7 +140,7 @@ def _run(
                 runner.execute(plan, backend, run, progress, canaries=canaries)
             heard = _heard(witnessed(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
-            run.mark_finished(at_end | heard | _tried(run, [canaries.outcomes()], tell))
+            run.mark_finished(at_end | heard | _tried(run, canaries, tell))
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, tell)
     for note in late(backend) if request.asks_servers else ():
@@ -178,7 +178,7 @@ def _execute_within(
     for suite in [suite for suite, number in counts.items() if not number]:
         tell(f"note: there was no time for {suite}; raise --for")
     heard = _heard(witnessed(backend), run, tell)
-    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, [canaries.outcomes()], tell)})
+    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, tell)})
 
 
 def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -195,15 +195,24 @@ def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> di
     return {"objections": dict(said.objections)}
 
 
-def _tried(run: store.Run, processes: Sequence[Sequence[Canary]], tell: Callable[[str], object]) -> dict[str, Any]:
+def _tried(
+    run: store.Run, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
+) -> dict[str, Any]:
     """What `run.json` keeps of spoiled answers, with what it holds of earlier processes."""
-    outcomes = together(read_info(run.folder).get("canaries", ()), processes)
+    denied = None if run.decode is None else lambda record: run.wrong([record]).get(0)
+    readable = (record for record in run.stored.values() if _has_an_order(record.generation))
+    canaries.read(next(readable, None), denied)
+    outcomes = together(read_info(run.folder).get("canaries", ()), [*of_workers, canaries.outcomes()])
     if witnesses := silent(outcomes):
         tell(
             f"note: this run proves nothing: spoiled copies of its answers passed the {' and the '.join(witnesses)}, "
             "so sound ones would, too"
         )
     return {"canaries": outcomes}
+
+
+def _has_an_order(said: Generation) -> bool:
+    return said.error is None and bool(said.token_ids) and said.text != said.text[::-1]
 
 
 def _at_end(backend: Backend) -> dict[str, Any]:

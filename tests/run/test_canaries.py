@@ -167,12 +167,17 @@ def test_of_a_server_only_its_time_can_be_told_wrongly() -> None:
 
 
 def test_the_tokenizer_is_asked_for_a_text_backwards() -> None:
-    given = Canaries()
-    given.read(SAID, None)
+    given, asked = Canaries(), list[Record]()
+
+    def passes(spoiled: Record) -> None:
+        asked.append(spoiled)
+
+    given.read(RECORD, None)
     assert outcome(given, "text") == {("untried", "no_tokenizer")}
-    given.read(SAID, lambda _: SAID.text[::-1])
+    given.read(RECORD, passes)
     assert outcome(given, "text") == {("silent", None)}
-    given.read(SAID, lambda _: SAID.text)
+    assert [one.generation.text for one in asked] == [SAID.text[::-1]]
+    given.read(RECORD, lambda _: "its text is not what its tokens say")
     assert outcome(given, "text") == {("objected", None)}
 
 
