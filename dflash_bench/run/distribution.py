@@ -112,7 +112,7 @@ def _plain(backend: LocalBackend, job: Job, settings: Settings, length: int) -> 
     prompts = [job.prompt] * len(job.seeds)
     answers = drawn(backend.target, NoDrafter(), prompts, length, Sampling.of(settings), job.seeds)
     tokens = [answer.tokens for answer in answers]
-    odds = odds_of(backend.target.model, job.prompt, tokens, settings)
+    odds = odds_of(backend.judge.model, job.prompt, tokens, settings)
     return Guide(tokens, odds.log_p, job.seeds[0]), odds
 
 
@@ -129,7 +129,7 @@ def _drawn(
     other = [row for row, answer in enumerate(answers) if answer.tokens != guide.answers[row]]
     if other:
         tokens = [answers[row].tokens for row in other]
-        odds = odds.replaced(other, odds_of(backend.target.model, job.prompt, tokens, settings))
+        odds = odds.replaced(other, odds_of(backend.judge.model, job.prompt, tokens, settings))
     return judged(answers, odds, seed=job.seeds[0])
 
 
