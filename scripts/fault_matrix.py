@@ -12,12 +12,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import around
 import matrix
+from around import AROUND, Around, Told
 from faults import FAULTS, Fault
 from matrix import WAYS, Way
 
@@ -27,8 +29,8 @@ from dflash_bench.records import Record
 HEAD = """# Mistakes planted in a run, and whether it finds them
 
 {machine}.
-`scripts/fault_matrix` makes this page in about an hour; `tests/engine/test_faults.py` checks a part of it, and plants
-mistakes that this target cannot have (windows, recurrent states, rows of a batch) in small models.
+`scripts/fault_matrix` makes this page in about half an hour. `tests/engine/test_faults.py` and `test_around.py` check a
+part of it, and plant in small models what this target cannot have (windows, recurrent states, rows of a batch).
 
 ## In the engine
 
@@ -40,6 +42,13 @@ whether passes are captured; on this machine without a GPU they are traced and r
 graph does. A captured pass asks the network only when it is captured, so that some mistakes change less there. In
 bfloat16 an answer only counts if, judged in float32, it is more than {rounding:g} logit away from the model's own
 choice: the others are near-ties, which rounding may decide either way.
+"""
+AROUND_HEAD = """## Around the engine
+
+One run for each mistake in what the engine loads and in what a run tells of itself, in float32, one answer at a time or
+{together} together. A cell is the exit status of `run`, that of `check` on its folder in a process without the mistake,
+and who objected: the judge, the second clock or counter, a spoiled copy of an answer (canary), or one of the checks.
+`check` ends in 2 where no answer is left. Plain decoding that sleeps is held against forward passes one at a time.
 """
 
 
@@ -70,11 +79,13 @@ def main() -> int:
         missed += [
             f"{way}: sound, yet exit {found['none'].status}" for way, found in rows.items() if found["none"].status
         ]
+    outside, silent = tried_around(work)
+    missed += silent
     head = HEAD.format(
         machine=one_line(describe()), methods=", ".join(matrix.METHODS), suites=" and ".join(matrix.SUITES),
         most=matrix.MOST, rounding=matrix.MORE_THAN_ROUNDING,
     )  # fmt: skip
-    print("\n".join([head, *lines]))
+    print("\n".join([head, *lines, AROUND_HEAD.format(together=around.TOGETHER), *outside]))
     for one in missed:
         print(f"missed: {one}", file=sys.stderr)
     return int(bool(missed))
@@ -99,6 +110,27 @@ def tried(way: Way, work: Path) -> dict[str, Found]:
             )
             file.write_text(json.dumps({name: vars(one) for name, one in done.items()}))
     return {name: done[name] for name in names}
+
+
+def tried_around(work: Path) -> tuple[list[str], list[str]]:
+    """The table of mistakes around the engine, and those that nobody found."""
+    file, missed = work / "around.json", list[str]()
+    done = {key: Told(*one) for key, one in json.loads(file.read_text()).items()} if file.exists() else {}
+    heads = [str(Way(engine, concurrency=number)) for engine in around.ENGINES for number in (1, around.TOGETHER)]
+    lines = [f"| where | mistake | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for one in (None, *AROUND):
+        name, cells = one.name if one else "none", dict.fromkeys(heads, "")
+        for way in (one or Around("", "", lambda _: None)).ways():
+            key = f"{name}, {way}"
+            if key not in done:
+                print(key, file=sys.stderr, flush=True)
+                with TemporaryDirectory() as folder:
+                    done[key] = around.outcome(one, way, Path(folder) / "run")
+                file.write_text(json.dumps({each: astuple(told) for each, told in done.items()}))
+            cells[str(way)] = str(done[key])
+            missed += [key] * (done[key].is_missed == (one is not None))
+        lines.append(f"| {one.where if one else ''} | {name} | {' | '.join(cells.values())} |")
+    return lines, missed
 
 
 def one_run(fault: Fault | None, way: Way) -> tuple[int, Sequence[Record]]:

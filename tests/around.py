@@ -1,0 +1,130 @@
+"""Mistakes around the engine: in what it loads, and in the clocks, counters, texts, scores and judges of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matrix
+import pytest
+import test_planted_loading as loaded
+import test_stopwatch as told
+from faults import Fault, Plant
+from matrix import Way
+
+from dflash_bench.engine.clock import HostClock
+from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.generations import Decoded
+from dflash_bench.engine.judge import Judge
+from dflash_bench.engine.local import LocalBackend
+from dflash_bench.results import store
+from dflash_bench.results.run_json import read_info
+from dflash_bench.run import stopwatch
+from dflash_bench.tasks import scoring
+from dflash_bench.tasks.scoring.answers import Score
+
+ENGINES = ("lean", "transformers")
+TOGETHER = 3
+SLEEP_S = 0.03
+
+
+@dataclass(frozen=True)
+class Around:
+    """`where` is the part of a run that makes the mistake."""
+
+    where: str
+    name: str
+    plant: Plant
+    engines: tuple[str, ...] = ENGINES
+    concurrency: tuple[int, ...] = (1, TOGETHER)
+
+    def ways(self) -> list[Way]:
+        return [Way(engine, concurrency=number) for engine in self.engines for number in self.concurrency]
+
+
+def patched(where: Any, name: str, change: Callable[[Any], Any]) -> Plant:
+    """`change` gets what is there, and gives what takes its place."""
+    return lambda patch: patch.setattr(where, name, change(getattr(where, name)))
+
+
+def in_bookkeeping(change: Callable[[Any], Any]) -> Plant:
+    return patched(Decoded, "generation", lambda sound: lambda *args: change(sound(*args)))
+
+
+def always(value: Any) -> Callable[[Any], Any]:
+    return lambda _sound: lambda *_, **__: value
+
+
+def never_objecting(patch: pytest.MonkeyPatch) -> None:
+    for name in ("alone", "beside"):
+        patch.setattr(stopwatch, name, lambda *_, **__: None)
+
+
+def in_loading(name: str) -> str:
+    return {"stop": "stop ids", "anot": "template", "a pr": "template"}.get(name[:4], "loader")
+
+
+AROUND = (
+    *(Around(in_loading(name), name, plant, engines) for name, (plant, engines) in loaded.PLANTS.items()),
+    Around("clock", "a clock at half speed", patched(HostClock, "seconds", lambda sound: lambda *at: sound(*at) / 2)),
+    Around("clock", "decode_s halved", in_bookkeeping(told.halved)),
+    Around("clock", "times of drafted answers x 0.6", in_bookkeeping(told.quick_drafts)),
+    Around(
+        "clock", "plain decoding that sleeps 30 ms a round",
+        patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)), concurrency=(1,),
+    ),
+    Around("counter", "every two rounds told as one", in_bookkeeping(told.merged)),
+    Around("counter", "a token told as another", in_bookkeeping(told.another_token)),
+    Around("counter", "an answer told without its end", in_bookkeeping(told.without_end)),
+    Around(
+        "tokenizer", "texts backwards",
+        patched(LocalBackend, "decode", lambda sound: lambda self, ids: sound(self, ids)[::-1]),
+    ),
+    Around("scorer", "every answer is right", patched(scoring, "score", always(Score("1", True)))),
+    Around("judge", "every answer is the model's own", patched(Judge, "audit", always(None))),
+    Around("judge", "clock and counter agree with everything", never_objecting),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run said of a mistake: its exit status, that of `check` in a sound process, and who objected."""
+
+    run: int
+    check: int
+    who: tuple[str, ...]
+
+    @property
+    def is_missed(self) -> bool:
+        return not (self.run or self.check)
+
+    def __str__(self) -> str:
+        return f"{self.run}, {self.check}: {', '.join(self.who) or 'nobody'}"
+
+
+def outcome(one: Around | None, way: Way, out: Path, most: int = matrix.MOST) -> Told:
+    """Of one run of nano with the mistake, or of a sound one."""
+    fault = None if one is None else Fault(one.name, one.plant)
+    status, _, error = matrix.ended(fault, way, out, way.limit, most)
+    if status == 2:
+        return Told(status, status, (error.strip().splitlines()[-1],))
+    check, shown, _ = matrix.command("check", out, "--json")
+    # Where no answer is left there is nothing to check, which is no success either.
+    checks = json.loads(shown)["checks"] if shown else []
+    failed = {str(each["kind"]) for each in checks if each["failed"]}
+    return Told(status, check, tuple(sorted(_objectors(out) | {f"check: {kind}" for kind in failed})))
+
+
+def _objectors(out: Path) -> set[str]:
+    info, who = read_info(out), set[str]()
+    for row in store.load(out)[1]:
+        if row.generation.error:
+            who.add(row.generation.error.partition(":")[0])
+        elif "mismatch" in (row.exactness, row.audit):
+            who.add("judge")
+    who |= {f"canary of the {one['witness']}" for one in info.get("canaries", ()) if one["outcome"] == "silent"}
+    return who
