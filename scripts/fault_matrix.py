@@ -36,7 +36,7 @@ part of it, and plant in small models what this target cannot have (windows, rec
 
 Each cell is one `dflash-bench run` of nano with one mistake in the engine, by plain decoding and {methods}:
 {suites}, {most} tokens at most, two prompts of a suite one at a time, or three together. A cell says how many answers
-the mistake changed, how many of these the run called a mismatch, and its exit status. The axes: by whose code the
+the mistake changed, how many of these the run found (a mismatch, or a row that cannot be right), and its exit status. The axes: by whose code the
 target is computed (`--engine`), its type (`--dtype`), how many answers are decoded at a time (`--concurrency`), and
 whether passes are captured; on this machine without a GPU they are traced and replayed, which bakes in what a CUDA
 graph does. A captured pass asks the network only when it is captured, so that some mistakes change less there. In

@@ -136,7 +136,7 @@ def command(*words: object) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one suite and method, how many answers the fault changed, and how many of these the run calls a mismatch."""
+    """Of one suite and method, how many answers the fault changed, and how many of these the run calls wrong or failed."""
 
     suite: str
     method: str
@@ -154,8 +154,8 @@ def outcomes(rows: Sequence[Record], sound: Sequence[Record], dtype: str) -> lis
             cell = [row for row in rows if (row.suite, row.method) == (suite, method)]
             changed = [row for row in cell if row.generation.token_ids != expected[store.key(row)]]
             wrong = changed if dtype == "float32" else [row for row in changed if _is_wrong(row, dtype)]
-            mismatched = [row for row in wrong if "mismatch" in (row.exactness, row.audit)]
-            made.append(Outcome(suite, method, len(changed), len(wrong), len(mismatched)))
+            found = [row for row in wrong if row.generation.error or "mismatch" in (row.exactness, row.audit)]
+            made.append(Outcome(suite, method, len(changed), len(wrong), len(found)))
     return made
 
 
