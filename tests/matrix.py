@@ -136,7 +136,7 @@ def command(*words: object) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one suite and method, how many answers the fault changed, and how many of these the run calls wrong or failed."""
+    """Of one suite and method, how many answers the fault changed, and how many of these the run found."""
 
     suite: str
     method: str

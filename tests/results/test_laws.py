@@ -6,6 +6,7 @@ The run is a real one of nano: what is sound passes all laws, and each edit of i
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,7 +153,10 @@ EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]]
     "a shared row's decode_s halved": (
         lambda row: {"decode_s": row["decode_s"] / 2}, lambda: once("dflash", 3), "its rounds took longer than",
     ),
-    "all times of a row halved": (every_time(0.5), lambda: once("eagle3-tree"), "do not add up to what the run"),
+    "all times of a row halved": (
+        # Where it now lies another answer may have been measured.
+        every_time(0.5), lambda: once("eagle3-tree"), "do not add up to what the run|while another answer was",
+    ),
     "all times of all rows halved": (every_time(0.5), lambda: lambda _: True, "do not add up to what the run"),
     "decode_s and its rounds halved": (
         lambda row: every_time(0.5)(row) | {name: row[name] for name in ("start_s", "end_s")},
@@ -219,7 +223,7 @@ def test_an_edit_is_named_by_check_and_refused_by_compare(what: str, run: Path, 
     assert (code, err) == (1, "")
     failed = [check for check in json.loads(out)["checks"] if check["failed"]]
     assert {check["kind"] for check in failed} == {"invalid"}
-    assert any(told in check["reason"] for check in failed), [check["reason"] for check in failed]
+    assert any(re.search(told, check["reason"]) for check in failed), [check["reason"] for check in failed]
     code, out, err = main("compare", "run")
     assert (code, out, err.count("\n")) == (2, "", 1) and "run is invalid: " in err
 
