@@ -42,15 +42,15 @@ class Elements(HTMLParser):
 
 
 def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Record]:
-    """The same answer plainly and in rounds of up to 3 kept tokens, with ids of the embedded tokenizer."""
+    """The same answer plainly and in rounds of up to 2 kept tokens, with ids of the embedded tokenizer."""
     ids = tuple(NANO.encode(text, add_special_tokens=False).ids)
-    rounds = [3] * ((len(ids) - 1) // 4) + ([(len(ids) - 1) % 4 - 1] if (len(ids) - 1) % 4 else [])
+    rounds = [2] * ((len(ids) - 1) // 3) + ([(len(ids) - 1) % 3 - 1] if (len(ids) - 1) % 3 else [])
     bare = NANO.decode(list(ids), skip_special_tokens=True)
     rest = {"token_ids": ids, "text": bare}
     plain = generation([0] * (len(ids) - 1), **rest)
     return [
         record("ar", prompt, plain, **place),
-        record("dflash", prompt, generation(rounds, 5, **rest), exactness="exact", **place),
+        record("dflash", prompt, generation(rounds, 4, **rest), exactness="exact", **place),
     ]
 
 
@@ -148,7 +148,7 @@ def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Pat
     (pieces,) = stored_page["texts"]
     assert "".join(pieces) == TEXT
     assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["by_round"])
-    assert drafted["by_round"][0] == [5, 3, 4, 5.0, 12.0]
+    assert drafted["by_round"][0] == [4, 2, 3, 5.0, 12.0]
     assert "by_round" not in plain
     assert drafted["speedup"] == pytest.approx(plain["ms"] / drafted["ms"], rel=1e-3)
 

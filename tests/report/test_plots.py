@@ -24,8 +24,8 @@ NO_THINKING = str(Settings(thinking=False))
 Main = Callable[..., tuple[int, str, str]]
 
 
-def material(folder: Path, **identity: object) -> Material:
-    rows = [*answers(12), *[replace(row, suite="math500") for row in answers(12, seed=1)]]
+def material(folder: Path, noise: float = 0.01, **identity: object) -> Material:
+    rows = [*answers(12, noise), *[replace(row, suite="math500") for row in answers(12, noise, seed=1)]]
     return Material(read_document(stored(folder, rows, **identity)))
 
 
@@ -91,7 +91,7 @@ def test_acceptance_by_position_shows_no_share_of_a_handful(tmp_path: Path) -> N
 
 
 def test_the_parts_of_a_round_add_up(tmp_path: Path) -> None:
-    (axes,) = speed.rounds(material(tmp_path / "run")).axes
+    (axes,) = speed.rounds(material(tmp_path / "run", noise=0)).axes
     widths = [bar.get_width() for bar in axes.patches]
     by_cell = [widths[at::4] for at in range(4)]
     assert by_cell[0] == pytest.approx([0, 9, 1], abs=1e-4)

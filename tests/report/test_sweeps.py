@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from golden import assert_golden
 from rows import generation, plain, record
-from runs import stored
+from runs import in_time, stored
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.changes import ratio_of
@@ -37,7 +37,7 @@ def swept(speeds: dict[str, float], num_prompts: int = 24, noise: float = 0.03, 
         for label, speed in speeds.items():
             accepted = [3] * (steps // 4) + [0] * (steps % 4)
             seconds = steps * 0.01 / speed * float(rng.lognormal(0, noise))
-            answer = generation(accepted, 4, decode_s=seconds)
+            answer = in_time(generation(accepted, 3), seconds)
             rows.append(record(label, name, answer, suite=suite, exactness="exact"))
     return [replace(row, order=order, passed=True) for order, row in enumerate(rows)]
 
