@@ -322,7 +322,7 @@ def test_a_server_that_begins_prompts_otherwise(
     monkeypatch.setattr(session._Sides, "_emulated", DECODE)
     answers = decoded(engine(), "dflash", prompts=[change(backend.encode(chat)) for chat in chats()])
     with server(answers, by_chat=True) as running:
-        found = checked(running.url, sends_chats=True, limit=3)
+        found = checked(running.url, sends_chats=True)
     assert found.verdict == "differ" and names(named(found.tried)) == [cause]
 
 
