@@ -45,10 +45,12 @@ def chats(limit: int = PROMPTS) -> list[list[Message]]:
     return [chat for _, chat in suites.chats(suites.load_prompts(gsm8k, "embedded", limit))]
 
 
-def engine(method: str = "dflash", draft: Path | None = None, **wanted: Any) -> LocalBackend:
+def engine(
+    method: str = "dflash", draft: Path | None = None, target: Path | None = None, **wanted: Any
+) -> LocalBackend:
     chosen = [parse("ar"), parse(method)]
     drafts = {} if draft is None else {method.partition(":")[0]: str(draft)}
-    model = presets.combine("nano", None, drafts)
+    model = presets.combine("nano", None if target is None else str(target), drafts)
     return opened(model, chosen, Wanted(is_small=True, **wanted), LENGTH, 0)
 
 

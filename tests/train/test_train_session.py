@@ -264,9 +264,9 @@ def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_pa
 def test_too_little_disk_says_how_much(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"take up to 0\.0 GB; give --max-disk"):
         performed(request(target, tmp_path, max_disk_gb=0.0))
-    monkeypatch.setattr(preparing, "disk_bytes", lambda _: 10**18)
+    monkeypatch.setattr(preparing, "disk_bytes", lambda _: 10**15)
     with pytest.raises(UserError, match="has room for"):
-        performed(request(target, tmp_path, max_disk_gb=1e12))
+        performed(request(target, tmp_path, max_disk_gb=1e6))
 
 
 def test_without_a_chat_template_or_a_spare_id_the_remedy_is_named(target: Path, tmp_path: Path) -> None:
