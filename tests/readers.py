@@ -294,7 +294,7 @@ READERS: dict[str, Reader] = {
     "pickle": Reader(_pickle, "pytorch_model.bin", files.read_tensors, is_json=False),
     "vocabulary": Reader(_copied("tokenizer.json"), "tokenizer.json", pairing.vocabulary_in),
     "tokenizer of a page": Reader(
-        _copied("tokenizer.json"), "tokenizer.json", lambda f: tokens._tokenizer(f / "tokenizer.json")
+        _copied("tokenizer.json"), "tokenizer.json", lambda f: tokens.read_tokenizer(f / "tokenizer.json")
     ),
     "datastore": Reader(
         _datastore, "store", lambda f: datastore.read(f / "store", _tokenizer(), tiny.VOCABULARY), is_json=False

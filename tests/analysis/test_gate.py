@@ -194,7 +194,14 @@ def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, m
     assert set(cell["figures"]) == {"al.pooled", "exact", "passed"}
     stored(tmp_path / "now", slower(answers(), 50))
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
-    assert (code, json.loads(shown)["notes"]) == (0, ["the baseline holds no timings, so no timings are judged"])
+    assert (code, json.loads(shown)["notes"]) == (
+        0,
+        [
+            "the baseline holds no timings, so no timings are judged",
+            "scores were not tried: the run keeps no prompts",
+            "texts were not tried: the tokenizer on this disk is of other weights than the run's",
+        ],
+    )
 
 
 # Refusals

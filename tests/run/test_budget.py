@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake import FakeBackend, install, main
 from runs import in_time
-from test_runner import loaded, prompts
+from test_runner import Stop, loaded, prompts
 
 from dflash_bench.errors import UserError
 from dflash_bench.records import GREEDY, Generation, Message, Record, Settings
@@ -183,8 +183,8 @@ def test_one_prompt_is_measured_however_short_the_time(
 
 def kill(clock: Clock, monkeypatch: pytest.MonkeyPatch, at: int, *words: str) -> None:
     """As with kill -9: nothing is written any more."""
-    clock.fails_at = {len(clock.calls) + at: MemoryError()}
-    with pytest.raises(MemoryError):
+    clock.fails_at = {len(clock.calls) + at: Stop()}
+    with pytest.raises(Stop):
         monkeypatch.setattr("sys.argv", ["dflash-bench", *ASKED, *words])
         from dflash_bench import cli
 

@@ -12,7 +12,7 @@ import pyarrow.dataset
 import pytest
 from fake import FakeBackend, other_tokens
 from rows import drafted, generation, pair, plain
-from runs import answers, frame_of, slower, stored
+from runs import answers, frame_of, in_time, slower, stored
 from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench import methods
@@ -388,6 +388,8 @@ def test_a_run_of_schema_2_is_read_as_it_was_written(tmp_path: Path, main: Main)
 
 def test_a_run_of_schema_2_is_compared_with_one_of_today(tmp_path: Path) -> None:
     info, records = store.load(OLD)
+    # Today's rounds follow each other without a gap.
+    records = [replace(row, generation=in_time(row.generation, row.generation.decode_s)) for row in records]
     then = {name: value for name, value in info["identity"].items() if name not in ("schema_version", "temperature",
             "thinking", "plan")}  # fmt: skip
     several = [Settings(thinking=False), Settings(1.0, thinking=False)]
@@ -404,7 +406,8 @@ def test_a_run_of_schema_2_is_compared_with_one_of_today(tmp_path: Path) -> None
     assert {change["suite"] for change in changes} == {
         f"{suite} {method}" for suite in ("gsm8k", "mt_bench") for method in ("ar", "dflash", "eagle3-tree:60")
     }
-    assert all(change["ratios"]["tps.decode"]["ratio"] == [1, 1, 1] for change in changes)
+    # Two prompts give no interval.
+    assert all(change["ratios"]["tps.decode"]["ratio"] == [1, None, None] for change in changes)
 
 
 def test_hidden_rounds_have_no_drafted_ids(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake import main
+from test_runner import Stop
 
 from dflash_bench.results import store
 
@@ -20,11 +21,11 @@ def test_a_killed_sweep_goes_on_to_the_run_that_was_asked_for(
 
     def dying(run: store.Run, records: list[store.Record]) -> None:
         if not next(left, False):
-            raise MemoryError
+            raise Stop
         append(run, records)
 
     monkeypatch.setattr(store.Run, "append", dying)
-    with pytest.raises(MemoryError):
+    with pytest.raises(Stop):
         main(monkeypatch, *WORDS)
     monkeypatch.setattr(store.Run, "append", append)
     before = {store.key(record) for record in store.load(Path("out"))[1]}
