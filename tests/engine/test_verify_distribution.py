@@ -107,7 +107,7 @@ def toy() -> Any:
         "ar": NoDrafter(), REJECTION: Near(table, "rejection"), MATCH: Near(table, "match"),
         TREE: Near(table, "match", is_tree=True),
     }  # fmt: skip
-    return SimpleNamespace(target=table, drafters=drafters)
+    return SimpleNamespace(target=table, judge=SimpleNamespace(model=table.model), drafters=drafters)
 
 
 def state(method: str, settings: Settings = SETTINGS) -> str:
