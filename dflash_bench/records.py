@@ -176,6 +176,11 @@ class Generation:
         """Tokens that `decode_s` is the time of: those after what arrived first."""
         return max(self.num_tokens - (self.num_first_tokens or 1), 0)
 
+    def refused(self, why: str) -> Generation:
+        """In its place where its witnesses deny it: a failure, which keeps what was said and nothing measured."""
+        prompt = max(self.num_prompt_tokens, 0)
+        return Generation(self.token_ids, self.text, "error", prompt, 0.0, 0.0, error=self.error or why)
+
     def same_answer(self, other: Generation) -> bool:
         """By tokens, or by text where a backend does not name them."""
         if self.hides_tokens or other.hides_tokens:

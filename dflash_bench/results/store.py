@@ -26,7 +26,7 @@ import numpy as np
 
 from dflash_bench.atomic import cannot, sync
 from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Generation, Record, Settings
+from dflash_bench.records import SCHEMA_VERSION, Record, Settings
 from dflash_bench.results import asked, columns, laws, parts, run_json, spans, texts, whole
 from dflash_bench.results.identity import settings_numbers, settings_of
 from dflash_bench.results.laws import Facts
@@ -188,12 +188,19 @@ class Run(AbstractContextManager["Run"]):
 
     def append(self, records: Sequence[Record]) -> None:
         """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
-        wrong = self.wrong(records)
-        self.keep([_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)])
+        table = columns.to_table(records, self.identity)
+        if wrong := self._wrong(table):
+            held = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
+            table = columns.to_table(held, self.identity)
+        self._write(table)
 
-    def wrong(self, records: Sequence[Record]) -> dict[int, str]:
-        """By its place among them, why a record is none that a run can have measured."""
-        batch = _batch(columns.to_table(records, self.identity))
+    def why_wrong(self, record: Record) -> str | None:
+        """Why no run can have measured this; None if one can."""
+        return self._wrong(columns.to_table([record], self.identity)).get(0)
+
+    def _wrong(self, table: Any) -> dict[int, str]:
+        """Of the rows that no run can have measured, by their place in the table, why."""
+        batch = _batch(table)
         broken = laws.faults(batch, self._facts)
         if self.decode is not None:
             broken[texts.OTHER] = np.array(texts.other(batch, self.decode), dtype=np.int64)
@@ -201,7 +208,9 @@ class Run(AbstractContextManager["Run"]):
 
     def keep(self, records: Sequence[Record]) -> None:
         """The same for records that are right."""
-        table = columns.to_table(records, self.identity)
+        self._write(columns.to_table(records, self.identity))
+
+    def _write(self, table: Any) -> None:
         part = self.folder / f"part-{self._next:06}.parquet"
         parts.write(table, part, self.identity)
         self._next += 1
@@ -243,11 +252,7 @@ def _batch(table: Any) -> Any:
 
 def _failed(record: Record, why: str) -> Record:
     """What was said is kept, and nothing that was measured."""
-    answer = record.generation
-    nothing = Generation(
-        answer.token_ids, answer.text, "error", max(answer.num_prompt_tokens, 0), 0.0, 0.0,
-        error=answer.error or f"its measurement cannot be right: {why}",
-    )  # fmt: skip
+    nothing = record.generation.refused(f"its measurement cannot be right: {why}")
     return replace(
         record, generation=nothing, answer=None, passed=None, exactness=None, divergence=None, audit=None,
         departure=None,

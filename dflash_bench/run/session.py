@@ -199,7 +199,7 @@ def _tried(
     run: store.Run, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
 ) -> dict[str, Any]:
     """What `run.json` keeps of spoiled answers, with what it holds of earlier processes."""
-    denied = None if run.decode is None else lambda record: run.wrong([record]).get(0)
+    denied = None if run.decode is None else run.why_wrong
     readable = (record for record in run.stored.values() if _has_an_order(record.generation))
     canaries.read(next(readable, None), denied)
     outcomes = together(read_info(run.folder).get("canaries", ()), [*of_workers, canaries.outcomes()])

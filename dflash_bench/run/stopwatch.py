@@ -216,8 +216,3 @@ def _timed(answer: Heard, said: Generation) -> str | None:
 
 def _late(what: str, seconds: float, span: Span) -> str:
     return f"clock: {what} is said to have taken {1000 * seconds:.1f} ms, but took {span} by the runner's clock"
-
-
-def refused(said: Generation, why: str) -> Generation:
-    """In place of an answer that its witnesses deny: a failure, with none of its numbers."""
-    return Generation(said.token_ids, said.text, "error", said.num_prompt_tokens, 0.0, 0.0, error=why)
