@@ -162,7 +162,7 @@ ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page))
         "import ctypes; open(f'/proc/{os.getppid()}/mem', 'r+b')",
         "open('/proc/self/mem', 'r+b')",
         "open(f'/proc/{os.getppid()}/fd/1', 'w')",
-        "[open(f'/proc/self/fd/{fd}', 'w') for fd in range(64)]",
+        "[open(f'/proc/self/fd/{fd}', 'w') for fd in range(4096)]",
         "os.listdir('/proc')",
         "open(f'/proc/{os.getppid()}/environ')",
         "import resource; resource.prlimit(os.getppid() or 2, resource.RLIMIT_CPU, (0, 0))",
@@ -299,7 +299,7 @@ def test_the_environment_is_empty(box: Box, monkeypatch: pytest.MonkeyPatch) -> 
 KINDS = """
 import os, stat
 kinds = []
-for fd in range(256):
+for fd in range(4096):
     try: kinds.append(stat.S_IFMT(os.fstat(fd).st_mode))
     except OSError: pass
 assert kinds == [stat.S_IFCHR] * 2 + [stat.S_IFREG] + [stat.S_IFIFO] * 2, kinds
@@ -350,7 +350,7 @@ def test_leaving_early_is_not_passing(box: Box, leave: str) -> None:
 
 SHOUT = (
     "import os\n"
-    "for fd in range(64):\n"
+    "for fd in range(4096):\n"
     "    for word in (b'ready', b'passed', b'12\\npassed\\n', bytes(16)):\n"
     "        try: os.write(fd, word)\n"
     "        except OSError: pass\n"
@@ -360,7 +360,7 @@ SHOUT = (
 def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     for end in ("os._exit(0)", ""):
         assert box.fails(SHOUT + end).startswith("its program sent what is no plain value: ")
-    box.fails("import os\nos.closerange(0, 256)")
+    box.fails("import os\nos.closerange(0, 4096)")
 
 
 @pytest.mark.parametrize(
