@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -170,6 +171,7 @@ class Run(AbstractContextManager["Run"]):
         kept = [parts.without(table, mask) for table, mask in zip(tables, surplus, strict=True)]
         mended = pa.concat_tables(kept)
         orphans = _orphans(mended, run_settings, info["plan"]["methods"][0])
+        orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
         num_before, num_rescued = sum(map(len, tables[: len(current)])), sum(map(len, kept[len(current) :]))
         self.num_dropped = num_before + num_rescued - len(mended) + int(orphans.sum())
         if not self.num_dropped and not num_rescued:
@@ -300,6 +302,32 @@ def _orphans(table: Any, run_settings: Sequence[Settings], first_method: str) ->
         ],
         dtype=bool,
     )
+
+
+def _of_broken_waves(table: Any, run_settings: Sequence[Settings], plan: Mapping[str, Any], at: Any) -> Any:
+    """The mask of rows that were measured beside others which are missing now, [len(at)]; `table` has the rows `at`.
+
+    The missing ones alone would be measured beside fewer. What later turns go on from is measured again, too.
+    """
+    numbers = settings_numbers(table, run_settings).tolist()
+    waves = list(zip(numbers, *(table.column(name).to_pylist() for name in ("suite", "repeat", "turn")), strict=True))
+    num_rows = Counter(waves)
+    num_prompts = {
+        (suite, turn): sum(turn < num_turns for _, num_turns, _ in prompts)
+        for suite, prompts in plan["prompts"].items()
+        for turn in range(max((num_turns for _, num_turns, _ in prompts), default=0))
+    }
+    broken = [
+        run_settings[number].is_shared
+        and any(
+            num_rows[number, suite, repeat, earlier] < num_prompts[suite, earlier] * len(plan["methods"])
+            for earlier in range(turn + 1)
+        )
+        for number, suite, repeat, turn in waves
+    ]
+    mask = np.zeros(len(at), dtype=bool)
+    mask[np.flatnonzero(at)] = broken
+    return mask
 
 
 def _create_whole(folder: Path, info: Info) -> None:

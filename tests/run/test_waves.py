@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from dflash_bench.results import parts
@@ -92,6 +94,26 @@ def test_a_run_that_was_stopped_measures_a_wave_as_a_whole_again(
     assert main("run", *asked, "--resume")[0] == 0
     assert sorted(served[5:]) == [("ar", 4), ("dflash", 4), ("ngram", 4)]
     assert len(rows_of(tmp_path / "run")) == 2 * 3 * 5
+
+
+def test_a_wave_that_lost_a_row_is_measured_as_a_whole_again(main: Main, tmp_path: Path) -> None:
+    """What is left of it was measured beside more answers than what is missing would be."""
+    asked = "--suite mt_bench --method ngram --limit 3 --max-new-tokens 6 --concurrency 2 --out run".split()
+    assert main("run", *asked)[0] == 0
+    before = answers(rows_of(tmp_path / "run"), 2)
+    prompt = max(prompt for _, prompt, *_ in before)
+    for turn, num_dropped in (0, 11), (1, 5):
+        part = next(part for part in parts.of(tmp_path / "run") if turn in set(pd.read_parquet(part)["turn"]))
+        lost = (pc.field("turn") == turn) & (pc.field("method") == "ngram") & (pc.field("prompt_id") == prompt)
+        pq.write_table(pq.read_table(part).filter(~lost), part)
+        assert main("check", "run")[0] == 1
+        status, _, err = main("run", *asked, "--resume")
+        assert status == 0, err
+        rows = rows_of(tmp_path / "run")
+        assert len(rows) == 12 and answers(rows, 2) == before
+        resumed = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"][-1]
+        assert resumed["dropped"] == num_dropped
+        assert main("check", "run")[0] == 0
 
 
 def test_json_and_compare_know_concurrency(main: Main) -> None:
