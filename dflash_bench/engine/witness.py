@@ -88,12 +88,18 @@ class Witness:
         return list(rendered["input_ids"])
 
     def audit(
-        self, messages: Sequence[Message], settings: Settings, prompt: Sequence[int], answer: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        settings: Settings,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        *,
+        brief: bool = False,
     ) -> Divergence | None:
         """As `Judge.audit`; `prompt` is what the engine makes of the messages, and must be the judge's own, too."""
         if (own := self._own(messages, settings, prompt)) is None:
             return Divergence(0)
-        return self.judge.audit(own, answer, settings.repetition_penalty)
+        return self.judge.audit(own, answer, settings.repetition_penalty, brief=brief)
 
     def divergence(
         self,
