@@ -95,7 +95,7 @@ def test_the_page_in_a_browser(opened: Any) -> None:
     assert text == HOSTILE
     assert opened.execute_script("return document.images.length") == 0
     kinds = opened.execute_script("return [...document.querySelectorAll('pre.text .t')].map(t => t.className)")
-    assert kinds[:6] == ["t start", "t kept", "t kept", "t kept", "t bonus", "t kept"]
+    assert kinds[:6] == ["t start", "t kept", "t kept", "t bonus", "t kept", "t kept"]
     assert opened.execute_script("return document.querySelector('pre.text .cut').textContent") == "−2"
     press(opened, "#list tr.row button")
     assert not opened.find_elements("css selector", "pre.text")
