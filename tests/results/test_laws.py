@@ -22,7 +22,7 @@ from dflash_bench.engine.local import LocalBackend
 from dflash_bench.records import CEILINGS, Generation
 from dflash_bench.results import laws, parts, store, validity
 from dflash_bench.run import stopwatch
-from dflash_bench.tasks import scoring
+from dflash_bench.tasks import sandbox, scoring
 from dflash_bench.tasks.scoring.answers import Score
 
 Main = Callable[..., tuple[int, str, str]]
@@ -267,6 +267,20 @@ def test_edited_texts_and_scores_fail_the_check_by_name(what: str, run: Path, ma
     assert all(told in check["reason"] for check in failed)
     code, out, _ = main("check", "run", "--no-rescore", "--json")
     assert (kind in {check["kind"] for check in json.loads(out)["checks"]}) == (kind == "text")
+
+
+@pytest.mark.skipif(sandbox.strongest() is None, reason="nothing here cages model-written code")
+def test_scores_of_code_are_tried_where_it_is_asked_for(main: Main, tmp_path: Path) -> None:
+    asked = "--suite humaneval --method ngram --limit 2 --out run".split()
+    assert main("run", *asked)[0] == 0
+    assert "--rescore runs the code again" in main("check", "run")[1]
+    code, out, err = main("check", "run", "--rescore")
+    assert (code, err) == (0, "") and "were not tried" not in out
+    edited(tmp_path / "run", lambda row: {"passed": not row["passed"]}, once("ngram"))
+    assert main("check", "run")[0] == 0
+    code, out, _ = main("check", "run", "--rescore", "--json")
+    (failed,) = [check for check in json.loads(out)["checks"] if check["failed"]]
+    assert code == 1 and failed["kind"] == "score" and "but humaneval says" in failed["reason"]
 
 
 def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
