@@ -1,4 +1,4 @@
-"""The table of methods for people: all of them, one with its options, and the table of the README."""
+"""The table of methods for people: all of them, one with its options, and the table of the documentation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text_of(name: str) -> str:
 
 
 def markdown() -> str:
-    """The README's table."""
+    """The table in docs/methods.md."""
     heads = ("method", "what it is", "weights", "drafts", "lossless", "options (default; range)")
     rows = [
         "| " + " | ".join([
