@@ -15,10 +15,9 @@ from dflash_bench import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)", re.DOTALL)
 COMMAND = re.compile(r"(?:^|[;&|] *|\bdo |\brun: )(dflash-bench|scripts/run) ([^;]*)")
-SHELLS = ("sh", "yaml")
 PROGRAM: Any = typer.main.get_command(cli.app)
 
 
@@ -35,10 +34,9 @@ class Shown:
 
 def commands() -> Iterator[Shown]:
     for page in PAGES:
-        for language, block in FENCED.findall(page.read_text(encoding="utf-8")):
-            if language in SHELLS:
-                for line in block.replace("\\\n", " ").splitlines():
-                    yield from _commands(page.name, line)
+        for _, block in FENCED.findall(page.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield from _commands(page.name, line)
 
 
 def _commands(page: str, line: str) -> Iterator[Shown]:
