@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,19 @@ def inline() -> Iterator[tuple[str, str]]:
         yield from ((page.name, " ".join(found.split())) for found in INLINE.findall(text))
 
 
-def parse(words: tuple[str, ...]) -> dict[str, Any]:
-    """The values of a command's options as it would be given them, by their names; nothing is run.
+def parse(words: tuple[str, ...]) -> None:
+    """Reads a command as the program does, and runs nothing.
 
     Raises what the program raises for an unknown command or option, a missing or a surplus argument, or a bad value.
     """
     with PROGRAM.make_context("dflash-bench", list(words)) as context:
         name, command, rest = PROGRAM.resolve_command(context, list(words))
-        return dict(command.make_context(name, rest, parent=context).params)
+        command.make_context(name, rest, parent=context)
+
+
+def given(words: tuple[str, ...], option: str) -> list[str]:
+    """All values that a command gives to an option, in order."""
+    return [value for name, value in pairwise(words) if name == option]
 
 
 def option_names() -> set[str]:

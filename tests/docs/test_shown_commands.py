@@ -41,12 +41,12 @@ def test_every_command_is_known_by_how_it_is_covered() -> None:
 
 @pytest.mark.parametrize("text", SHOWN)
 def test_a_command_is_parsed_and_its_names_are_known(text: str) -> None:
-    values = shown.parse(SHOWN[text].words)
-    for method in values.get("method") or [] if isinstance(values.get("method"), list) else []:
+    words = SHOWN[text].words
+    shown.parse(words)
+    for method in shown.given(words, "--method"):
         methods.parse(method)
-    suites.expand(values.get("suite") or [])
-    model = values.get("model")
-    assert model is None or model in FOR_THE_READER or model in presets.table()
+    suites.expand(shown.given(words, "--suite"))
+    assert set(shown.given(words, "--model")) <= {*FOR_THE_READER, *presets.table()}
 
 
 @pytest.mark.parametrize(
