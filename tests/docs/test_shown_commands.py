@@ -31,7 +31,8 @@ NANO = shown.ROOT / "dflash_bench" / "nano"
 FOR_THE_READER = {"M", "MODEL"}
 """Where a page says MODEL, the reader fills in their own."""
 OF_OTHER_PROGRAMS = {
-    "--enable-metrics", "--extra_llm_api_options", "--fresh", "--metrics", "--per-request-spec-decode-metrics",
+    "--enable-metrics", "--extra_llm_api_options", "--fresh", "--metrics", "--pages",
+    "--per-request-spec-decode-metrics",
 }  # fmt: skip
 
 
