@@ -55,7 +55,7 @@ def profile(
     graph: options.Graph = None,
     compiler: options.Compiler = None,
     threads: options.Threads = None,
-    out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg to DIR.")] = None,
+    out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure what a forward pass costs, and what limits the speed-up.
