@@ -22,6 +22,8 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "dflash-bench"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 nitpicky = True
 
 REDIRECT = (
