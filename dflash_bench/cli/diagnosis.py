@@ -37,8 +37,8 @@ def doctor(
 ) -> None:
     """Find out why few drafted tokens are accepted.
 
-    Looks at a DFlash or EAGLE-3 draft and its target, decodes your prompts (or ours, if you give none) with the draft
-    as it is, then with one thing changed at a time: what raises acceptance names the fault.
+    Decodes your prompts (or ours, if you give none) with a DFlash or EAGLE-3 draft as it is, then with one thing
+    changed at a time: the change that raises acceptance names the fault.
 
     Exit status 1: a cause was found.
     """

@@ -28,13 +28,15 @@ def verify_distribution(
     target: options.Target = None,
     draft: options.Drafts = None,
     temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Sampling temperature, above 0.")] = 1.2,
-    top_k: Annotated[int, Option(metavar="K", min=0, help="As in 'run'; 0 is off.")] = 0,
-    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As in 'run'; 1 is off.")] = 0.9,
-    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As in 'run'; 0 is off.")] = 0.0,
-    repetition_penalty: Annotated[float, Option(metavar="R", min=0.01, max=100.0, help="As in 'run'; 1 is off.")] = 1.0,
+    top_k: Annotated[int, Option(metavar="K", min=0, help="As for 'run'; 0 turns it off.")] = 0,
+    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 1 turns it off.")] = 0.9,
+    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 0 turns it off.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, Option(metavar="R", min=0.01, max=100.0, help="As for 'run'; 1 turns it off.")
+    ] = 1.0,
     draws: Annotated[
         int | None,
-        Option(metavar="N", min=20, max=10_000_000, help="Answers drawn for each prompt by each method. Default: 128."),
+        Option(metavar="N", min=20, max=10_000_000, help="Answers drawn per prompt and method. Default: 128."),
     ] = None,
     length: Annotated[
         int | None,
@@ -42,22 +44,23 @@ def verify_distribution(
             metavar="N",
             min=2,
             max=100_000,
-            help="Tokens of each answer. Default: 31, or more where a method drafts more.",
+            help="Tokens per answer. Default: 31, or more if a method drafts more.",
         ),
     ] = None,
     seed: Annotated[int, Option(metavar="S", min=0, help="Random seed; another seed draws other answers.")] = 0,
     device: options.Device = None,
     dtype: Annotated[
-        str, Option(metavar="T", help="float32, bfloat16 or float16. Below float32, rounding moves probabilities too.")
+        str,
+        Option(metavar="T", help="float32, bfloat16 or float16. Below float32, rounding shifts probabilities, too."),
     ] = "float32",
     as_json: options.AsJson = False,
 ) -> None:
     """Test sampling at a temperature above 0.
 
-    Draws many answers and tests every token of them, at each place of the answer and of the draft, against what the
-    published model says of it there.
+    Draws many answers and tests every token, at each position in the answer and in the draft, against its probability
+    under the published model.
 
-    Exit status 1: tokens do not come up as they should, or too few drafts were tested to tell.
+    Exit status 1: tokens do not come up as often as they should, or too few drafts were tested to tell.
     """
     from dflash_bench.analysis import distribution as analysis
     from dflash_bench.records import Settings

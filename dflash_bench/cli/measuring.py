@@ -177,7 +177,7 @@ def _stopped(folder: Path) -> str:
 def suites() -> None:
     """List the suites of prompts.
 
-    With where they come from, how many prompts are embedded, and how answers are scored.
+    Says where they come from, how many prompts are embedded, and how answers are scored.
     """
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
@@ -195,7 +195,7 @@ def methods(
 ) -> None:
     """List the methods, or one with its options.
 
-    With what each drafts, which draft it needs, and whether it is lossless.
+    Says what each drafts, which weights it needs, and whether it is lossless.
     """
     from dflash_bench.report import methods as listed
 

@@ -344,14 +344,14 @@ Allow = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help="Go on in spite of what an error message refused and named, and print it; may be repeated.",
+        help="Continue despite what an error message refused under this name, and print it; may be repeated.",
     ),
 ]
 AllowParts = Annotated[
     list[str] | None,
     Option(
         metavar="WHAT",
-        help="Read the run although parts of it are WHAT: unfinished, damaged, doubled, foreign or invalid; may be "
+        help="Read the run even if parts of it are WHAT: unfinished, damaged, doubled, foreign or invalid; may be "
         "repeated.",
     ),
 ]
@@ -362,7 +362,7 @@ Limits = Annotated[
     Path | None,
     Option(
         metavar="FILE",
-        help='TOML file with a table for each figure, such as ["al.pooled"], and in it fall (0.05 for 5 %), at_least '
+        help='TOML file with a table per figure, such as ["al.pooled"], that holds fall (0.05 for 5 %), at_least '
         "or run_noise.",
     ),
 ]

@@ -26,20 +26,27 @@ def profile(
     draft: options.Drafts = None,
     random_weights: Annotated[
         bool,
-        _models("--random-weights", help="Random weights of the model's published shape: nothing is downloaded."),
+        _models("--random-weights", help="Use random weights of the model's published shape: nothing is downloaded."),
     ] = False,
     layers: Annotated[
         int | None,
-        _models(metavar="N", min=1, help="With --random-weights: only N of the target's layers; all are estimated."),
+        _models(
+            metavar="N",
+            min=1,
+            help="With --random-weights: build only N of the target's layers, and estimate the cost of all of them.",
+        ),
     ] = None,
-    batch: Annotated[str, _shapes(metavar="B[,B...]", help="Sequences side by side.")] = "1",
-    context: Annotated[str, _shapes(metavar="C[,C...]", help="Tokens that were read before.")] = "512",
+    batch: Annotated[str, _shapes(metavar="B[,B...]", help="Batch size: sequences decoded together.")] = "1",
+    context: Annotated[str, _shapes(metavar="C[,C...]", help="Context length: tokens already in the cache.")] = "512",
     width: Annotated[
-        str, _shapes(metavar="N[,N...]", help="Tokens that a pass verifies; those of whole rounds are added.")
+        str, _shapes(metavar="N[,N...]", help="Tokens that a pass verifies; the widths of whole rounds are added.")
     ] = "1,2,4,8,16",
     acceptance: Annotated[
         float | None,
-        _shapes(metavar="AL", help="Tokens a round that speed-ups are predicted for. Default: as published, if it is."),
+        _shapes(
+            metavar="AL",
+            help="Acceptance length for which to predict speed-ups. Default: the published one, if there is one.",
+        ),
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -51,10 +58,10 @@ def profile(
     out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure what a forward costs, and what binds a speed-up.
+    """Measure what a forward pass costs, and what limits the speed-up.
 
-    Times a plain step, verifying n tokens and drafting, sets them beside the least that this device would need, and
-    says from what acceptance on drafting pays. Prompts play no part.
+    Times a plain step, verifying n tokens, and drafting; compares them with the least time that this device would need;
+    and says from which acceptance length drafting pays. Needs no prompts.
     """
     from dflash_bench import profiler
     from dflash_bench.bars import status

@@ -60,15 +60,15 @@ def compare(
 @app.command(cls=Command)
 def baseline(
     runs: options.Runs,
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write, and to commit.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write and commit.")],
     limits: options.Limits = None,
     time_free: Annotated[
-        bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy it is.")
+        bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy.")
     ] = False,
 ) -> None:
     """Save what runs reached, for 'check'.
 
-    Give several runs of the same command, so that the file also says how far runs are apart.
+    Give several runs of the same command, so that the file also says how much runs vary.
     """
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import frame
@@ -84,7 +84,9 @@ def check(
     runs: options.Runs,
     baseline: Annotated[
         Path | None,
-        Option(metavar="FILE", help="What 'baseline' wrote. Without it, only what every run must reach is checked."),
+        Option(
+            metavar="FILE", help="A file written by 'baseline'. Without it, only what every run must reach is checked."
+        ),
     ] = None,
     limits: options.Limits = None,
     allow: options.Allow = None,
@@ -92,8 +94,8 @@ def check(
         bool | None,
         Option(
             "--rescore/--no-rescore",
-            help="Score stored answers again, and fail where a score differs. Default: all but code that the model "
-            "wrote, which --rescore runs again, in a cage.",
+            help="Score stored answers again, and fail if a score differs. Default: all but model-written code, which "
+            "--rescore runs again in the sandbox.",
         ),
     ] = None,
     junit: Annotated[Path | None, Option(metavar="FILE", help="Also write JUnit XML to FILE.")] = None,
@@ -110,11 +112,11 @@ def check(
 
     Exit status 1 also for drafts that are never accepted, wrong answers, and methods slower than plain decoding.
 
-    Of the timings only speed-ups are judged, and absolute speed where --limits names tps.decode. A single run does not
-    show how much runs differ, so an allowance is made and small losses pass; three runs against a baseline of three
-    show a loss of 10 %.
+    Of the timings only speed-ups are judged, and absolute speed if --limits names tps.decode. A single run does not
+    show how much runs vary, so an allowance is made and small losses pass; three runs against a baseline of three
+    detect a loss of 10 %.
 
-    Stored texts are held against what the target's tokenizer makes of the tokens, where it is on this disk.
+    Stored texts are compared with what the target's tokenizer makes of the tokens, if it is on this disk.
     """
     from dflash_bench.analysis.gate.checks import checked
     from dflash_bench.report import gate as formats
@@ -150,7 +152,7 @@ def report(
         str | None, Option("--format", metavar="F", help="table (the default), markdown, json, csv or latex.")
     ] = None,
     html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in one file.")
+        Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in a single file.")
     ] = None,
     answers: Annotated[
         int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 300.")
@@ -159,8 +161,8 @@ def report(
         Path | None,
         Option(
             metavar="PATH",
-            help="With --html: the target's tokenizer.json or its folder, to colour tokens. Default: found by itself "
-            "where it can be.",
+            help="With --html: the target's tokenizer.json or its folder, to colour tokens. Default: found "
+            "automatically where possible.",
         ),
     ] = None,
     by: Annotated[
@@ -209,7 +211,7 @@ def card(
 @app.command(cls=Command)
 def plot(
     runs: Annotated[
-        list[Path], Argument(metavar="RUN", help="Folder of a finished run; several give a plot of their trend.")
+        list[Path], Argument(metavar="RUN", help="Folder of a finished run; several are plotted as a trend.")
     ],
     out: Annotated[
         Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots. Default: RUN/plots.")

@@ -22,84 +22,87 @@ _draft, _training = options.under("Draft"), options.under("Training")
 @app.command(cls=Command)
 def train(
     target: Annotated[str, Option(metavar="PATH|ID|NAME", help="The target: a folder, a hub id, or a known model.")],
-    out: Annotated[Path, Option(metavar="DIR", help="The draft goes into DIR/METHOD, what leads to it into DIR/work.")],
+    out: Annotated[
+        Path, Option(metavar="DIR", help="Folder for the draft, in DIR/METHOD, and for the work on it, in DIR/work.")
+    ],
     method: Annotated[str, Option(metavar="NAME", help="What to train: dflash, eagle3 or medusa.")] = "dflash",
     prompts: Annotated[
         list[str] | None,
         _prompts(
             metavar="FILE|SUITE=FILE",
-            help="Prompts to train on, as for run --prompts, or rows of a suite, asked as it asks; may be repeated.",
+            help="Prompts to train on: a file as for 'run --prompts', or rows of a suite, worded as the suite words "
+            "them; may be repeated.",
         ),
     ] = None,
     written: Annotated[
-        int, _prompts(metavar="N", min=0, help="Add N prompts each of chat, code and mathematics, ours.")
+        int, _prompts(metavar="N", min=0, help="Add N of our own prompts each for chat, code and mathematics.")
     ] = 0,
-    invented: Annotated[int, _prompts(metavar="N", min=0, help="Add N prompts that the target makes up itself.")] = 0,
+    invented: Annotated[int, _prompts(metavar="N", min=0, help="Add N prompts made up by the target itself.")] = 0,
     opening: Annotated[
         list[str] | None,
-        _prompts(metavar="TEXT", help="How prompts begin that the target makes up; may be repeated."),
+        _prompts(metavar="TEXT", help="Opening words of the prompts that the target makes up; may be repeated."),
     ] = None,
     against: Annotated[
         Path | None,
         _prompts(
             metavar="FOLDER",
-            help="Rows of test suites, as for run --data: prompts that stand in one are refused, as they are if they "
-            "stand in the embedded ones.",
+            help="Rows of test suites, as for 'run --data': prompts that occur in them are refused, as are those that "
+            "occur in the embedded suites.",
         ),
     ] = None,
     allow: Annotated[
         list[str] | None,
-        _prompts(metavar="WHAT", help="overlap: train on prompts of a test suite all the same."),
+        _prompts(metavar="WHAT", help="overlap: train on prompts of a test suite anyway."),
     ] = None,
     sampled: Annotated[
-        float, _answers(metavar="SHARE", min=0, max=1, help="The share answered again, at temperature 1.")
+        float, _answers(metavar="SHARE", min=0, max=1, help="Share of the prompts answered again at temperature 1.")
     ] = 0.25,
-    max_new_tokens: Annotated[int, _answers(metavar="N", min=2, max=448, help="Longest answer.")] = 256,
-    batch_size: Annotated[int, _answers(metavar="N", min=1, help="Answers decoded together.")] = 64,
+    max_new_tokens: Annotated[int, _answers(metavar="N", min=2, max=448, help="Stop answers after N tokens.")] = 256,
+    batch_size: Annotated[int, _answers(metavar="N", min=1, help="Number of answers decoded together.")] = 64,
     max_disk: Annotated[
-        float, _answers(metavar="GB", min=0, help="The most that the target's states may take.")
+        float, _answers(metavar="GB", min=0, help="Most disk space that the target's states may take.")
     ] = 20.0,
     on_the_fly: Annotated[
         bool,
         _answers(
             "--on-the-fly",
-            help="Store answers alone, and compute the target's states in each step: slower, but takes no disk.",
+            help="Store only the answers, and compute the target's states at each step: slower, but takes no disk.",
         ),
     ] = False,
     layers: Annotated[
-        int | None, _draft(metavar="N", min=1, max=32, help="Layers of a DFlash draft. Default: 2.")
+        int | None, _draft(metavar="N", min=1, max=32, help="Number of layers of a DFlash draft. Default: 2.")
     ] = None,
     block_size: Annotated[
         int | None,
-        _draft(metavar="N", min=2, max=64, help="Block of a DFlash draft, the anchor included. Default: 16."),
+        _draft(metavar="N", min=2, max=64, help="Block size of a DFlash draft, including the anchor. Default: 16."),
     ] = None,
     draft_vocab: Annotated[
         int | None,
         _draft(
             metavar="N",
             min=16,
-            help="Tokens that the draft may say, the most frequent: the head of EAGLE-3 (default 8192), and what "
-            "DFlash learns to tell apart (default: all).",
+            help="Let the draft use only the N most frequent tokens: the head of EAGLE-3 (default 8192), and the "
+            "tokens that DFlash learns to distinguish (default: all).",
         ),
     ] = None,
     slim: Annotated[
         bool,
         _draft(
             "--slim",
-            help="Take the target's rows for a head and leave it out of the file: smaller, and DFlash with "
-            "--draft-vocab drafts faster, but only this tool reads it; convert --target writes it in full.",
+            help="Use rows of the target's head and leave them out of the file: it is smaller, and DFlash with "
+            "--draft-vocab drafts faster, but only this tool reads it; 'convert --target' writes it in full.",
         ),
     ] = False,
     mask_token: Annotated[
         str | None,
-        _draft(metavar="TOKEN", help="What stands for a masked token, if the target has no spare id."),
+        _draft(metavar="TOKEN", help="Token that stands for a masked position, if the target has no spare id."),
     ] = None,
     epochs: Annotated[
-        float | None, _training(metavar="N", min=0.01, help="Times that each answer is read. Default: 6.")
+        float | None, _training(metavar="N", min=0.01, help="Number of passes over the answers. Default: 6.")
     ] = None,
-    steps: Annotated[int | None, _training(metavar="N", min=1, help="Steps, instead of epochs.")] = None,
+    steps: Annotated[int | None, _training(metavar="N", min=1, help="Number of steps, instead of --epochs.")] = None,
     rate: Annotated[
-        float | None, _training(metavar="X", min=0, help="Learning rate of matrices. Default: searched for.")
+        float | None, _training(metavar="X", min=0, help="Learning rate of matrices. Default: found by a search.")
     ] = None,
     distil: Annotated[
         float | None,
@@ -107,7 +110,7 @@ def train(
             metavar="SHARE",
             min=0,
             max=1,
-            help="How much of DFlash's loss is the target's own distribution instead of its tokens. Default: 0.5.",
+            help="Share of DFlash's loss that is about the target's distribution rather than its tokens. Default: 0.5.",
         ),
     ] = None,
     patience: Annotated[
@@ -115,11 +118,13 @@ def train(
         _training(
             metavar="N",
             min=1,
-            help="Stop after N measurements without a gain, and keep the best weights. There are two an epoch, and "
-            "eight at least in all.",
+            help="Stop after N measurements without improvement, and keep the best weights. There are two per epoch, "
+            "and at least eight in total.",
         ),
     ] = None,
-    seed: Annotated[int, _training(metavar="N", min=0, help="Of prompts, sampling, weights and order.")] = 0,
+    seed: Annotated[
+        int, _training(metavar="N", min=0, help="Random seed for prompts, sampling, weights and order.")
+    ] = 0,
     threads: Annotated[int | None, _training(metavar="N", min=1, help="CPU threads.")] = None,
     device: Annotated[
         str | None,
@@ -129,9 +134,7 @@ def train(
     ] = None,
     estimate_only: Annotated[
         bool,
-        _training(
-            "--estimate", help="Say what it will take, in time, disk and memory, after trying a little; then stop."
-        ),
+        _training("--estimate", help="Try a little, say how much time, disk and memory training will take, and stop."),
     ] = False,
     to: Annotated[
         str | None,
@@ -140,8 +143,8 @@ def train(
 ) -> None:
     """Train a draft for your own target, on its own answers.
 
-    The target answers the prompts; the draft learns from that, and what it is worth is measured by decoding with it.
-    Interrupted, the same command goes on where it was.
+    The target answers the prompts, the draft learns from the answers, and decoding with it shows what it is worth. If
+    interrupted, the same command continues.
     """
     from dflash_bench.bars import status
     from dflash_bench.models.presets import table

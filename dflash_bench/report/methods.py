@@ -1,9 +1,9 @@
-"""The table of methods for people: all of them, one with its options, and the table of the README."""
+"""The table of methods for people: all of them, one with its options, and the table of the documentation."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_bench.errors import unknown
 from dflash_bench.kinds import Kind, Option
@@ -35,16 +35,22 @@ def text_of(name: str) -> str:
 
 
 def markdown() -> str:
-    """The README's table."""
-    heads = ("method", "what it is", "weights", "drafts", "lossless", "options (default; range)")
+    """The tables in docs/methods.md: all methods, then the options of each."""
+    heads = ("method", "what it is", "weights", "drafts", "lossless")
     rows = [
-        "| " + " | ".join([
+        (
             f"`{_spelling(kind)}`", tables.in_markdown(kind.summary), f"`{kind.weights}`" if kind.weights else "none",
-            DRAFTED[kind.shape], "yes" if kind.lossless else "**no**", _options_in_markdown(kind),
-        ]) + " |"
+            DRAFTED[kind.shape], "yes" if kind.lossless else "**no**",
+        )
         for kind in METHODS.values()
     ]  # fmt: skip
-    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows])
+    sections = (f"### {kind.name}\n\n{_options_in_markdown(kind)}" for kind in METHODS.values() if kind.options)
+    return "\n\n".join([_table(heads, rows), "## Options of each method", *sections])
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _row(kind: Kind) -> list[str]:
@@ -88,8 +94,12 @@ def _options(kind: Kind) -> Iterator[str]:
     for line, option in zip(lines[1:], kind.options, strict=True):
         yield line
         yield _indented(option.summary)
+    yield from (f"\n{alternative}" for alternative in _alternatives(kind))
+
+
+def _alternatives(kind: Kind) -> Iterator[str]:
     for group in kind.alternatives:
-        yield f"\nOnly one of {', '.join(option.name for option in kind.options if option.name in group)} may be given."
+        yield f"Only one of {', '.join(option.name for option in kind.options if option.name in group)} may be given."
 
 
 def _default(option: Option) -> str:
@@ -97,7 +107,8 @@ def _default(option: Option) -> str:
 
 
 def _options_in_markdown(kind: Kind) -> str:
-    return ", ".join(
-        f"`{option.name}` ({option.range if option.default is None else f'{option.default}; {option.range}'})"
+    rows = [
+        (f"`{option.name}`", _default(option), option.range, tables.in_markdown(option.summary))
         for option in kind.options
-    )
+    ]
+    return "\n\n".join([_table(("option", "default", "range", "what it does"), rows), *_alternatives(kind)])

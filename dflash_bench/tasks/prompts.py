@@ -1,6 +1,6 @@
 """A user's own prompts as JSON lines; the files of Spec-Bench and EAGLE can be used unchanged.
 
-A line holds the text in one of the `FORMS`, and may hold an id, a category and a reference; the README says how.
+A line holds the text in one of the `FORMS`, and may hold an id, a category and a reference; docs/suites.md says how.
 """
 
 from __future__ import annotations
