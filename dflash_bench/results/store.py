@@ -61,7 +61,7 @@ def check_resumable(folder: Path) -> None:
 def create(folder: Path, info: Mapping[str, Any]) -> Run:
     """`info["identity"]` decides results, `info["plan"]` lists the answers to make; the rest describes the run."""
     check_new(folder)
-    stored = {"schema_version": SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_json.normalised(info)
+    stored = {columns.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_json.normalised(info)
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)

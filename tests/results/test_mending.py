@@ -15,8 +15,8 @@ from test_whole import rewritten, without
 
 from dflash_bench.records import Record
 from dflash_bench.results import store
-from dflash_bench.results.columns import SINCE_8
 from dflash_bench.results.run_json import read_info
+from dflash_bench.results.validity import CLOCK
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -56,7 +56,7 @@ def run(finished: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def what_matters(records: list[Record]) -> list[Record]:
     """In the order of the run, and without its clock."""
-    clocks = {name: None for name in ("start_s", "end_s", *SINCE_8) if name != "clock_rounds"}
+    clocks = {name: None for name in ("start_s", "end_s", *CLOCK) if name != "clock_rounds"}
     untimed = [replace(row, **clocks) for row in records]
     return sorted(untimed, key=lambda row: row.order)
 

@@ -14,9 +14,7 @@ import pytest
 from rows import generation, pair, plain, record
 from runs import SUITES, answers, changed, failing, stored
 
-from dflash_bench.records import Record
 from dflash_bench.results import frame, parts
-from dflash_bench.results.columns import SINCE
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
@@ -30,7 +28,7 @@ def rewritten(part: Path, change: Callable[[Any], Any]) -> None:
     parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
 
 
-def edited(run: Path, *path: str, to: Any) -> None:
+def edited(run: Path, *path: str | int, to: Any) -> None:
     """A value of `run.json` was changed by hand."""
     info = json.loads((run / "run.json").read_text())
     place = info
@@ -198,47 +196,12 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
     assert frame.read(tmp_path / "long").flaws == ()
 
 
-# Old runs, which recorded no plan
-
-
-def old(folder: Path, records: list[Record], **identity: Any) -> Path:
-    """A run without a plan, whose parts say nothing of an identity."""
-    run = stored(folder, records, **identity)
-    info = json.loads((run / "run.json").read_text())
-    del info["plan"], info["identity"]["plan"]
-    (run / "run.json").write_text(json.dumps(info | {"schema_version": 1}))
-    parquet = import_module("pyarrow.parquet")
-    gone = [name for name, version in SINCE.items() if version > 1]
-    for part in parts.of(run):
-        table = parquet.read_table(part).drop_columns(gone)
-        for name in ("divergence_margin", "divergence_drift"):
-            table = table.append_column(name, import_module("pyarrow").nulls(len(table), "double"))
-        parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)
-    return run
-
-
-def test_an_old_run_is_held_to_what_it_tells(tmp_path: Path, main: Main) -> None:
-    run = old(tmp_path / "run", answers())
-    assert main("check", "run")[0] == 0
-    rewritten(run / "part-000000.parquet", lambda row: row | ({"method": "eagle3"} if is_second(row) else {}))
-    assert failed_checks(main) == [
-        ("dflash", "unfinished", "1 of 24 answers missing, first p000"),
-        ("eagle3", "foreign", "1 answer not in the plan, first p000"),
-    ]
-    shutil.rmtree(run)
-    delete_a_part(old(tmp_path / "run", answers()))
-    assert failed_checks(main) == [("", "unfinished", "5 of 24 prompts missing")]
-    shutil.rmtree(run)
-    copy_a_part(old(tmp_path / "run", answers()))
-    assert [kind for _, kind, _ in failed_checks(main)] == ["doubled", "doubled"]
-
-
 # What decides the answers
 
 
-EDITED: dict[str, tuple[tuple[str, ...], Any, str]] = {
+EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "scorer": (("identity", "suites", "gsm8k", "scorer"), "none", 'suites.gsm8k.scorer was "gsm8k_number", now "none"'),
-    "temperature": (("identity", "temperature"), 1.0, "temperature was 0.0, now 1.0"),
+    "temperature": (("identity", "settings", 0, "temperature"), 1.0, "settings.temperature was 0.0, now 1.0"),
     "dtype": (("identity", "dtype"), "bfloat16", 'dtype was "float32", now "bfloat16"'),
     "methods": (("identity", "methods", "dflash", "num_drafts"), 15, "methods.dflash.num_drafts was 4, now 15"),
     "revision": (("identity", "revisions", "target"), "t2", 'revisions.target was "t1", now "t2"'),
