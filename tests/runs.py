@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from rows import pair
 
 from dflash_bench.records import GREEDY, Divergence, Generation, Record, Settings
-from dflash_bench.results import columns, frame, rounds, slices, store
+from dflash_bench.results import checksums, columns, frame, rounds, slices, store
 from dflash_bench.results.identity import settings_of, settings_to_json
 
 SUITES: dict[str, Any] = {
@@ -118,6 +119,12 @@ def stored(
             run.keep(records[start : start + 10])
         run.mark_finished({})
     return folder
+
+
+def listed(run: Path) -> None:
+    """The checksums of all parts as they are now, as whoever forges a part would write them, too."""
+    lines = [f"{sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in sorted(run.glob("part-*.parquet"))]
+    (run / checksums.FILE).write_text("".join(lines))
 
 
 def frame_of(records: Sequence[Record], by: str = "suite") -> Any:

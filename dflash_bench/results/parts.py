@@ -2,7 +2,8 @@
 
 A part is numbered. A merged part covers a range of numbers, and as soon as it exists it replaces the parts of these
 numbers. Each part carries the identity of its run, so that rows can neither be moved to another run nor be passed off
-as made under other settings. The columns are those of `columns.COLUMNS`.
+as made under other settings; and its checksum was recorded when it was written. The columns are those of
+`columns.COLUMNS`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
 from dflash_bench.reading import require_file
 from dflash_bench.records import Record
+from dflash_bench.results import checksums
 from dflash_bench.results.columns import (
     COLUMNS,
     MEASURE_AGAIN,
@@ -54,7 +56,8 @@ def of(folder: Path) -> list[Path]:
 
 
 def write(table: Any, part: Path, identity: Identity) -> None:
-    """Writes a table, completely or not at all."""
+    """Writes a table, completely or not at all, and records its checksum."""
+    import pyarrow as pa
     from pyarrow import parquet
 
     # Times hardly repeat: stored byte by byte they take three quarters of a dictionary's space, and half the time to
@@ -67,7 +70,11 @@ def write(table: Any, part: Path, identity: Identity) -> None:
         "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
     }
     marked = table.replace_schema_metadata(table.schema.metadata | {"identity": json.dumps(identity, sort_keys=True)})
-    write_whole(part, lambda file: parquet.write_table(marked, file, **options))
+    sink = pa.BufferOutputStream()
+    parquet.write_table(marked, sink, **options)
+    content = memoryview(sink.getvalue())
+    checksums.add(part, content)
+    write_whole(part, lambda file: file.write(content))
 
 
 def batches(
@@ -109,8 +116,8 @@ def name(first: int, last: int) -> str:
 
 
 @contextmanager
-def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
-    """An open part; errors while it is read are reported as damage to it."""
+def _opened(path: Path, identity: Identity | None = None, as_written: bool = True) -> Iterator[Any]:
+    """An open part; errors while it is read are reported as damage to it. `as_written`: is another one refused?"""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -129,6 +136,8 @@ def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
                 raise DamagedError(f"cannot read {path}: it holds no answers")
             if identity is not None:
                 _refuse_other(path, json.loads(metadata.get(b"identity", b"{}")), identity)
+            if as_written and (why := checksums.why_other(path)):
+                raise DamagedError(f"cannot read {path}: {why}")
             yield file
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         raise DamagedError(str(cannot("read", path, error))) from error
@@ -148,8 +157,8 @@ def _refuse_other(path: Path, then: Any, now: Identity) -> None:
         )
 
 
-def read(part: Path, identity: Identity | None = None) -> Any:
-    with _opened(part, identity) as file:
+def read(part: Path, identity: Identity | None = None, as_written: bool = True) -> Any:
+    with _opened(part, identity, as_written) as file:
         return file.read()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, plain, record
-from runs import SUITES, answers, changed, failing, stored
+from runs import SUITES, answers, changed, failing, listed, stored
 
 from dflash_bench.results import frame, parts
 
@@ -21,11 +21,12 @@ READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baselin
 
 
 def rewritten(part: Path, change: Callable[[Any], Any]) -> None:
-    """A part whose rows were changed by hand, its metadata as they were."""
+    """A part whose rows were changed by hand, its metadata as they were, and its checksum made to fit."""
     parquet = import_module("pyarrow.parquet")
     table = parquet.read_table(part)
     rows = [change(dict(row)) for row in table.to_pylist()]
     parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+    listed(part.parent)
 
 
 def edited(run: Path, *path: str | int, to: Any) -> None:
@@ -60,7 +61,12 @@ def delete_a_part(run: Path) -> None:
 
 
 def copy_a_part(run: Path) -> None:
-    shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet")
+    copied(run, "part-000099.parquet")
+
+
+def copied(run: Path, name: str) -> None:
+    shutil.copy(run / "part-000000.parquet", run / name)
+    listed(run)
 
 
 def without(**place: str) -> Callable[[Path], None]:
@@ -74,6 +80,7 @@ def without(**place: str) -> Callable[[Path], None]:
             parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
             if not rows:
                 part.unlink()
+        listed(run)
 
     return remove
 
@@ -98,12 +105,12 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] =
          ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a merged part copied": (
-        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000050-000060.parquet"),
+        lambda run: copied(run, "part-000050-000060.parquet"),
         [("ar", "doubled", "5 answers twice, first p000"),
          ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a part hidden by a bogus merged one": (
-        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000001-000002.parquet"),
+        lambda run: copied(run, "part-000001-000002.parquet"),
         [("ar", "unfinished", "10 of 24 answers missing, first p005"),
          ("dflash", "unfinished", "10 of 24 answers missing, first p005"),
          ("ar", "doubled", "5 answers twice, first p000"),
@@ -194,6 +201,64 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
     later = [replace(row, turn=1, order=row.order + 200) for row in [*pair("a", [1]), *pair("a", [1], repeat=1)]]
     stored(tmp_path / "long", [*pair("a", [4, 0, 2]), *again, *later], repeats=2)
     assert frame.read(tmp_path / "long").flaws == ()
+
+
+# Of the checksums
+
+
+UNLIKE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an edited part": (
+        lambda run: _renamed_category(run / "part-000000.parquet"),
+        "000000.parquet: it was changed after it was written",
+    ),
+    "a copied part": (
+        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet"),
+        "000099.parquet: parts.sha256 does not list it, so this run did not write it",
+    ),
+    "two parts that changed places": (
+        lambda run: _swapped(run / "part-000000.parquet", run / "part-000001.parquet"),
+        "000000.parquet: it was changed after it was written",
+    ),
+    "no checksums": (lambda run: (run / "parts.sha256").unlink(), "run has no parts.sha256"),
+    "a checksum that is gone": (
+        lambda run: _without_first_line(run / "parts.sha256"), "000000.parquet: parts.sha256 does not list it",
+    ),
+}  # fmt: skip
+
+
+def _renamed_category(part: Path) -> None:
+    """No law is broken by that."""
+    parquet = import_module("pyarrow.parquet")
+    table = parquet.read_table(part)
+    rows = [row | {"category": "another"} for row in table.to_pylist()]
+    parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+
+
+def _swapped(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def _without_first_line(path: Path) -> None:
+    path.write_text(path.read_text().partition("\n")[2])
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_part_that_the_run_did_not_write_is_refused_by_name_by_all(what: str, run: Path, main: Main) -> None:
+    tamper, told = UNLIKE[what]
+    tamper(run)
+    assert_refused_by_all(main, told)
+    code, out, err = main("check", "run")
+    assert (code, out, err.count("\n")) == (2, "", 1) and told in err
+
+
+def test_the_checksums_are_those_of_sha256sum(run: Path) -> None:
+    names = [line.split("  ")[1] for line in (run / "parts.sha256").read_text().splitlines()]
+    assert names == sorted(part.name for part in run.glob("part-*"))
+    before = (run / "parts.sha256").read_text()
+    listed(run)
+    assert (run / "parts.sha256").read_text() == before
 
 
 # What decides the answers

@@ -12,7 +12,7 @@ import pyarrow.dataset
 import pytest
 from fake import FakeBackend, other_tokens
 from rows import drafted, generation, pair, plain
-from runs import answers, frame_of, slower, stored
+from runs import answers, frame_of, listed, slower, stored
 from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench import methods
@@ -58,6 +58,7 @@ def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     part = run / "part-000000.parquet"
     table = parquet.read_table(part)
     parquet.write_table(pa.Table.from_pylist(list(map(change, table.to_pylist())), table.schema), part)
+    listed(run)
 
 
 # Names
