@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of
+from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, planned
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
@@ -249,7 +249,9 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
     hidden = record("server", "a", generation(None), **verdict)
     parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
     identity = {"model": "nano", "dtype": "float32"} | GREEDILY
-    with store.create(tmp_path / "run", {"identity": identity, "environment": ENVIRONMENT, "command": ""}) as run:
+    plan = planned([row for part in parts for row in part])
+    info = {"identity": identity, "plan": plan, "environment": ENVIRONMENT, "command": ""}
+    with store.create(tmp_path / "run", info) as run:
         for part in parts:
             run.append(part)
         run.mark_finished({})
