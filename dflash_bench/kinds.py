@@ -65,8 +65,6 @@ class Kind:
     """The option that NAME:N sets: tokens drafted a round, the anchor not counted."""
     alternatives: tuple[frozenset[str], ...] = ()
     """Options that say one thing in several ways, so that only one of them may be given."""
-    old_count: str | None = None
-    """The option that NAME:N set in earlier versions, which counted the anchor too; refused, with the new spelling."""
     is_probe: bool = False
     """Does it measure the engine apart from any draft's quality? Then nothing is wrong with what it has accepted."""
 
@@ -114,9 +112,6 @@ class Kind:
         """The option that a value without a name is of."""
         if self.count is not None:
             return self.count
-        if self.old_count and re.fullmatch("[0-9]{1,4}", text) and int(text) > 1:
-            new = f"{self.name}:{self.old_count}={int(text) - 1}"
-            raise UserError(f"{where}: this number used to count the anchor; write {new}")
         raise UserError(f"{where}: '{text}' is not KEY=VALUE; write {self._example}")
 
     def _value(self, name: str, text: str, where: str) -> Value:

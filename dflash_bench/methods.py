@@ -73,7 +73,6 @@ METHODS: dict[str, Kind] = {
                 Option("top_k", "nodes of a level that grow children, and children of each", 10, 1, 64, "nodes"),
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
-            old_count="nodes",
         ),
         Kind(
             "ngram", "prompt lookup: what followed the text's last tokens where they stood before", None, "chain", True,

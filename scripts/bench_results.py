@@ -44,7 +44,7 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 def make(folder: Path, num_answers: int) -> None:
     """Write a run as `dflash-bench run` would leave it, with merged parts."""
     methods = {name: {"name": name, "num_drafts": drafts} for name, drafts in METHODS.items()}
-    identity = {"schema_version": 8, "suites": {}, "dtype": "float32", "model": "made up", "methods": methods}
+    identity = {"suites": {}, "dtype": "float32", "model": "made up", "methods": methods}
     identity["engine"] = "local"
     identity["settings"] = [asdict(Settings())]
     num_prompts = num_answers // (len(METHODS) * SUITES * REPEATS)

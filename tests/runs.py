@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rows import pair
 
-from dflash_bench.records import GREEDY, Divergence, Generation, Record
-from dflash_bench.results import columns, frame, rounds, slices, store
-from dflash_bench.results.identity import settings_of
+from dflash_bench.records import GREEDY, Divergence, Generation, Record, Settings
+from dflash_bench.results import checksums, columns, frame, rounds, slices, store
+from dflash_bench.results.identity import settings_of, settings_to_json
 
 SUITES: dict[str, Any] = {
     "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}
 }
 IDENTITY: dict[str, Any] = {
-    "schema_version": 1,
     "methods": {"ar": {"name": "ar", "num_drafts": 0}, "dflash": {"name": "dflash", "num_drafts": 4}},
     "model": "nano",
     "revisions": {"target": "t1", "dflash": "d1"},
     "suites": SUITES,
     "max_new_tokens": 192,
-    "temperature": 0.0,
+    "settings": settings_to_json([Settings(thinking=False)]),
     "seed": 0,
     "repeats": 1,
-    "thinking": False,
     "device": "cpu",
     "dtype": "float32",
     "threads": 1,
     "attention": "sdpa",
 }
+GREEDILY: dict[str, Any] = {"settings": settings_to_json([GREEDY])}
+"""The identity of records whose settings nobody chose."""
 ENVIRONMENT: dict[str, Any] = {
     "platform": "Linux",
     "machine": "x86_64",
@@ -89,16 +90,24 @@ def planned(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def stored(
-    folder: Path, records: Sequence[Record], *, environment: Any = None, plan: Any = None, **identity: Any
+    folder: Path,
+    records: Sequence[Record],
+    *,
+    environment: Any = None,
+    plan: Any = None,
+    temperature: float = 0.0,
+    thinking: bool | None = False,
+    **identity: Any,
 ) -> Path:
     """Finished, in parts of ten answers; the plan is that of the records, unless there is another.
 
     Records whose settings nobody chose are under those of the run.
     """
     scored = {row.suite for row in records if row.passed is not None}
+    settings = settings_to_json([Settings(temperature, thinking=thinking)])
     suites = {name: suite if name in scored else suite | {"scorer": "none"} for name, suite in SUITES.items()}
     info = {
-        "identity": IDENTITY | {"suites": suites} | identity,
+        "identity": IDENTITY | {"suites": suites, "settings": settings} | identity,
         "plan": plan or planned(records),
         "environment": ENVIRONMENT | (environment or {}),
         "command": "dflash-bench",
@@ -110,6 +119,12 @@ def stored(
             run.keep(records[start : start + 10])
         run.mark_finished({})
     return folder
+
+
+def listed(run: Path) -> None:
+    """The checksums of all parts as they are now, as whoever forges a part would write them, too."""
+    lines = [f"{sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in sorted(run.glob("part-*.parquet"))]
+    (run / checksums.FILE).write_text("".join(lines))
 
 
 def frame_of(records: Sequence[Record], by: str = "suite") -> Any:

@@ -102,7 +102,7 @@ def test_any_text_is_a_method_or_one_line(text: str) -> None:
 @pytest.mark.parametrize("kind", METHODS.values(), ids=lambda kind: kind.name)
 def test_the_table_is_in_order(kind: Kind) -> None:
     names = [option.name for option in kind.options]
-    assert len(set(names)) == len(names) and {kind.count, kind.old_count} <= {*names, None}
+    assert len(set(names)) == len(names) and kind.count in {*names, None}
     assert all(group <= set(names) and len(group) > 1 for group in kind.alternatives)
     assert kind.shape == "none" or kind.name != "ar"
     for option in kind.options:
@@ -172,7 +172,7 @@ REFUSED = {
     "eagle3-tree:nodes=256": "nodes must be 1 to 255 nodes, not '256'",
     "eagle3-tree:top_k=0": "top_k must be 1 to 64 nodes, not '0'",
     "eagle3-tree:depth=33": "depth must be 1 to 32 levels, not '33'",
-    "eagle3-tree:60": "this number used to count the anchor; write eagle3-tree:nodes=59",
+    "eagle3-tree:60": "'60' is not KEY=VALUE",
     "eagle3-tree:1": "'1' is not KEY=VALUE; write eagle3-tree:KEY=VALUE,... with nodes, top_k, depth",
     "ddtree:nodes=256": "nodes must be 1 to 255 nodes, or auto, not '256'",
     "ddtree:block=auto": "block must be 2 to 64 tokens, not 'auto'",

@@ -30,7 +30,6 @@ def run(
     limit: options.Limit = None,
     within: options.For = None,
     thinking: options.Thinking = None,
-    no_thinking: options.NoThinking = False,
     context_length: options.ContextLength = None,
     method: options.Methods = None,
     model: options.Model = None,
@@ -95,8 +94,6 @@ def run(
     from dflash_bench.run import session, sweeping
     from dflash_bench.run.request import Request
 
-    if no_thinking:
-        raise UserError("--no-thinking is now written --thinking off")
     if context.info_name == "sweep" and not over:
         raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
     request = Request(

@@ -75,7 +75,6 @@ ContextLength = Annotated[
         "Several, such as none,1k,4k, are measured side by side.",
     ),
 ]
-NoThinking = Annotated[bool, Option("--no-thinking", hidden=True)]
 """The old spelling, refused with the new one."""
 
 Methods = Annotated[

@@ -22,9 +22,6 @@ reads besides the reference, such as tests, as JSON.
 `paddings` holds, for each context that the prompt was padded to, the text that stood before its first turn.
 """
 
-ADDED: dict[str, Any] = {"paddings": [], "row": None}
-"""Columns that runs before schema 4 and 8 do not have, and what stands in their place."""
-
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow as pa
@@ -39,7 +36,7 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Empty for a run of schema 1 or 2, which stored no prompts. Raises UserError for a file that cannot be read."""
+    """Empty for a run that stored no prompts. Raises UserError for a file that cannot be read."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -48,8 +45,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
         return []
     require_file(path)
     try:
-        older = set(ADDED) - set(parquet.read_schema(path).names)
-        rows = parquet.read_table(path, columns=[name for name in COLUMNS if name not in older]).to_pylist()
+        rows: list[dict[str, Any]] = parquet.read_table(path, columns=list(COLUMNS)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(str(cannot("read", path, error))) from error
-    return [{**{name: ADDED[name] for name in older}, **row} for row in rows]
+    return rows

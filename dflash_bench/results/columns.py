@@ -6,7 +6,7 @@ of many runs can form one table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ from dflash_bench.results.identity import (
     columns_of_method,
     columns_of_run,
     columns_of_suite,
-    settings_of,
 )
 
+SCHEMA = "schema"
+"""The key of the schema version, in `run.json`, parts and baselines."""
+UNRELEASED = "schema_version"
+"""The key that it had before version 1.0."""
+MEASURE_AGAIN = "measure it again with dflash-bench run"
 # fmt: off
 COLUMNS = {
     "suite": "string", "suite_version": "int32", "prompt_id": "string", "prompt_hash": "string",
@@ -48,31 +52,7 @@ COLUMNS = {
     "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
     "clock_rounds": "int32", "clock_passes": "int32",
 }
-SINCE_2 = (
-    "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
-)
-SINCE_3 = (
-    "run_id", "model", "target", "dtype", "device", "engine", "method_name", "method_options", "draft",
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "thinking", "seed", "concurrency", "source",
-    "drafted_ids", "drafted_parents", "num_thinking_tokens", "start_s", "end_s",
-)
-SINCE_6 = (
-    "num_hidden_tokens", "num_first_tokens", "num_cached_tokens", "total_rounds", "total_drafted", "total_accepted",
-    "counted_by", "uncounted", "rate",
-)
-SINCE_8 = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
 # fmt: on
-SINCE = (
-    dict.fromkeys(SINCE_2, 2)
-    | dict.fromkeys(SINCE_3, 3)
-    | {"context": 4, "quantize": 5}
-    | dict.fromkeys(SINCE_6, 6)
-    | {"worker": 7}
-    | dict.fromkeys(SINCE_8, 8)
-)
-"""The schema version that introduced a column; in parts of an older one it reads as null."""
-UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
-"""Columns of schema 1 that are no longer read: the engine was its own judge then."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},
     "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
@@ -81,42 +61,17 @@ PLACES = {
 FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "settings", *PLACES))
 
 
-def schema(version: int | None = None, nullable: bool = False) -> Any:
-    """The Arrow schema, by default the newest.
-
-    Lists hold no nulls, but files of the first runs declared that they might (`nullable`).
-    """
+def schema() -> Any:
+    """The Arrow schema of a part; its lists hold no nulls."""
     import pyarrow as pa
 
-    version = SCHEMA_VERSION if version is None else version
-    kinds = {name: kind for name, kind in COLUMNS.items() if SINCE.get(name, 1) <= version}
-    kinds |= UNTIL if version == 1 else {}
-    columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in kinds.items()}
+    columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
     lists = {
-        name: pa.list_(pa.field("element", columns[name], nullable=nullable))
-        for name, kind in kinds.items()
+        name: pa.list_(pa.field("element", columns[name], nullable=False))
+        for name, kind in COLUMNS.items()
         if kind.startswith("list")
     }
-    return pa.schema(columns | lists, metadata={"schema_version": str(version)})
-
-
-def upgraded(table: Any, names: Sequence[str], identity: Identity | None) -> Any:
-    """These columns of a table. One that its schema is too old to have holds what the identity says, else null."""
-    import pyarrow as pa
-
-    newest = schema()
-    missing = [name for name in names if name not in table.schema.names]
-    constants = _constants(identity) if identity is not None and missing else {}
-    for name in missing:
-        value = pa.scalar(constants.get(name), newest.field(name).type)
-        table = table.append_column(newest.field(name), pa.repeat(value, len(table)))
-    return table.select(names)
-
-
-def _constants(identity: Identity) -> dict[str, Any]:
-    """Columns with the same value in all rows of the run, and that value."""
-    run_settings = settings_of(identity)
-    return columns_of_run(identity) | (asdict(run_settings[0]) if len(run_settings) == 1 else {})
+    return pa.schema(columns | lists, metadata={SCHEMA: str(SCHEMA_VERSION)})
 
 
 def leaf(name: str) -> str:
@@ -125,7 +80,7 @@ def leaf(name: str) -> str:
 
 
 def to_table(records: Sequence[Record], identity: Identity) -> Any:
-    """Records as an Arrow table in the newest schema; `identity` includes the run's id, as in the run's parts."""
+    """Records as an Arrow table; `identity` includes the run's id, as in the run's parts."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([_row(record, identity) for record in records], schema())
@@ -161,8 +116,13 @@ def _divergence(row: dict[str, Any], place: str) -> Divergence | None:
     return None if values["index"] is None else Divergence(**values)
 
 
-def refuse_newer(path: Path, schema_version: int) -> None:
-    if schema_version > SCHEMA_VERSION:
-        raise UserError(
-            f"{path} has schema {schema_version}, but this version reads up to {SCHEMA_VERSION}; update dflash-bench"
-        )
+def refuse_other_schema(path: Path, versions: Mapping[str, Any], remedy: str) -> None:
+    """`versions` is what the file holds under its keys. Raises UserError if this version cannot read it."""
+    version = versions.get(SCHEMA)
+    if version == SCHEMA_VERSION and not isinstance(version, bool):
+        return
+    if UNRELEASED in versions:
+        raise UserError(f"{path} was written before version 1.0, whose files are not read any more; {remedy}")
+    raise UserError(
+        f"{path} has schema {version!r}, but this version reads up to {SCHEMA_VERSION}; update dflash-bench"
+    )

@@ -26,11 +26,7 @@ OF_SAMPLING = ("top_k", "top_p", "min_p")
 
 def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, ...]:
     """All settings of a run. Raises UserError if the identity, read from `where`, lists none or one twice."""
-    if "settings" not in identity:  # schema 1 and 2
-        if "temperature" not in identity:
-            raise UserError(f"{where} has neither settings nor a temperature; restore the original file")
-        return (Settings(float(identity["temperature"]), thinking=identity.get("thinking")),)
-    run_settings = tuple(_settings(entry) for entry in identity["settings"])
+    run_settings = tuple(Settings(**{name: entry[name] for name in NAMES}) for entry in identity.get("settings", ()))
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
     alike = [
@@ -39,13 +35,6 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
     if alike:
         raise UserError(f"{where} lists two settings that print alike ({alike[0]}), whose rows nothing tells apart")
     return run_settings
-
-
-def _settings(entry: Mapping[str, Any]) -> Settings:
-    """Before schema 4 no prompt was padded, answers were decoded one at a time, and nothing said so; before 6, there
-    were no rates."""
-    stored: dict[str, Any] = {"concurrency": 1, "context": None, "rate": None, **entry}
-    return Settings(**{name: stored[name] for name in NAMES})
 
 
 def settings_to_json(run_settings: Sequence[Settings]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_bench.methods import is_lossy, name_of
-from dflash_bench.records import CEILINGS, SCHEMA_VERSION, is_greedy
+from dflash_bench.records import CEILINGS, is_greedy
 from dflash_bench.results import validity
 
 COLUMNS = (
@@ -26,8 +26,6 @@ COLUMNS = (
 SHARE, AT_LEAST_S = 1e-3, 1e-4
 """Two readings of one time agree within this share plus these seconds: rounds are stored in float32, and a GPU's clock
 is not the host's. The rounds of an answer follow each other without a gap, so nothing else is between them."""
-TILED_SINCE = 8
-"""The first schema version whose rounds begin where the one before ended; before, what lay between them was in none."""
 WHOLE_BLOCKS = ("dflash", "draft-model", "eagle3")
 """Methods that draft the same number of tokens in every round, unless they are told "auto"."""
 
@@ -41,7 +39,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What `run.json` says that rows can be held to. None where it does not, as before schema 8."""
+    """What `run.json` says that rows can be held to. None where it does not."""
 
     blocks: Mapping[str, Block]
     ceiling: float
@@ -79,7 +77,6 @@ class Rows:
 
     def __init__(self, batch: Any, facts: Facts) -> None:
         self.batch, self.facts, self.num = batch, facts, len(batch)
-        self.version = int((batch.schema.metadata or {}).get(b"schema_version", SCHEMA_VERSION))
 
     def seconds(self, name: str) -> Any:
         """NaN for null, [rows]."""
@@ -227,8 +224,6 @@ def _rounds_are_longer(rows: Rows) -> Any:
 
 
 def _rounds_are_shorter(rows: Rows) -> Any:
-    if rows.version < TILED_SINCE:
-        return np.zeros(rows.num, dtype=bool)
     # An answer without a round takes no time to decode, which `validity` sees to.
     known = rows.lengths("round_s") > 0
     return known & (_least(rows.seconds("decode_s")) > _in_rounds(rows))
@@ -264,7 +259,7 @@ def _longer_than_its_interval(rows: Rows) -> Any:
 
 def _shorter_than_its_interval(rows: Rows) -> Any:
     """Of answers decoded among others here: they begin with the prompt's first pass and end with the last round."""
-    if not rows.facts.is_engine or rows.version < TILED_SINCE:
+    if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
     is_shared = (np.nan_to_num(rows.seconds("concurrency"), nan=1.0) > 1) | ~np.isnan(rows.seconds("rate"))
     between = rows.seconds("end_s") - rows.seconds("start_s")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from dflash_bench.results.identity import settings_of
-from dflash_bench.results.plan import BASELINE, Asked, Plan
+from dflash_bench.results.plan import BASELINE, Plan
 from dflash_bench.results.witness import Rows
 
 
@@ -62,26 +60,3 @@ class Answers:
             twice = np.flatnonzero((answer >= 0) & (self.counts[answer] > 1))
         _, first = np.unique(answer[twice], return_index=True)
         return np.delete(twice, first)
-
-
-def derived_plan(identity: Mapping[str, Any], rows: Rows) -> Plan:
-    """For a run that recorded no plan: every prompt in its rows, by every method and in every repeat it mentions."""
-    prompts_of: dict[str, dict[str, tuple[int, str]]] = {}
-    columns = [rows.codes["suite"], rows.codes["prompt_id"], rows.codes["prompt_hash"], rows.turn]
-    triples, first, inverse = np.unique(np.stack(columns[:3]), axis=1, return_index=True, return_inverse=True)
-    turns = np.zeros(triples.shape[1], dtype=np.int64)
-    np.maximum.at(turns, inverse.ravel(), columns[3] + 1)
-    for triple in np.argsort(first):
-        suite, prompt_id, prompt_hash = (
-            rows.name(column, int(first[triple])) for column in ("suite", "prompt_id", "prompt_hash")
-        )
-        prompts_of.setdefault(suite, {}).setdefault(prompt_id, (max(int(turns[triple]), 1), prompt_hash))
-    methods = dict.fromkeys([BASELINE, *(identity.get("methods") or rows.names["method"])])
-    known = identity.get("suites")
-    prompts = {
-        suite: [Asked(prompt_id, *rest) for prompt_id, rest in prompts.items()]
-        for suite, prompts in prompts_of.items()
-        if not known or suite in known
-    }
-    repeats = int(identity.get("repeats") or rows.repeat.max(initial=0) + 1)
-    return Plan(tuple(methods), repeats, prompts, settings_of(identity))

@@ -2,14 +2,15 @@
 
 A part is numbered. A merged part covers a range of numbers, and as soon as it exists it replaces the parts of these
 numbers. Each part carries the identity of its run, so that rows can neither be moved to another run nor be passed off
-as made under other settings. The columns are those of `columns.COLUMNS`.
+as made under other settings; and its checksum was recorded when it was written. The columns are those of
+`columns.COLUMNS`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,22 @@ from dflash_bench.atomic import cannot, write_whole
 from dflash_bench.errors import UserError
 from dflash_bench.reading import require_file
 from dflash_bench.records import Record
-from dflash_bench.results.columns import COLUMNS, leaf, of_table, refuse_newer, schema, upgraded
+from dflash_bench.results import checksums
+from dflash_bench.results.columns import (
+    COLUMNS,
+    MEASURE_AGAIN,
+    SCHEMA,
+    UNRELEASED,
+    leaf,
+    of_table,
+    refuse_other_schema,
+    schema,
+)
 from dflash_bench.results.differences import differences
 from dflash_bench.results.identity import Identity
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
-IDENTITY_SINCE = 2
-"""The first schema version whose parts always carry the identity of their run."""
 
 
 class DamagedError(UserError):
@@ -47,7 +56,8 @@ def of(folder: Path) -> list[Path]:
 
 
 def write(table: Any, part: Path, identity: Identity) -> None:
-    """Writes a table in the newest schema, completely or not at all."""
+    """Writes a table, completely or not at all, and records its checksum."""
+    import pyarrow as pa
     from pyarrow import parquet
 
     # Times hardly repeat: stored byte by byte they take three quarters of a dictionary's space, and half the time to
@@ -60,7 +70,11 @@ def write(table: Any, part: Path, identity: Identity) -> None:
         "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
     }
     marked = table.replace_schema_metadata(table.schema.metadata | {"identity": json.dumps(identity, sort_keys=True)})
-    write_whole(part, lambda file: parquet.write_table(marked, file, **options))
+    sink = pa.BufferOutputStream()
+    parquet.write_table(marked, sink, **options)
+    content = memoryview(sink.getvalue())
+    checksums.add(part, content)
+    write_whole(part, lambda file: file.write(content))
 
 
 def batches(
@@ -68,16 +82,15 @@ def batches(
 ) -> Iterator[Any]:
     """Arrow record batches of these columns, one per row group, without the rows of the mask `left_out`, [rows].
 
-    Raises DamagedError; and UserError for a newer schema, or a part whose run has another `identity`.
+    Raises DamagedError; and UserError for another schema, or a part whose run has another `identity`.
 
     Arrow's own threads are switched off: all readers would share them, and two readers are faster with one each.
     """
     before = 0
     with _opened(part, identity) as file:
-        stored = [name for name in columns if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, stored, use_threads=False).combine_chunks()
-            for batch in upgraded(table, columns, identity).to_batches():
+            table = file.read_row_group(group, list(columns), use_threads=False).combine_chunks()
+            for batch in table.select(columns).to_batches():
                 yield batch if left_out is None else without(batch, left_out[before : before + len(batch)])
                 before += len(batch)
 
@@ -103,8 +116,8 @@ def name(first: int, last: int) -> str:
 
 
 @contextmanager
-def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
-    """An open part; errors while it is read are reported as damage to it."""
+def _opened(path: Path, identity: Identity | None = None, as_written: bool = True) -> Iterator[Any]:
+    """An open part; errors while it is read are reported as damage to it. `as_written`: is another one refused?"""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -115,17 +128,24 @@ def _opened(path: Path, identity: Identity | None = None) -> Iterator[Any]:
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             metadata = file.schema_arrow.metadata or {}
-            version = int(metadata.get(b"schema_version", 0))
-            refuse_newer(path, version)
-            if not any(file.schema_arrow.equals(schema(version, nullable)) for nullable in (False, True)):
+            if versions := _versions(metadata):
+                refuse_other_schema(path, versions, MEASURE_AGAIN)
+            if not versions or not file.schema_arrow.equals(schema()):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
             if not file.metadata.num_rows:
                 raise DamagedError(f"cannot read {path}: it holds no answers")
-            if identity is not None and (version >= IDENTITY_SINCE or b"identity" in metadata):
+            if identity is not None:
                 _refuse_other(path, json.loads(metadata.get(b"identity", b"{}")), identity)
+            if as_written and (why := checksums.why_other(path)):
+                raise DamagedError(f"cannot read {path}: {why}")
             yield file
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         raise DamagedError(str(cannot("read", path, error))) from error
+
+
+def _versions(metadata: Mapping[bytes, bytes]) -> dict[str, int]:
+    """What a part says of its schema; nothing if it is Parquet of another kind."""
+    return {name: int(metadata[name.encode()]) for name in (SCHEMA, UNRELEASED) if name.encode() in metadata}
 
 
 def _refuse_other(path: Path, then: Any, now: Identity) -> None:
@@ -137,9 +157,9 @@ def _refuse_other(path: Path, then: Any, now: Identity) -> None:
         )
 
 
-def read(part: Path, identity: Identity | None = None) -> Any:
-    with _opened(part, identity) as file:
-        return upgraded(file.read(), list(COLUMNS), identity).cast(schema())
+def read(part: Path, identity: Identity | None = None, as_written: bool = True) -> Any:
+    with _opened(part, identity, as_written) as file:
+        return file.read()
 
 
 def records(stored: Sequence[Path], identity: Identity) -> list[Record]:

@@ -76,13 +76,11 @@ class Plan:
         return AnswerPlace(suite, asked.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
 
 
-def recorded(info: Mapping[str, Any], where: str) -> Plan | None:
-    """The plan in the `run.json` at `where`; None if that is too old to have one. Raises UserError if it was edited."""
-    stored, expected = info.get("plan"), info["identity"].get("plan")
-    if (None if stored is None else sha256(stored)) != expected:
+def recorded(info: Mapping[str, Any], where: str) -> Plan:
+    """The plan in the `run.json` at `where`. Raises UserError if it was edited or is not there."""
+    stored = info.get("plan")
+    if stored is None or sha256(stored) != info["identity"].get("plan"):
         raise UserError(f"{where}: the plan is not the one the run was started with; restore the original file")
-    if stored is None:
-        return None
     plan = of_json(stored, settings_of(info["identity"], where), where)
     return _cut(plan, info["measured"], where) if "measured" in info else plan
 

@@ -12,7 +12,7 @@ from dflash_bench.atomic import write_whole
 from dflash_bench.errors import UserError
 from dflash_bench.results import plan as plans
 from dflash_bench.results import shape
-from dflash_bench.results.columns import refuse_newer
+from dflash_bench.results.columns import MEASURE_AGAIN, SCHEMA, UNRELEASED, refuse_other_schema
 from dflash_bench.results.differences import differences
 
 FILE = "run.json"
@@ -27,9 +27,9 @@ def read_info(folder: Path) -> Info:
         raise UserError(f"{folder} holds no run (no {FILE})")
     info: Any = reading.json_of(path)
     is_run = isinstance(info, dict) and isinstance(info.get("identity"), dict)
-    if not is_run or not isinstance(info.get("schema_version"), int):
+    if not is_run or not any(isinstance(info.get(name), int) for name in (SCHEMA, UNRELEASED)):
         raise UserError(f"cannot read {path}: not written by dflash-bench run")
-    refuse_newer(path, info["schema_version"])
+    refuse_other_schema(path, info, MEASURE_AGAIN)
     check_shape(shape.STORED, info, path)
     if "spoiled" in info:
         raise UserError(f"{folder} proves nothing: {info['spoiled']}; delete it, and run again")

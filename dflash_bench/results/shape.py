@@ -23,7 +23,7 @@ MACHINE: dict[str, Any] = {
     "cpu": (str, None),
     "gpus": [{"name": str}],
     "machine": str,
-    "packages": {"torch?": (str, None), ANY: (str, None)},
+    "packages": {"torch": (str, None), ANY: (str, None)},
     "python": str,
 }
 """The part of the environment that a baseline keeps."""
@@ -50,15 +50,14 @@ SETTINGS: dict[str, Any] = {
     "min_p": float,
     "repetition_penalty": float,
     "thinking": (bool, None),
-    "concurrency?": int,
-    "context?": (int, None),
-    "rate?": (float, None),
+    "concurrency": int,
+    "context": (int, None),
+    "rate": (float, None),
 }
 IDENTITY: dict[str, Any] = {
     "model": str,
     "target?": (str, None),
-    "temperature?": float,
-    "settings?": [SETTINGS],
+    "settings": [SETTINGS],
     "dtype": str,
     "methods?": {ANY: {"name": str, "draft?": (str, None), "options?": dict, "num_drafts": (int, None)}},
     "drafts?": {ANY: {"name?": str, "trained_thinking?": (bool, None), "verifier?": (str, None)}},
@@ -70,7 +69,6 @@ IDENTITY: dict[str, Any] = {
     "context_length?": int,
     "seed?": (int, None),
     "repeats?": int,
-    "thinking?": (bool, None),
     "attention?": (str, None),
     "quantize?": (str, None),
     "device?": (str, None),
@@ -124,7 +122,7 @@ FORWARDS: dict[str, Any] = {
 }
 """What forwards of several widths took when the run began."""
 STORED: dict[str, Any] = {
-    "schema_version": int,
+    "schema": int,
     "run_id?": str,
     "identity": dict,
     "state?": str,

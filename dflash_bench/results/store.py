@@ -28,7 +28,7 @@ import numpy as np
 from dflash_bench.atomic import cannot, sync
 from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Record, Settings
-from dflash_bench.results import asked, columns, laws, parts, run_json, spans, texts, whole
+from dflash_bench.results import asked, checksums, columns, laws, parts, run_json, spans, texts, whole
 from dflash_bench.results.identity import settings_numbers, settings_of
 from dflash_bench.results.laws import Facts
 from dflash_bench.results.run_json import Info, carried, read_info, write_info
@@ -62,7 +62,7 @@ def check_resumable(folder: Path) -> None:
 def create(folder: Path, info: Mapping[str, Any]) -> Run:
     """`info["identity"]` decides results, `info["plan"]` lists the answers to make; the rest describes the run."""
     check_new(folder)
-    stored = {"schema_version": SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_json.normalised(info)
+    stored = {columns.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_json.normalised(info)
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)
@@ -160,25 +160,29 @@ class Run(AbstractContextManager["Run"]):
 
         current = parts.of(self.folder)
         replaced = sorted(set(self.folder.glob(parts.PARTS)) - set(current))
-        tables = [parts.read(part, self.identity) for part in (*current, *replaced)]
+        tables = {part: parts.read(part, self.identity, as_written=False) for part in (*current, *replaced)}
         if "plan" not in info or not tables:
             self._leave_only(current)
             return
-        # A merged part holds all answers of those it replaces. If it was edited and does not, theirs are kept.
+        num_before = sum(len(tables[part]) for part in current)
+        # A merged part holds all answers of those it replaces. If it was edited and does not, theirs are kept. Nothing
+        # is taken from a part that this run did not write, however possible its rows are.
+        sound = [part for part in tables if checksums.why_other(part) is None]
         run_settings = settings_of(info["identity"])
-        witnesses = [witness(table.combine_chunks().to_batches(), run_settings, self._facts) for table in tables]
-        surplus = whole.account(info, str(self.folder / run_json.FILE), witnesses).surplus
-        kept = [parts.without(table, mask) for table, mask in zip(tables, surplus, strict=True)]
-        mended = pa.concat_tables(kept)
+        batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
+        witnesses = [witness(batches, run_settings, self._facts) for batches in batches_of.values()]
+        surplus = whole.account(info, str(self.folder / run_json.FILE), witnesses).surplus if witnesses else ()
+        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
+        mended = pa.concat_tables(kept.values()) if kept else columns.schema().empty_table()
         orphans = _orphans(mended, run_settings, info["plan"]["methods"][0])
-        orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
-        num_before, num_rescued = sum(map(len, tables[: len(current)])), sum(map(len, kept[len(current) :]))
+orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
+        num_rescued = sum(len(table) for part, table in kept.items() if part in replaced)
         self.num_dropped = num_before + num_rescued - len(mended) + int(orphans.sum())
         if not self.num_dropped and not num_rescued:
             self._leave_only(current)
             return
         mended = parts.without(mended, orphans)
-        spans = [parts.span(part) for part in (*current, *replaced)]
+        spans = [parts.span(part) for part in tables]
         only = self.folder / parts.name(min(first for first, _ in spans), max(last for _, last in spans))
         if len(mended):
             parts.write(mended, only, self.identity)
@@ -187,6 +191,7 @@ class Run(AbstractContextManager["Run"]):
     def _leave_only(self, kept: Sequence[Path]) -> None:
         for part in set(self.folder.glob(parts.PARTS)) - set(kept):
             part.unlink()
+        checksums.keep_only(self.folder, kept)
 
     def append(self, records: Sequence[Record]) -> None:
         """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
@@ -239,6 +244,7 @@ class Run(AbstractContextManager["Run"]):
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         self._merge(MERGED_AT_THE_END)
+        checksums.keep_only(self.folder, parts.of(self.folder))
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
         sums = spans.of_run(self.seconds(), list(self.stored.values()))
         write_info(self.folder, read_info(self.folder) | finished | sums | dict(updates))

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dflash_bench.records import CLOCK_S, CLOCK_SHARE, SCHEMA_VERSION, Exactness, FinishReason
+from dflash_bench.records import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason
 
 COUNTS = ("drafted", "accepted", "emitted")
 SECONDS = ("draft_s", "verify_s", "round_s")
@@ -129,8 +129,7 @@ def _verdict(batch: Any, name: str, succeeded: Any) -> Iterator[tuple[str, Any]]
         f"{name} is exact but has a place of divergence, or the reverse",
         has_verdict & (_known(place) == is_exact),
     )
-    # Of the verdicts of schema 1 only the place is still read.
-    if int((batch.schema.metadata or {}).get(b"schema_version", SCHEMA_VERSION)) > 1 and has_verdict.any():
+    if has_verdict.any():
         gaps, tolerances = (column.fill_null(np.inf).to_numpy(zero_copy_only=False) for column in (gap, tolerance))
         explained = (gaps <= tolerances) & _known(gap) & _known(tolerance)
         yield f"{name} contradicts its gap and tolerance", has_verdict & ~is_exact & (explained != is_tie)

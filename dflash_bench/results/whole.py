@@ -16,7 +16,7 @@ from dflash_bench.records import CODE_SCORERS, Settings
 from dflash_bench.results import plan as plans
 from dflash_bench.results import spans
 from dflash_bench.results.identity import short_names
-from dflash_bench.results.numbering import Answers, derived_plan
+from dflash_bench.results.numbering import Answers
 from dflash_bench.results.plan import Plan
 from dflash_bench.results.witness import Rows, Witness, mask
 
@@ -59,15 +59,14 @@ class Account:
 def account(info: Mapping[str, Any], where: str, witnesses: Sequence[Witness]) -> Account:
     """`info` is the content of the `run.json` at `where`. Raises UserError if its plan is not valid."""
     rows = Rows(witnesses)
-    identity, stored = info["identity"], plans.recorded(info, where)
-    plan = derived_plan(identity, rows) if stored is None else stored
+    identity, plan = info["identity"], plans.recorded(info, where)
     plans.refuse_size(plan, where)
     answers = Answers(plan, rows)
     faults = [*_faults_of_parts(witnesses), *_contradictions(identity, plan.settings, answers, rows)]
     faults += _unscored(identity, answers, rows)
     out_of_place = mask(answers.second, rows.num) | mask(answers.foreign, rows.num)
     faults += spans.faults(info, plan.settings, rows, ~out_of_place)
-    flaws = [*_missing(plan, answers), *(_prompts_off_count(identity, plan) if stored is None else ())]
+    flaws = [*_missing(plan, answers)]
     if not flaws and not out_of_place.any() and not any(len(which) for _, which in faults):
         # Whatever is wrong with a row changes the sums, and is told by its own name.
         faults += spans.off_sums(info, rows)
@@ -89,16 +88,6 @@ def in_words(flaws: Sequence[Flaw]) -> str:
     more = len(flaws) - MOST_NAMED
     first = "; ".join(map(str, flaws[:MOST_NAMED]))
     return f"{first}; and {more} more like it" if more > 0 else first
-
-
-def _prompts_off_count(identity: Mapping[str, Any], plan: Plan) -> Iterator[Flaw]:
-    """For a run without a stored plan: suites with more or fewer prompts than the identity counts."""
-    for suite, known in (identity.get("suites") or {}).items():
-        num, wanted = len(plan.prompts.get(suite, ())), known["prompts"]
-        if num < wanted:
-            yield Flaw("unfinished", suite, "", wanted - num, f"{wanted - num} of {wanted} prompts missing")
-        elif num > wanted:
-            yield Flaw("foreign", suite, "", num - wanted, f"{num} prompts, but the run asked {wanted}")
 
 
 def _missing(plan: Plan, answers: Answers) -> Iterator[Flaw]:

@@ -13,7 +13,7 @@ from typing import Any
 from dflash_bench import environment
 from dflash_bench.errors import UserError
 from dflash_bench.models.reading_texts import decoder_of
-from dflash_bench.records import SCHEMA_VERSION, Generation, Settings
+from dflash_bench.records import Generation, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_json import read_info
@@ -248,7 +248,6 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Pre
 def _identity(resolved: Resolved, plan: Plan, backend: Described, prepared: Prepared) -> dict[str, Any]:
     """What decides the answers: a run is continued only under the same."""
     return {
-        "schema_version": SCHEMA_VERSION,
         "model": resolved.request.name,
         "suites": {loaded.suite.name: _identity_of_suite(loaded, prepared) for loaded in resolved.suites},
         "max_new_tokens": resolved.max_new_tokens,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT, frame_of, histogram_of
+from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, planned
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
@@ -26,7 +26,7 @@ PLAIN = [row for row in UNEVEN if row.method == "ar"]
 
 
 def summarise(records: list[Record]) -> list[Cell]:
-    return metrics.summarise(frame_of(records), {"temperature": 0.0})
+    return metrics.summarise(frame_of(records), GREEDILY)
 
 
 def figure(figure_id: str, records: list[Record]) -> float | None:
@@ -187,7 +187,7 @@ def test_cells_come_as_they_appear_with_the_baseline_first() -> None:
 def test_methods_that_take_turns_stand_in_one_order_in_every_slice() -> None:
     turns = [("dflash", "eagle3", "ar"), ("eagle3", "ar", "dflash")]
     rows = [record(method, str(turn), generation([1], 1), turn=turn) for turn in (0, 1) for method in turns[turn]]
-    cells = metrics.summarise(frame_of(rows, by="turn"), {"temperature": 0.0})
+    cells = metrics.summarise(frame_of(rows, by="turn"), GREEDILY)
     assert [(c.slice, c.method) for c in cells] == [
         (slice_, method) for slice_ in ("turn 1", "turn 2") for method in ("ar", "dflash", "eagle3")
     ]
@@ -248,8 +248,10 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
     hidden = record("server", "a", generation(None), **verdict)
     parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
-    identity = {"model": "nano", "temperature": 0.0, "dtype": "float32"}
-    with store.create(tmp_path / "run", {"identity": identity, "environment": ENVIRONMENT, "command": ""}) as run:
+    identity = {"model": "nano", "dtype": "float32"} | GREEDILY
+    plan = planned([row for part in parts for row in part])
+    info = {"identity": identity, "plan": plan, "environment": ENVIRONMENT, "command": ""}
+    with store.create(tmp_path / "run", info) as run:
         for part in parts:
             run.append(part)
         run.mark_finished({})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import answers, frame_of, stored
+from runs import GREEDILY, answers, frame_of, stored
 
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
@@ -32,7 +32,7 @@ def rows(wrong: int, righted: int = 0, method: str = "dflash") -> list[Record]:
 
 def said(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[str]:
     frame = frame_of(records)
-    found = findings(frame, summarise(frame, {"temperature": 0.0}), {"temperature": 0.0, **(identity or {})})
+    found = findings(frame, summarise(frame, GREEDILY), GREEDILY | (identity or {}))
     return [f"{one.text} -> {one.remedy}" for one in found if one.kind == "worse_answers"]
 
 

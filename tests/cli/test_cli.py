@@ -336,7 +336,6 @@ NO_EFFECT = {
     "--suite gsm8k --temperature 1 --min-p nan": "--min-p takes a number, or several with commas between them, not nan",
     "--suite gsm8k --repetition-penalty 1": "--repetition-penalty is a number above 0 other than 1",
     "--suite gsm8k --thinking maybe": "unknown mode of thinking 'maybe'",
-    "--suite gsm8k --no-thinking": "--no-thinking is now written --thinking off",
 }
 
 

@@ -183,7 +183,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
         stored(tmp_path / "run", answers())
     assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")
     info = json.loads((tmp_path / "run" / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps(info | {"schema_version": SCHEMA_VERSION}))
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info | {"schema": SCHEMA_VERSION}))
     assert "part-000000.parquet has schema" in told(main, "run", "--allow", "damaged")
 
 
@@ -204,7 +204,7 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"schema_version": "1"}, "cannot read run/run.json: not written by dflash-bench run"),
+        ({"schema": "1"}, "cannot read run/run.json: not written by dflash-bench run"),
         ({"identity": []}, "cannot read run/run.json: not written by dflash-bench run"),
         ({"environment": None}, "run/run.json is not as dflash-bench run wrote it: environment is missing"),
         ({"command": None}, "run/run.json is not as dflash-bench run wrote it: command is missing"),

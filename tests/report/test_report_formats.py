@@ -168,7 +168,7 @@ def test_a_run_of_failures_only(tmp_path: Path, main: Main) -> None:
 
 def test_a_schema_from_later(run: Path, main: Main) -> None:
     path = run / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 99}))
     assert_refused(main("report", "run"), "has schema 99", "update dflash-bench")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import fake
 import pytest
+from runs import listed
 
 from dflash_bench.engine.generations import Decoded
 from dflash_bench.engine.local import LocalBackend
@@ -59,6 +60,7 @@ def edited(run: Path, change: Callable[[Row], Row], is_meant: Callable[[Row], bo
             row.update(change(row) | dict.fromkeys(validity.CLOCK))
             num += 1
         parquet.write_table(arrow.Table.from_pylist(rows, table.schema), part)
+    listed(run)
     return num
 
 

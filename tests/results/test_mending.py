@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, install, main
+from runs import listed
 from test_whole import rewritten, without
 
 from dflash_bench.records import Record
 from dflash_bench.results import store
-from dflash_bench.results.columns import SINCE_8
 from dflash_bench.results.run_json import read_info
+from dflash_bench.results.validity import CLOCK
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -56,7 +58,7 @@ def run(finished: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def what_matters(records: list[Record]) -> list[Record]:
     """In the order of the run, and without its clock."""
-    clocks = {name: None for name in ("start_s", "end_s", *SINCE_8) if name != "clock_rounds"}
+    clocks = {name: None for name in ("start_s", "end_s", *CLOCK) if name != "clock_rounds"}
     untimed = [replace(row, **clocks) for row in records]
     return sorted(untimed, key=lambda row: row.order)
 
@@ -69,23 +71,33 @@ def merge(run: Path) -> None:
 
 def keep_a_copy(run: Path) -> None:
     shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet")
+    listed(run)
 
 
 def merge_and_keep_a_copy(run: Path) -> None:
     merge(run)
     (part,) = run.glob("part-*")
     shutil.copy(part, run / "part-000100-000200.parquet")
+    listed(run)
 
 
 def hide(run: Path) -> None:
     """A bogus merged part stands for what it does not hold."""
     shutil.copy(run / "part-000005.parquet", run / "part-000000-000008.parquet")
+    listed(run)
 
 
 def change(**values: Any) -> Callable[[Path], None]:
     return lambda run: rewritten(
         run / "part-000001.parquet", lambda row: row | (values if row["method"] == "dflash" else {})
     )
+
+
+def edited(part: Path) -> None:
+    """So that no law is broken, and the checksum is as it was."""
+    rewritten(part, lambda row: row | {"category": "another"})
+    ledger = part.with_name("parts.sha256")
+    ledger.write_text(re.sub(rf".*  {part.name}", f"{'0' * 64}  {part.name}", ledger.read_text()))
 
 
 TAMPERED: dict[str, tuple[Callable[[Path], object], int]] = {
@@ -100,7 +112,14 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], int]] = {
     "a foreign prompt": (lambda run: rewritten(run / "part-000000.parquet", lambda row: row | {"prompt_id": "x"}), 4),
     "a row of NaN": (change(decode_s=float("nan")), 1),
     "a row of another verdict": (change(exactness="fine"), 1),
-}
+    "a part that was edited": (lambda run: edited(run / "part-000001.parquet"), 1),
+    "a part that the run did not write": (
+        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet"), 0,
+    ),
+    "a part that hides others, and that the run did not write": (
+        lambda run: shutil.copy(run / "part-000005.parquet", run / "part-000000-000008.parquet"), 0,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", TAMPERED)
@@ -112,7 +131,8 @@ def test_a_run_that_was_tampered_with_is_mended_by_resume(
     assert len(before) == NUM_ANSWERS
     tamper(run)
     capsys.readouterr()
-    assert main(monkeypatch, "check", "run") == (2 if what == "no part at all" else 1)
+    is_refused = what == "no part at all" or what.endswith(("edited", "did not write"))
+    assert main(monkeypatch, "check", "run") == (2 if is_refused else 1)
     code, backend = go(monkeypatch, "--resume")
     assert code == 0
     # Where anything was missing in a suite, its methods are warmed up; a plain answer may be a control.

@@ -12,25 +12,24 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, plain, record
-from runs import SUITES, answers, changed, failing, stored
+from runs import SUITES, answers, changed, failing, listed, stored
 
-from dflash_bench.records import Record
 from dflash_bench.results import frame, parts
-from dflash_bench.results.columns import SINCE
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
 
 
 def rewritten(part: Path, change: Callable[[Any], Any]) -> None:
-    """A part whose rows were changed by hand, its metadata as they were."""
+    """A part whose rows were changed by hand, its metadata as they were, and its checksum made to fit."""
     parquet = import_module("pyarrow.parquet")
     table = parquet.read_table(part)
     rows = [change(dict(row)) for row in table.to_pylist()]
     parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+    listed(part.parent)
 
 
-def edited(run: Path, *path: str, to: Any) -> None:
+def edited(run: Path, *path: str | int, to: Any) -> None:
     """A value of `run.json` was changed by hand."""
     info = json.loads((run / "run.json").read_text())
     place = info
@@ -62,7 +61,12 @@ def delete_a_part(run: Path) -> None:
 
 
 def copy_a_part(run: Path) -> None:
-    shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet")
+    copied(run, "part-000099.parquet")
+
+
+def copied(run: Path, name: str) -> None:
+    shutil.copy(run / "part-000000.parquet", run / name)
+    listed(run)
 
 
 def without(**place: str) -> Callable[[Path], None]:
@@ -76,6 +80,7 @@ def without(**place: str) -> Callable[[Path], None]:
             parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
             if not rows:
                 part.unlink()
+        listed(run)
 
     return remove
 
@@ -100,12 +105,12 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] =
          ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a merged part copied": (
-        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000050-000060.parquet"),
+        lambda run: copied(run, "part-000050-000060.parquet"),
         [("ar", "doubled", "5 answers twice, first p000"),
          ("dflash", "doubled", "5 answers twice, first p000")],
     ),
     "a part hidden by a bogus merged one": (
-        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000001-000002.parquet"),
+        lambda run: copied(run, "part-000001-000002.parquet"),
         [("ar", "unfinished", "10 of 24 answers missing, first p005"),
          ("dflash", "unfinished", "10 of 24 answers missing, first p005"),
          ("ar", "doubled", "5 answers twice, first p000"),
@@ -198,47 +203,70 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
     assert frame.read(tmp_path / "long").flaws == ()
 
 
-# Old runs, which recorded no plan
+# Of the checksums
 
 
-def old(folder: Path, records: list[Record], **identity: Any) -> Path:
-    """A run without a plan, whose parts say nothing of an identity."""
-    run = stored(folder, records, **identity)
-    info = json.loads((run / "run.json").read_text())
-    del info["plan"], info["identity"]["plan"]
-    (run / "run.json").write_text(json.dumps(info | {"schema_version": 1}))
+UNLIKE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an edited part": (
+        lambda run: _renamed_category(run / "part-000000.parquet"),
+        "000000.parquet: it was changed after it was written",
+    ),
+    "a copied part": (
+        lambda run: shutil.copy(run / "part-000000.parquet", run / "part-000099.parquet"),
+        "000099.parquet: parts.sha256 does not list it, so this run did not write it",
+    ),
+    "two parts that changed places": (
+        lambda run: _swapped(run / "part-000000.parquet", run / "part-000001.parquet"),
+        "000000.parquet: it was changed after it was written",
+    ),
+    "no checksums": (lambda run: (run / "parts.sha256").unlink(), "run has no parts.sha256"),
+    "a checksum that is gone": (
+        lambda run: _without_first_line(run / "parts.sha256"), "000000.parquet: parts.sha256 does not list it",
+    ),
+}  # fmt: skip
+
+
+def _renamed_category(part: Path) -> None:
+    """No law is broken by that."""
     parquet = import_module("pyarrow.parquet")
-    gone = [name for name, version in SINCE.items() if version > 1]
-    for part in parts.of(run):
-        table = parquet.read_table(part).drop_columns(gone)
-        for name in ("divergence_margin", "divergence_drift"):
-            table = table.append_column(name, import_module("pyarrow").nulls(len(table), "double"))
-        parquet.write_table(table.replace_schema_metadata({"schema_version": "1"}), part)
-    return run
+    table = parquet.read_table(part)
+    rows = [row | {"category": "another"} for row in table.to_pylist()]
+    parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
 
 
-def test_an_old_run_is_held_to_what_it_tells(tmp_path: Path, main: Main) -> None:
-    run = old(tmp_path / "run", answers())
-    assert main("check", "run")[0] == 0
-    rewritten(run / "part-000000.parquet", lambda row: row | ({"method": "eagle3"} if is_second(row) else {}))
-    assert failed_checks(main) == [
-        ("dflash", "unfinished", "1 of 24 answers missing, first p000"),
-        ("eagle3", "foreign", "1 answer not in the plan, first p000"),
-    ]
-    shutil.rmtree(run)
-    delete_a_part(old(tmp_path / "run", answers()))
-    assert failed_checks(main) == [("", "unfinished", "5 of 24 prompts missing")]
-    shutil.rmtree(run)
-    copy_a_part(old(tmp_path / "run", answers()))
-    assert [kind for _, kind, _ in failed_checks(main)] == ["doubled", "doubled"]
+def _swapped(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def _without_first_line(path: Path) -> None:
+    path.write_text(path.read_text().partition("\n")[2])
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_part_that_the_run_did_not_write_is_refused_by_name_by_all(what: str, run: Path, main: Main) -> None:
+    tamper, told = UNLIKE[what]
+    tamper(run)
+    assert_refused_by_all(main, told)
+    code, out, err = main("check", "run")
+    assert (code, out, err.count("\n")) == (2, "", 1) and told in err
+
+
+def test_the_checksums_are_those_of_sha256sum(run: Path) -> None:
+    names = [line.split("  ")[1] for line in (run / "parts.sha256").read_text().splitlines()]
+    assert names == sorted(part.name for part in run.glob("part-*"))
+    before = (run / "parts.sha256").read_text()
+    listed(run)
+    assert (run / "parts.sha256").read_text() == before
 
 
 # What decides the answers
 
 
-EDITED: dict[str, tuple[tuple[str, ...], Any, str]] = {
+EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "scorer": (("identity", "suites", "gsm8k", "scorer"), "none", 'suites.gsm8k.scorer was "gsm8k_number", now "none"'),
-    "temperature": (("identity", "temperature"), 1.0, "temperature was 0.0, now 1.0"),
+    "temperature": (("identity", "settings", 0, "temperature"), 1.0, "settings.temperature was 0.0, now 1.0"),
     "dtype": (("identity", "dtype"), "bfloat16", 'dtype was "float32", now "bfloat16"'),
     "methods": (("identity", "methods", "dflash", "num_drafts"), 15, "methods.dflash.num_drafts was 4, now 15"),
     "revision": (("identity", "revisions", "target"), "t2", 'revisions.target was "t1", now "t2"'),

@@ -23,9 +23,8 @@ from dflash_bench.report import plots, read_document
 from dflash_bench.report.answers import read_answers
 from dflash_bench.report.contexts import by_context
 from dflash_bench.report.plots.material import Material
-from dflash_bench.results import asked, columns, frame, store
-from dflash_bench.results.identity import settings_of, settings_to_json, short_names
-from dflash_bench.results.run_json import read_info
+from dflash_bench.results import asked, frame, store
+from dflash_bench.results.identity import settings_to_json, short_names
 from dflash_bench.run import contexts, sweeping
 from dflash_bench.run.items import Plan, asked_of
 from dflash_bench.run.request import Request
@@ -340,50 +339,6 @@ def test_runs_behind_other_texts_are_not_compared(tmp_path: Path, main: Main) ->
     assert "prompts: what stands before gsm8k at context 256" in told and "--allow prompts" in told
     assert main("compare", "a", "b", "--allow", "prompts")[0] == 0
     assert "prompts: context 4096 and 256" in main("compare", "c", "d")[2]
-
-
-# Older runs
-
-
-def test_a_run_of_schema_3_is_read_without_a_context(tmp_path: Path, main: Main) -> None:
-    run = stored(tmp_path / "run", answers(4), settings=settings_to_json([NONE]))
-    as_of_schema_3(run)
-    info, records = store.load(run)
-    assert settings_of(info["identity"]) == (NONE,)
-    assert {row.settings for row in records} == {NONE}
-    assert "context" not in main("report", "run")[1]
-    at_contexts(tmp_path / "now", NONE)
-    assert main("compare", "run", "now")[0] == 0
-
-
-def as_of_schema_3(run: Path) -> None:
-    """The same run as an earlier version wrote it: no column, no setting, no text before prompts."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    path = run / "run.json"
-    info = read_info(run)
-    info["schema_version"] = 3
-    for one in info["identity"]["settings"]:
-        del one["context"]
-    path.write_text(json.dumps(info))
-    identity = json.dumps({**info["identity"], "run_id": info["run_id"]}, sort_keys=True)
-    for part in run.glob("part-*.parquet"):
-        table = parquet.read_table(part).select(columns.schema(3).names).cast(columns.schema(3))
-        metadata = {**columns.schema(3).metadata, b"identity": identity.encode()}
-        parquet.write_table(table.replace_schema_metadata(metadata), part)
-    assert "context" not in pa.schema(columns.schema(3)).names
-
-
-def test_prompts_that_an_earlier_version_kept_are_read(tmp_path: Path) -> None:
-    from pyarrow import parquet
-
-    rows = asked_of(plan_of(loaded(*prompts(2)), NONE))
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
-        run.keep_prompts(rows)
-    path = tmp_path / "run" / asked.FILE
-    parquet.write_table(parquet.read_table(path).drop_columns(["paddings"]), path)
-    assert asked.read(tmp_path / "run") == rows
 
 
 def test_too_many_answers_at_a_time_are_refused_with_the_number_that_fits(

@@ -12,7 +12,7 @@ from fake import FakeBackend, other_tokens
 
 from dflash_bench.records import Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import store
-from dflash_bench.results.columns import SINCE_8
+from dflash_bench.results.validity import CLOCK
 from dflash_bench.run import runner
 from dflash_bench.run.items import Plan, Watcher
 from dflash_bench.tasks import scoring
@@ -260,7 +260,7 @@ class Stop(BaseException):
 
 def comparable(records: list[Record]) -> list[Record]:
     """In the order of the run, and without its clock."""
-    clocks = {name: None for name in ("start_s", "end_s", *SINCE_8) if name != "clock_rounds"}
+    clocks = {name: None for name in ("start_s", "end_s", *CLOCK) if name != "clock_rounds"}
     untimed = [replace(row, **clocks) for row in records]
     return sorted(untimed, key=lambda row: row.order)
 

@@ -12,7 +12,7 @@ import pyarrow.dataset
 import pytest
 from fake import FakeBackend, other_tokens
 from rows import drafted, generation, pair, plain
-from runs import answers, frame_of, in_time, slower, stored
+from runs import answers, frame_of, listed, slower, stored
 from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench import methods
@@ -24,13 +24,12 @@ from dflash_bench.report import plots, read_document
 from dflash_bench.report.compared import compared
 from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
-from dflash_bench.results.identity import settings_of, settings_to_json, short_names
+from dflash_bench.results.identity import settings_to_json, short_names
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run.items import Plan
 
 Main = Callable[..., tuple[int, str, str]]
 GREEDY, SAMPLED = Settings(0.0, thinking=False), Settings(1.0, top_p=0.9, thinking=False)
-OLD = Path(__file__).parents[1] / "data" / "schema2"
 
 
 def both(seed: int = 0, **changes: Any) -> list[Record]:
@@ -59,6 +58,7 @@ def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     part = run / "part-000000.parquet"
     table = parquet.read_table(part)
     parquet.write_table(pa.Table.from_pylist(list(map(change, table.to_pylist())), table.schema), part)
+    listed(run)
 
 
 # Names
@@ -174,7 +174,6 @@ def test_prompts_stand_once_beside_the_parts(tmp_path: Path) -> None:
     assert asked.read(tmp_path / "run") == rows
     assert rows[1]["turns"] == ["question 1", "and then? 1"]
     assert rows[1]["opening"] == [{"role": "system", "content": "be brief"}]
-    assert asked.read(OLD) == []
     (tmp_path / "run" / "prompts.parquet").write_bytes(b"PAR1")
     with pytest.raises(Exception, match=r"cannot read .*prompts\.parquet"):
         asked.read(tmp_path / "run")
@@ -371,47 +370,8 @@ def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, m
     assert "not compared with the plain answer" in main("report", "run")[2]
 
 
-# Older runs
-
-
-def test_a_run_of_schema_2_is_read_as_it_was_written(tmp_path: Path, main: Main) -> None:
-    info, records = store.load(OLD)
-    assert info["schema_version"] == 2
-    assert {row.settings for row in records} == set(settings_of(info["identity"])) == {Settings(thinking=False)}
-    assert {row.generation.drafted_ids for row in records} == {None}
-    assert {row.start_s for row in records} == {None}
-    out = main("report", OLD)[1]
-    assert "eagle3-tree:60" in out and "temperature" not in out
-    assert main("check", OLD)[0] in (0, 1)
-    assert json.loads(main("report", OLD, "--format", "json")[1])["cells"][0]["settings"]["thinking"] is False
-
-
-def test_a_run_of_schema_2_is_compared_with_one_of_today(tmp_path: Path) -> None:
-    info, records = store.load(OLD)
-    # Today's rounds follow each other without a gap.
-    records = [replace(row, generation=in_time(row.generation, row.generation.decode_s)) for row in records]
-    then = {name: value for name, value in info["identity"].items() if name not in ("schema_version", "temperature",
-            "thinking", "plan")}  # fmt: skip
-    several = [Settings(thinking=False), Settings(1.0, thinking=False)]
-    sampled = [
-        replace(row, settings=several[1], exactness=None, audit=None, divergence=None, departure=None)
-        for row in records
-    ]  # fmt: skip
-    now = {"identity": then | {"settings": settings_to_json(several)}, "plan": info["plan"]}
-    rest = {name: info[name] for name in ("environment", "command")}
-    with store.create(tmp_path / "now", now | rest) as run:
-        run.append([*records, *sampled])
-        run.mark_finished({})
-    changes = compared([OLD, tmp_path / "now"]).json["changes"]
-    assert {change["suite"] for change in changes} == {
-        f"{suite} {method}" for suite in ("gsm8k", "mt_bench") for method in ("ar", "dflash", "eagle3-tree:60")
-    }
-    # Two prompts give no interval.
-    assert all(change["ratios"]["tps.decode"]["ratio"] == [1, None, None] for change in changes)
-
-
 def test_hidden_rounds_have_no_drafted_ids(tmp_path: Path) -> None:
-    with store.create(tmp_path / "run", {"identity": {"temperature": 0.0}}) as run:
+    with store.create(tmp_path / "run", {"identity": {}}) as run:
         run.append([replace(plain("a", 2), generation=generation(None))])
     (row,) = store.load(tmp_path / "run")[1]
     assert row.generation.drafted_ids is None

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from rows import generation
+from runs import listed
 
 from dflash_bench.engine.clock import HostClock
 from dflash_bench.engine.generations import Decoded
@@ -189,6 +190,7 @@ def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
             ]
             table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
         parquet.write_table(table, part)
+    listed(Path("run"))
     status, shown, err = main("check", "run")
     assert status == 1 and why in shown, shown + err
 

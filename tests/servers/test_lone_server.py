@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_server import FakeServer
 from nano_words import nano_text
+from runs import listed
 
 from dflash_bench.analysis import metrics
 from dflash_bench.models import chat, targets
@@ -114,6 +115,7 @@ def _drop(folder: Path, prompt: str, turn: int) -> None:
         part.unlink()
         if len(kept):
             parquet.write_table(kept, part)
+    listed(folder)
 
 
 def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:

@@ -118,9 +118,10 @@ def tokens_a_round(cell: Cell, how_many: str) -> str:
 def _how(label: str) -> str:
     """How a user says how many; nothing for a method that the table does not know, or that decides by itself."""
     kind = METHODS.get(name_of(label))
-    if kind is None or not (kind.count or kind.old_count):
+    is_tree = kind is not None and any(option.name == "nodes" for option in kind.options)
+    if kind is None or not (kind.count or is_tree):
         return ""
-    return f" (--method {label.partition(':')[0]}:{'N' if kind.count else f'{kind.old_count}=N'})"
+    return f" (--method {label.partition(':')[0]}:{'N' if kind.count else 'nodes=N'})"
 
 
 def _parts(cell: Cell) -> dict[str, float]:

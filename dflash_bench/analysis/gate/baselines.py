@@ -18,13 +18,12 @@ from dflash_bench.analysis import changes
 from dflash_bench.analysis.metrics import FIGURES, Cell
 from dflash_bench.analysis.terms import COLUMN, TERMS, Place
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Settings
+from dflash_bench.records import SCHEMA_VERSION, Settings
 from dflash_bench.results import shape
+from dflash_bench.results.columns import SCHEMA, refuse_other_schema
 from dflash_bench.results.frame import Results
 from dflash_bench.results.identity import settings_of, short_names
 
-FORMAT = 2
-"""Format 1 held a single run, so its sums have no list per run."""
 DIGITS = 10
 """Significant digits kept of seconds: more than a clock has."""
 
@@ -65,7 +64,7 @@ SHAPE: dict[str, Any] = {
         {
             "suite": str,
             "method": str,
-            "settings?": shape.SETTINGS,
+            "settings": shape.SETTINGS,
             "prompts": [str],
             "figures?": dict,
             "sums": {shape.ANY: list},
@@ -132,7 +131,7 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
         hashes.setdefault(suite, {})[prompt] = text
     environment = runs[0].info.get("environment") or {}
     stored = {
-        "format": FORMAT,
+        SCHEMA: SCHEMA_VERSION,
         "runs": [Path(results.name).name for results in runs],
         "identity": runs[0].info["identity"],
         "environment": {name: environment.get(name) for name in ("cpu", "gpus", "machine", "packages", "python")},
@@ -189,15 +188,14 @@ def _cell_lines(cell: Mapping[str, Any]) -> str:
 
 def read(path: Path) -> Baseline:
     stored = reading.json_of(path)
-    if not isinstance(stored, dict) or "cells" not in stored or "format" not in stored:
+    if not isinstance(stored, dict) or "cells" not in stored or not ({SCHEMA, "format"} & stored.keys()):
         raise UserError(f"{path} is not a baseline; write one with: dflash-bench baseline RUN... -o FILE")
-    if not isinstance(stored["format"], int) or stored["format"] > FORMAT:
-        raise UserError(
-            f"{path} has format {stored['format']!r}, but this version reads up to {FORMAT}; update dflash-bench"
-        )
+    again = "write it again with: dflash-bench baseline RUN... -o FILE"
+    if "format" in stored:
+        raise UserError(f"{path} was written before version 1.0, whose baselines are not read any more; {again}")
+    refuse_other_schema(path, stored, again)
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
-    again = "write it again with: dflash-bench baseline RUN... -o FILE"
     for fault in shape.faults(SHAPE, stored, ""):
         raise UserError(f"{path} is damaged: {fault.lstrip('.')}; {again}")
     try:
@@ -208,27 +206,23 @@ def read(path: Path) -> Baseline:
 
 def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
     info = {"identity": dict(stored["identity"]), "environment": dict(stored["environment"])}
-    is_first_format = stored["format"] == 1
     named = short_names(settings_of(stored["identity"], name))
-    stored_cells = [_cells_of_json(cell, named, is_first_format) for cell in stored["cells"]]
+    stored_cells = [_cells_of_json(cell, named) for cell in stored["cells"]]
     limits = _limits(name, stored["limits"])
-    if is_first_format:
-        # It stored all limits, also those that nobody had set; only their values can tell them apart.
-        limits = {name: limit for name, limit in limits.items() if name in RELATIVE or limit != LIMITS[name]}
     cells = {runs[0].place: runs for runs in stored_cells}
     return Baseline(name, info, bool(stored["with_timings"]), limits, cells, dict(stored["prompt_hashes"]))
 
 
-def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_first_format: bool) -> tuple[Cell, ...]:
-    """`named` has the settings of the run; before schema 3 there was only one, and cells did not repeat it."""
-    if surplus := stored.get("settings", {}).keys() - {item.name for item in fields(Settings)}:
+def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str]) -> tuple[Cell, ...]:
+    """`named` has the settings of the run."""
+    if surplus := stored["settings"].keys() - {item.name for item in fields(Settings)}:
         raise ValueError(f"the settings of {stored['suite']} {stored['method']} have a key {min(surplus)!r}")
-    settings = Settings(**stored["settings"]) if "settings" in stored else next(iter(named))
+    settings = Settings(**stored["settings"])
     if settings not in named:
         raise ValueError(f"the settings of {stored['suite']} {stored['method']} are not the run's")
     if not stored["prompts"] or len(set(stored["prompts"])) < len(stored["prompts"]):
         raise ValueError(f"no prompts in {stored['suite']} {stored['method']}, or one twice")
-    runs = {name: [values] if is_first_format else values for name, values in stored["sums"].items()}
+    runs: Mapping[str, Any] = stored["sums"]
     num_runs = max(map(len, runs.values()), default=0)
     sums = np.zeros((num_runs, len(stored["prompts"]), len(TERMS)))
     for name, values in runs.items():
@@ -239,7 +233,7 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_
         sums[:, :, COLUMN[name]] = values
     if not num_runs:
         raise ValueError(f"no sums in {stored['suite']} {stored['method']}")
-    _check_figures(stored, sums, is_first_format)
+    _check_figures(stored, sums)
     return tuple(
         Cell(
             suite=stored["suite"], settings=settings, setting=named[settings], method=stored["method"],
@@ -249,17 +243,16 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str], is_
     )  # fmt: skip
 
 
-def _check_figures(stored: Mapping[str, Any], sums: Any, is_first_format: bool) -> None:
+def _check_figures(stored: Mapping[str, Any], sums: Any) -> None:
     """Raises ValueError unless the figures, which are there for people, are what the sums [runs, prompts, terms] give.
 
     Only the sums are judged by, and a figure that says otherwise would be read and mean nothing.
     """
     for name, values in stored.get("figures", {}).items():
         where = f"the figure {name!r} of {stored['suite']} {stored['method']}"
-        told = [values] if is_first_format else values
-        if name not in LIMITS or any(shape.faults([float], told, "")) or len(told) != len(sums):
+        if name not in LIMITS or any(shape.faults([float], values, "")) or len(values) != len(sums):
             raise ValueError(f"{where} is unknown, or not a number for each run")
-        for value, of_run in zip(told, sums, strict=True):
+        for value, of_run in zip(values, sums, strict=True):
             given = float(FIGURES[name].statistic(of_run.sum(axis=0)))
             if not np.isclose(value, given, rtol=1e-5, atol=0):
                 raise ValueError(f"{where} is {value:g}, but its sums give {given:.6g}; one of the two was edited")
