@@ -19,9 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from ablation_variants import BASE, TABLES, Table, Variant, VariantObjective, new_draft, taps, variants
 from torch import Tensor
 
+from ablation_variants import BASE, TABLES, Table, Variant, VariantObjective, new_draft, taps, variants
 from dflash_bench import atomic, environment
 from dflash_bench.analysis import stats
 from dflash_bench.engine.acceptance import accepted
@@ -37,12 +37,12 @@ from dflash_bench.train import answers, loop, preparing, session
 from dflash_bench.train.answers import Asked, Plan
 from dflash_bench.train.batch import Batch
 from dflash_bench.train.loop import DraftRecipe
-from dflash_bench.train.nano.corpus.mixture import question, tasks
-from dflash_bench.train.nano.corpus.task import Task
-from dflash_bench.train.nano.prompts import turns_of
 from dflash_bench.train.rows import Conversation, Rows, stored
 from dflash_bench.train.states import Computed
 from dflash_bench.train.voice import Voice
+from nano.corpus.mixture import question, tasks
+from nano.corpus.task import Task
+from nano.prompts import turns_of
 
 NUM_TASKS, TASK_SEED = 2000, 4242
 ROW_LENGTH, ROWS, RATE = 256, 8, 0.04

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from llamacpp_server import Server, Settings, version
 
 from dflash_bench import methods
 from dflash_bench.engine.local import LocalBackend, open_backend
@@ -18,6 +17,7 @@ from dflash_bench.models import loading
 from dflash_bench.models.conversion import convert
 from dflash_bench.records import Message
 from dflash_bench.tasks import suites
+from llamacpp_server import Server, Settings, version
 
 OURS, EXACT, FLASH = "ours", "llama.cpp", "llama.cpp, flash attention"
 METHODS = ("ar", "dflash")

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_llamacpp
 import torch
 from assistant import assistant
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bench_llamacpp
 from dflash_bench import methods
 from dflash_bench.engine.captures import why_no_compiler
 from dflash_bench.engine.local import LocalBackend, open_backend

@@ -19,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fake_server import FakeServer
-from served import write
 
 from dflash_bench.environment import describe, one_line
 from dflash_bench.records import GREEDY, Message, Served
 from dflash_bench.report.tables import markdown, number
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
+from served import write
 
 ROOT = Path(__file__).parent.parent
 NUM_TOKENS, KEPT = 61, 2

@@ -18,11 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import served
 import torch
-from llamacpp_server import Server, ServerError, Settings, version
-from served import Measured, Prompts
 
+import served
 from dflash_bench import methods
 from dflash_bench.analysis.crosscheck import Checked
 from dflash_bench.engine.local import LocalBackend, open_backend
@@ -35,6 +33,8 @@ from dflash_bench.report.crosscheck import sentence
 from dflash_bench.servers.programs.llamacpp import LLAMACPP
 from dflash_bench.servers.programs.program import Serving
 from dflash_bench.tasks import suites
+from llamacpp_server import Server, ServerError, Settings, version
+from served import Measured, Prompts
 
 PER_SUITE, MAX_NEW_TOKENS = {"nano": 8, "smollm2": 4}, {"nano": 128, "smollm2": 64}
 SUITES = {"nano": ("paper",), "smollm2": ("gsm8k", "humaneval", "mt_bench")}

@@ -18,13 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import served
-from served import Prompts
-
 from dflash_bench.environment import describe, one_line
 from dflash_bench.records import Record
 from dflash_bench.report.tables import in_markdown, markdown
 from dflash_bench.results import store
 from dflash_bench.servers.programs.program import Program, Serving
+from served import Prompts
 
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
 ROOT = Path(__file__).parent.parent

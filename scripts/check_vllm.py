@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import served
 import torch
-from served import Measured, Prompts
 
+import served
 from dflash_bench.analysis.crosscheck import Checked, named
 from dflash_bench.environment import describe, one_line
 from dflash_bench.report.crosscheck import sentence
 from dflash_bench.servers.programs.vllm import VLLM
+from served import Measured, Prompts
 
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
 METHODS = ("dflash", "eagle3")

@@ -48,7 +48,7 @@ Drafts that bring their own probabilities can be verified by rejection instead. 
 
 
 def corpus() -> None:
-    from dflash_bench.train.nano.data import segments, training_tasks
+    from nano.data import segments, training_tasks
 
     for task in islice(training_tasks(1), NUM_TEXTS):
         print(json.dumps({"text": "".join(text for text, _ in segments(task))}))

@@ -10,12 +10,12 @@ from dflash_bench.methods import WEIGHTS
 from dflash_bench.models.presets import NANO
 from dflash_bench.tasks import sandbox, scoring, suites
 from dflash_bench.train.cards import overlap_table
-from dflash_bench.train.nano import embedded, leaks
-from dflash_bench.train.nano.builder import NanoRecipe
-from dflash_bench.train.nano.corpus import mixture
-from dflash_bench.train.nano.data import held_out_tasks, is_held_out, training_tasks
-from dflash_bench.train.nano.prompts import SUITES, turns_of, with_id
-from dflash_bench.train.nano.target import TargetRecipe
+from nano import embedded, leaks
+from nano.builder import NanoRecipe
+from nano.corpus import mixture
+from nano.data import held_out_tasks, is_held_out, training_tasks
+from nano.prompts import SUITES, turns_of, with_id
+from nano.target import TargetRecipe
 
 EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
 APPLY = {

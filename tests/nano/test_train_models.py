@@ -11,12 +11,13 @@ from toy import tiny
 
 from dflash_bench.engine.target import Target
 from dflash_bench.models.medusa import MedusaConfig
-from dflash_bench.train import block_diffusion, draft_model, medusa
-from dflash_bench.train.block_diffusion import BlockDiffusionObjective, Noise
-from dflash_bench.train.draft_model import DraftModelObjective
+from dflash_bench.train import medusa
 from dflash_bench.train.loop import DraftRecipe, Objective, train
 from dflash_bench.train.medusa import MedusaObjective
-from dflash_bench.train.nano.features import Rows
+from nano import block_diffusion, draft_model
+from nano.block_diffusion import BlockDiffusionObjective, Noise
+from nano.draft_model import DraftModelObjective
+from nano.features import Rows
 
 V, H, LENGTH, SPLIT = 97, 32, 24, 14
 NOISE = Noise(block_size=4, num_blocks=3, mask_token_id=96, stop_token_id=1)

@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from dflash_bench.train.batch import Batch
 from dflash_bench.train.checkpoint import History, restore, save
-from dflash_bench.train.nano.corpus.task import Task
-from dflash_bench.train.nano.data import held_out_tasks, pack, sample_stream
-from dflash_bench.train.nano.tokenizer import NUM_EMBEDDINGS
 from dflash_bench.train.optim import optimisers, set_rate
+from nano.corpus.task import Task
+from nano.data import held_out_tasks, pack, sample_stream
+from nano.tokenizer import NUM_EMBEDDINGS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from dflash_bench.train.nano.corpus import algebra, chat, contest, functions, word_problems
-from dflash_bench.train.nano.corpus.task import Family, Task
+from nano.corpus import algebra, chat, contest, functions, word_problems
+from nano.corpus.task import Family, Task
 
 SHARES: dict[str, tuple[float, tuple[Family, ...]]] = {
     "word problems": (0.34, word_problems.FAMILIES),

@@ -19,7 +19,7 @@ from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.train.nano.data import encode, training_tasks
+from nano.data import encode, training_tasks
 
 MAX_NEW_TOKENS = 140
 

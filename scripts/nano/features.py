@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dflash_bench.engine.architecture import decoder_layers
 from dflash_bench.train.batch import Batch
-from dflash_bench.train.nano.data import Sample, pack
-from dflash_bench.train.nano.responses import Conversation
+from nano.data import Sample, pack
+from nano.responses import Conversation
 
 NUM_TEST_ROWS = 64
 

@@ -7,10 +7,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.train.nano.corpus import mixture
-from dflash_bench.train.nano.corpus.task import Task
-from dflash_bench.train.nano.data import held_out_tasks
-from dflash_bench.train.nano.prompts import SUITES, with_id
+from nano.corpus import mixture
+from nano.corpus.task import Task
+from nano.data import held_out_tasks
+from nano.prompts import SUITES, with_id
 
 PER_SUITE = 32
 PER_CATEGORY = 4

@@ -1,4 +1,4 @@
-"""`python -m dflash_bench.train.nano`: what scripts/train_nano runs."""
+"""Makes nano: the program of `scripts/nano/train`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import typer
 
 from dflash_bench.models.presets import NANO
-from dflash_bench.train.nano import embedded
-from dflash_bench.train.nano.builder import Builder, NanoRecipe
+from nano import embedded
+from nano.builder import Builder, NanoRecipe
 
-EMBEDDED = Path(__file__).parent.parent.parent.parent / "suites" / "embedded"
+EMBEDDED = Path(__file__).parents[2] / "suites" / "embedded"
 
 
 def train(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from dflash_bench.train.nano.corpus.task import Family, Task
+from nano.corpus.task import Family, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_bench.errors import UserError
 from dflash_bench.tasks.rows import from_folder
 from dflash_bench.tasks.suites import known_suites
-from dflash_bench.train.nano.corpus.task import Task, boxed
+from nano.corpus.task import Task, boxed
 
 Row = Mapping[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from dflash_bench.train.nano.corpus.task import BOXES, ITEMS, NAMES, PLACES, Family, Task, boxed, pick
+from nano.corpus.task import BOXES, ITEMS, NAMES, PLACES, Family, Task, boxed, pick
 
 
 def _task(question: str, steps: list[str], answer: int) -> Task:

@@ -22,7 +22,7 @@ TITLES = {
 }
 ABOUT = {
     "target": (
-        "Trained from scratch on text made by rule (`dflash_bench/train/nano/corpus`): word problems, algebra, modular "
+        "Trained from scratch on text made by rule (`scripts/nano/corpus`): word problems, algebra, modular "
         "arithmetic and counting, Python functions, two-turn chat. One question in 32, chosen by its hash, is held "
         "out; the embedded prompts come from those. It exists to make speculative decoding measurable without a "
         "download and knows nothing of the world."
@@ -58,7 +58,7 @@ ABOUT = {
 
 WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
 
-REBUILD = "- rebuild: `scripts/train_nano` (in bfloat16, so that another CPU gives similar weights, not the same)"
+REBUILD = "- rebuild: `scripts/nano/train` (in bfloat16, so that another CPU gives similar weights, not the same)"
 
 
 def write(

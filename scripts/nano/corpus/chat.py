@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from dflash_bench.train.nano.corpus.task import ITEMS, NAMES, PLACES, Family, Task, pick
+from nano.corpus.task import ITEMS, NAMES, PLACES, Family, Task, pick
 
 ANIMALS = "cat dog fox owl bear horse rabbit turtle eagle whale goat duck".split()
 MOODS = "happy quiet brave curious clever gentle proud sleepy".split()

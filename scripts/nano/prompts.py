@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.tasks.suites import known_suites, to_prompt
-from dflash_bench.train.nano.corpus.task import Task
+from nano.corpus.task import Task
 
 SUITES = known_suites()
 FIRST_OF = {"aime": "aime24"}

@@ -22,19 +22,19 @@ from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
-from dflash_bench.train import block_diffusion, draft_model, loop, medusa
-from dflash_bench.train.block_diffusion import Noise
+from dflash_bench.train import loop, medusa
 from dflash_bench.train.checkpoint import History
 from dflash_bench.train.dflash import DFlashObjective
 from dflash_bench.train.eagle3 import Eagle3Objective
 from dflash_bench.train.loop import DraftRecipe
-from dflash_bench.train.nano import cards, features, leaks, responses, target
-from dflash_bench.train.nano.data import corpus_text
-from dflash_bench.train.nano.extra import load_extra
-from dflash_bench.train.nano.target import TargetRecipe
-from dflash_bench.train.nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 from dflash_bench.train.overlap import Overlap
 from dflash_bench.train.voice import Voice
+from nano import block_diffusion, cards, draft_model, features, leaks, responses, target
+from nano.block_diffusion import Noise
+from nano.data import corpus_text
+from nano.extra import load_extra
+from nano.target import TargetRecipe
+from nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 
 Report = Callable[[str], None]
 HALVED = ("draft-model", "medusa", "block-diffusion")

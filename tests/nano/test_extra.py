@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 from dflash_bench.errors import UserError
-from dflash_bench.train.nano.corpus.task import Task
-from dflash_bench.train.nano.data import corpus_text, sample_stream, training_tasks
-from dflash_bench.train.nano.extra import load_extra
-from dflash_bench.train.nano.tokenizer import train_tokenizer
+from nano.corpus.task import Task
+from nano.data import corpus_text, sample_stream, training_tasks
+from nano.extra import load_extra
+from nano.tokenizer import train_tokenizer
 
 ROWS = {
     "gsm8k": {"question": "How much is one and one?", "answer": "It is <<1+1=2>>two.\n#### 2"},

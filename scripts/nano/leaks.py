@@ -7,10 +7,10 @@ from itertools import islice
 from pathlib import Path
 
 from dflash_bench.train import overlap
-from dflash_bench.train.nano.data import training_tasks
-from dflash_bench.train.nano.prompts import turns_of
-from dflash_bench.train.nano.target import TargetRecipe, stream_seed
 from dflash_bench.train.overlap import Overlap
+from nano.data import training_tasks
+from nano.prompts import turns_of
+from nano.target import TargetRecipe, stream_seed
 
 A_STEP = 64
 """Tasks of each step's stream that are looked at: more than its rows hold."""

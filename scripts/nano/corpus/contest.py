@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import factorial
 from random import Random
 
-from dflash_bench.train.nano.corpus.task import ITEMS, NAMES, Family, Task, boxed
+from nano.corpus.task import ITEMS, NAMES, Family, Task, boxed
 
 
 def _task(problem: str, steps: list[str], answer: int) -> Task:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_bench.train.batch import Batch
-from dflash_bench.train.nano.corpus import mixture
-from dflash_bench.train.nano.corpus.task import Task
-from dflash_bench.train.nano.prompts import turns_of
+from nano.corpus import mixture
+from nano.corpus.task import Task
+from nano.prompts import turns_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
