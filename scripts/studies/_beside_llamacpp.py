@@ -13,7 +13,7 @@ import torch
 from dflash_bench import methods
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.errors import UserError
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.models.conversion import convert
 from dflash_bench.records import Message
 from dflash_bench.tasks import suites
@@ -77,13 +77,13 @@ def measured(python: Path, model: str, num_prompts: int, max_tokens: int) -> Tim
 
 def ours(model: str, max_tokens: int) -> LocalBackend:
     models = loading.load(model, ["dflash"], "cpu", torch.float32)
-    return open_backend(models, loading.preset(model), methods.chosen(["dflash"]), max_tokens)
+    return open_backend(models, presets.preset(model), methods.chosen(["dflash"]), max_tokens)
 
 
 def served(folder: Path, model: str, backend: LocalBackend) -> dict[Arm, Settings]:
     target, draft = folder / "target.gguf", folder / "draft.gguf"
     convert(model, target, "gguf", None)
-    convert(loading.preset(model).drafts["dflash"], draft, "gguf", model)
+    convert(presets.preset(model).drafts["dflash"], draft, "gguf", model)
     num_drafts = backend.drafters["dflash"].num_drafts
     arms = {}
     for engine in (EXACT, FLASH):

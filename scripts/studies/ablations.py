@@ -222,7 +222,7 @@ def _section(table: Table, results: dict[str, list[dict[str, Any]]]) -> Iterator
 
 def _columns(runs: Sequence[dict[str, Any]], block: int) -> stats.Floats:
     """Tokens and rounds of each prompt, over all seeds."""
-    return np.sum([run["decoded"][str(block)] for run in runs], axis=0).astype(np.float64)
+    return np.asarray(np.sum([run["decoded"][str(block)] for run in runs], axis=0), dtype=np.float64)
 
 
 def _interval(ratio: stats.Interval) -> str:

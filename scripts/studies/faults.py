@@ -131,7 +131,8 @@ def tried_around(work: Path) -> tuple[list[str], list[str]]:
 
 def one_run(fault: Fault | None, way: Way) -> tuple[int, Sequence[Record]]:
     with TemporaryDirectory() as folder:
-        return matrix.run(fault, way, Path(folder) / "run")
+        status, rows = matrix.run(fault, way, Path(folder) / "run")
+    return status, rows
 
 
 def table(rows: dict[Way, dict[str, Found]]) -> list[str]:

@@ -69,7 +69,9 @@ def make(work: Work, options: Namespace) -> Made:
     toy = options.toy
     size = TOY if toy else FULL
     end = time.monotonic() + BUDGET_S
-    rows, sources, about = [], {}, {}
+    rows: list[list[str]] = []
+    sources: dict[str, str] = {}
+    about: dict[str, Any] = {}
     for model in size.models:
         for mode, flags in size.modes.items():
             profiled = measured(model, size, flags, end - time.monotonic())

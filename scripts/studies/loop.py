@@ -25,7 +25,7 @@ from dflash_bench import methods
 from dflash_bench.engine.captures import why_no_compiler
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.environment import describe, one_line
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.records import Generation, Message
 from dflash_bench.tasks import suites
 from studies import _beside_llamacpp
@@ -107,7 +107,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def opened(models: loading.Models, **how: Any) -> LocalBackend:
-    return open_backend(models, loading.preset("nano"), methods.chosen(["dflash"]), MAX_NEW_TOKENS, **how)
+    return open_backend(models, presets.preset("nano"), methods.chosen(["dflash"]), MAX_NEW_TOKENS, **how)
 
 
 def arms_of(models: loading.Models, ours: LocalBackend, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
     """Keeps the arithmetic of what runs inside it: each call with its tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,4 +222,5 @@ def generate(models: loading.Models, backend: LocalBackend, chat: list[Message],
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, **options
         )
         times.append(time.perf_counter() - start)
-    return (times[1] - times[0]) / (out.shape[1] - ids.shape[1] - 1)
+    seconds: float = (times[1] - times[0]) / (out.shape[1] - ids.shape[1] - 1)
+    return seconds

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import environment, methods, reading
+from dflash_bench import environment, methods, reading, repetition
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.bars import with_bar
@@ -109,7 +109,6 @@ def make(work: Work, options: Namespace) -> Made:
 def accept(data: str) -> str:
     """Many prompts decoded together in float32, for acceptance and exactness alone, as JSON."""
     import torch
-    from dflash_bench.doctor.repetition import is_loop
 
     from dflash_bench.engine.local import open_backend
     from dflash_bench.models import loading
@@ -133,7 +132,7 @@ def accept(data: str) -> str:
             "suite": suite, "method": method, "source": loaded.source.partition(" ")[0],
             "rounds": [[sum(one.accepted or ()) + len(one.accepted or ()), len(one.accepted or ())] for one in answers],
             "exact": sum(one.token_ids == other.token_ids for one, other in zip(answers, plain, strict=True)),
-            "loops": sum(is_loop(one.token_ids) for one in plain),
+            "loops": sum(repetition.in_tokens(one.token_ids) > 0 for one in plain),
         })  # fmt: skip
         tell(f"{suite} {method}: exact {found[-1]['exact']} of {len(plain)}")
     return json.dumps(found)
