@@ -30,7 +30,7 @@ from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.environment import describe, one_line
-from dflash_bench.models import dflash, eagle3, loading
+from dflash_bench.models import dflash, eagle3, loading, presets
 from dflash_bench.records import Generation, Message
 from dflash_bench.tasks import suites
 from dflash_bench.train import session
@@ -161,7 +161,7 @@ def say(text: str) -> None:
 
 def nano(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[Exactness]:
     """Every method alone, and every method on all prompts together, against plain decoding of each prompt alone."""
-    preset, chosen = loading.preset("nano"), methods.chosen(list(METHODS[1:]))
+    preset, chosen = presets.preset("nano"), methods.chosen(list(METHODS[1:]))
     models = loading.load("nano", list(METHODS[1:]), str(device), dtype)
     backend = open_backend(models, preset, chosen, size.max_new_tokens)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)

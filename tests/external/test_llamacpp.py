@@ -17,16 +17,19 @@ from pathlib import Path
 import pytest
 import served
 import torch
-from served import Line, Measured, Prompts
+from served import Measured, Prompts
 
 from dflash_bench import methods
 from dflash_bench.analysis.crosscheck import Checked
+from dflash_bench.analysis.metrics import summarise
 from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.environment import describe, one_line
-from dflash_bench.models import loading
+from dflash_bench.models import loading, presets
 from dflash_bench.models.llamacpp.splitting import ODD_TEXTS
 from dflash_bench.records import Message
 from dflash_bench.report.crosscheck import sentence
+from dflash_bench.report.tables import ABSENT, markdown, number
+from dflash_bench.results import frame
 from dflash_bench.servers.programs.llamacpp import LLAMACPP
 from dflash_bench.servers.programs.program import Serving
 from dflash_bench.tasks import suites
@@ -130,7 +133,9 @@ def test_launched_by_run_itself_every_answer_is_the_models_own(
     lines = tuple(served.lines_of(tmp_path / "run", "server", ()))
     here = f"tests/external/servers/{PROGRAM.name}"
     shown = shlex.join(["dflash-bench", *map(str, words)]).replace(str(PROGRAM), here)
-    write_page("llamacpp-launch-nano-cpu.md", launched_page(command("llamacpp"), shown, version(python), lines))
+    write_page(
+        "llamacpp-launch-nano-cpu.md", launched_page(command("llamacpp"), shown, version(python), tmp_path / "run")
+    )
     assert {line.method for line in lines} == {"ar", "dflash", "eagle3"}
     assert list(served.wrong(lines)) == []
 
@@ -154,7 +159,7 @@ def problems(checked: dict[str, Checked]) -> Iterator[str]:
 
 def looked_into(python: Path, asked: Prompts, target: str) -> tuple[list[str], list[str]]:
     """What is to be said of the file's tokenizer, template and numbers; and what of it is wrong."""
-    models, preset = loading.load(asked.model, [], "cpu", torch.float32), loading.preset(asked.model)
+    models, preset = loading.load(asked.model, [], "cpu", torch.float32), presets.preset(asked.model)
     backend = open_backend(models, preset, methods.chosen(["ar"]), asked.max_new_tokens)
     loaded = [suites.load_prompts(suite, "embedded", asked.limit) for suite in suites.expand(list(asked.suites))]
     messages = [[*one.opening, Message("user", one.turns[0])] for of_suite in loaded for one in of_suite.prompts]
@@ -238,12 +243,26 @@ def page(
     return blocks
 
 
-def launched_page(command: str, shown: str, theirs: str, lines: Sequence[Line]) -> list[str]:
+def launched_page(command: str, shown: str, theirs: str, run: Path) -> list[str]:
+    results = frame.read(run)
+    counted = {(line.method, line.concurrency): line.counted_by for line in served.lines_of(run, "server", ())}
+    rows = [
+        [
+            str(cell.settings.concurrency), cell.method, "/".join(map(str, cell.audit or ())),
+            *(ABSENT if cell.method == "ar" else number(cell.value(name)) for name in ("al.pooled", "al.request_mean")),
+            ", ".join(counted[cell.method, cell.settings.concurrency]),
+        ]
+        for cell in summarise(results.rows, results.info["identity"])
+    ]  # fmt: skip
+    heads = [
+        "concurrency", "method", "answers that are the model's own", "al.pooled", "al.request_mean",
+        "rounds counted by",
+    ]  # fmt: skip
     return [
         "# llama.cpp, launched and measured at concurrency 1 and 4: nano, on the CPU",
         f"`{command}` makes this page, by",
         f"```\n{shown}\n```",
         f"{one_line(describe())}. The server: xllamacpp {theirs}; one for each method, all stopped at the end.\n"
         "float32, temperature 0. Times are not told: the servers share two cores.",
-        served.lines_table(lines),
+        markdown(heads, rows),
     ]
