@@ -26,7 +26,7 @@ ABSURD = [
     ("models/common.py", "dflash_bench.models.loading"),
     ("results/parts.py", "dflash_bench.results.frame"),
     ("tasks/scoring/numbers.py", "dflash_bench.tasks.scoring.code"),
-    ("train/nano/corpus/task.py", "dflash_bench.train.nano.builder"),
+    ("train/loop.py", "nano"),
     ("doctor/probes.py", "dflash_bench.doctor.diagnosis"),
     ("train/loop.py", "dflash_bench.doctor.probes"),
     ("report/tables.py", "dflash_bench.report.html"),

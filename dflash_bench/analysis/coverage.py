@@ -1,6 +1,6 @@
 """How often intervals contain the truth, as it was simulated: what a table may say of its "95 %".
 
-`scripts/simulate_intervals` writes the shares, and `results/intervals.md` says what was simulated.
+`scripts/study intervals` writes the shares, and `results/intervals.md` says what was simulated.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Run(AbstractContextManager["Run"]):
         kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
         mended = pa.concat_tables(kept.values()) if kept else columns.schema().empty_table()
         orphans = _orphans(mended, run_settings, info["plan"]["methods"][0])
-orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
+        orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
         num_rescued = sum(len(table) for part, table in kept.items() if part in replaced)
         self.num_dropped = num_before + num_rescued - len(mended) + int(orphans.sum())
         if not self.num_dropped and not num_rescued:

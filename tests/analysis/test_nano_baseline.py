@@ -1,6 +1,6 @@
 """The nano models reach what they reached: acceptance, exactness and right answers, on any machine.
 
-When their weights have changed: scripts/nano_baseline, and read the difference.
+When their weights have changed: `scripts/study nano_baseline`, and read the difference.
 """
 
 from __future__ import annotations

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from studies import intervals as simulation
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "results" / "intervals.md").read_text(encoding="utf-8")
 Table = dict[str, dict[str, float]]
 """By row and column, shares."""
-
-
-@pytest.fixture(scope="module")
-def simulation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("simulation", ROOT / "scripts" / "simulate_intervals.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulation"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def tables() -> list[Table]:
@@ -70,7 +59,7 @@ def test_three_runs_find_a_tenth() -> None:
     assert CAUGHT["1 and 1"]["30%"] >= 0.90
 
 
-def test_the_committed_intervals_are_those_of_the_code(simulation: ModuleType) -> None:
+def test_the_committed_intervals_are_those_of_the_code() -> None:
     """Within four standard errors of a simulation a fifth as long."""
     for name in ("skewed lengths", "heavy-tailed lengths"):
         share = simulation.coverage(simulation.PROMPTS[name], 64, 200)
@@ -78,17 +67,17 @@ def test_the_committed_intervals_are_those_of_the_code(simulation: ModuleType) -
 
 
 @pytest.mark.parametrize("num_prompts", [2, 3, 4])
-def test_the_gate_does_not_judge_timings_of_fewer_than_five_prompts(num_prompts: int, simulation: ModuleType) -> None:
+def test_the_gate_does_not_judge_timings_of_fewer_than_five_prompts(num_prompts: int) -> None:
     """It gave a false alarm in up to 8 of a hundred checks."""
     assert simulation.alarms(simulation.WORLDS["3 % noise"], num_prompts, (1, 1), 0.0, 100) == 0
 
 
 @pytest.mark.parametrize("world", ["3 % noise", "1 %, each run on either of two speeds", "1 %, heavy-tailed lengths"])
 @pytest.mark.parametrize("num_runs", [(1, 1), (3, 3)])
-def test_the_gate_of_the_code_is_quiet(world: str, num_runs: tuple[int, int], simulation: ModuleType) -> None:
+def test_the_gate_of_the_code_is_quiet(world: str, num_runs: tuple[int, int]) -> None:
     assert simulation.alarms(simulation.WORLDS[world], 32, num_runs, 0.0, 100) <= 0.05
 
 
-def test_the_gate_of_the_code_finds_a_tenth(simulation: ModuleType) -> None:
+def test_the_gate_of_the_code_finds_a_tenth() -> None:
     assert simulation.alarms(simulation.WORLDS["1 % noise"], 64, (3, 3), 0.1, 100) >= 0.90
     assert simulation.alarms(simulation.WORLDS["1 % noise"], 64, (1, 1), 0.3, 50) >= 0.90

@@ -1,4 +1,4 @@
-"""Every mistake around the engine is found: `around.py` lists them, `scripts/fault_matrix` tries them in all ways."""
+"""Every mistake around the engine is found: `around.py` lists them, `scripts/study faults` tries them in all ways."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from dflash_bench.records import Generation, Record
 
 Sound = Callable[[Way], Sequence[Record]]
 FEW = {"float32": 2, "bfloat16": 1}
-"""Prompts of a suite, one at a time; `scripts/fault_matrix` takes two in both types."""
+"""Prompts of a suite, one at a time; `scripts/study faults` takes two in both types."""
 
 
 def limit_of(way: Way) -> int:
@@ -52,7 +52,7 @@ BETWEEN_ROWS = ("rollback one too short", "bonus token of the last row", "kept p
 PLANTED = [
     *((fault, ALONE) for fault in FAULTS),
     # The loop is the same in another type and over transformers' network: only what a network is asked may go wrong in
-    # other ways. `scripts/fault_matrix` plants all in every way.
+    # other ways. `scripts/study faults` plants all in every way.
     *((fault, Way("transformers", "bfloat16")) for fault in FAULTS if fault.name in ASKED),
     *((fault, way) for fault in FAULTS if fault.name in BETWEEN_ROWS for way in (TOGETHER, *CAPTURED)),
 ]

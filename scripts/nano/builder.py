@@ -1,0 +1,276 @@
+"""Build the nano models from nothing: tokenizer, target, its answers, all drafts, and a card for each.
+
+Every stage leaves its result in the work folder and is skipped when it is there; a stage that was interrupted goes on
+from its last checkpoint. Everything is seeded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_bench.models import dflash as dflash_models
+from dflash_bench.models import eagle3 as eagle3_models
+from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.formats import medusa as medusa_format
+from dflash_bench.models.formats import save_draft
+from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.train import loop, medusa
+from dflash_bench.train.checkpoint import History
+from dflash_bench.train.dflash import DFlashObjective
+from dflash_bench.train.eagle3 import Eagle3Objective
+from dflash_bench.train.loop import DraftRecipe
+from dflash_bench.train.overlap import Overlap
+from dflash_bench.train.voice import Voice
+from nano import block_diffusion, cards, draft_model, features, leaks, responses, target
+from nano.block_diffusion import Noise
+from nano.data import corpus_text
+from nano.extra import load_extra
+from nano.target import TargetRecipe
+from nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
+
+Report = Callable[[str], None]
+HALVED = ("draft-model", "medusa", "block-diffusion")
+
+
+@dataclass(frozen=True, slots=True)
+class NanoRecipe:
+    """All that decides the models. DFlash and EAGLE-3 have learning rates of their own, the best of a sweep."""
+
+    target: TargetRecipe = field(default_factory=TargetRecipe)
+    num_greedy: int = 8000
+    num_sampled: int = 2000
+    response_seed: int = 777
+    row_length: int = 256
+    num_draft_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    block_size: int = 16
+    num_anchors: int = 32
+    gamma: float = 7.0
+    draft_vocab_size: int = 512
+    num_ttt_steps: int = 7
+    dflash: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.04, other_lr=0.004))
+    eagle3: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=1200, matrix_lr=0.08, other_lr=0.008))
+    num_draft_model_layers: int = 2
+    draft_model: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.04, other_lr=0.004))
+    num_medusa_heads: int = 4
+    medusa: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.02, other_lr=0.002))
+    diffusion_block_size: int = 8
+    num_diffusion_blocks: int = 16
+    block_diffusion: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.01, other_lr=0.001))
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """One build in one work folder."""
+
+    recipe: NanoRecipe
+    work: Path
+    report: Report
+    extra: Path | None = None
+    against: Path | None = None
+    """Rows of the public suites, to be compared with what is trained on."""
+
+    def build(self, output: Path) -> None:
+        """All stages, then the finished models and their cards in `output`."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        tokenizer = self.tokenizer()
+        model, target_history = self.target(tokenizer)
+        self.rows(model, tokenizer)
+        histories = {
+            "dflash": self.dflash(),
+            "eagle3": self.eagle3(),
+            "draft-model": self.draft_model(model),
+            "medusa": self.medusa(),
+            "block-diffusion": self.block_diffusion(model, tokenizer),
+        }
+        self.export(output, tokenizer, model, {"target": target_history, **histories})
+
+    def tokenizer(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        folder = self.work / "tokenizer"
+        if not folder.exists():
+            self.report("tokenizer: learning from 20,000 tasks")
+            train_tokenizer(corpus_text(11, 20_000)).save_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def target(self, tokenizer: Any) -> tuple[Any, History]:
+        extra = load_extra(self.extra) if self.extra else []
+        return target.train(self.recipe.target, tokenizer, self.work / "target.pt", self.report, extra)
+
+    def rows(self, model: Any, tokenizer: Any) -> None:
+        """The target's own answers, and its hidden states on them."""
+        recipe, path = self.recipe, self.work / "responses.pt"
+        if not path.exists():
+            items = responses.collect(
+                model, tokenizer, recipe.num_greedy, recipe.num_sampled, recipe.response_seed, recipe.row_length,
+                self.report,
+            )  # fmt: skip
+            part = path.with_suffix(".part")
+            torch.save([(item.ids, item.prompt_length) for item in items], part)
+            part.replace(path)
+        if not (self.work / "rows.pt").exists():
+            items = [responses.Conversation(*pair) for pair in torch.load(path, weights_only=True)]
+            layers = tuple(sorted({*self._five(), *self._three()}))
+            features.compute(model, items, layers, self.work, recipe.row_length, tokenizer.pad_token_id, 5, self.report)
+
+    def _five(self) -> tuple[int, ...]:
+        return dflash_models.default_target_layers(self.recipe.target.layers, 5)
+
+    def _three(self) -> tuple[int, ...]:
+        return eagle3_models.default_target_layers(self.recipe.target.layers)
+
+    def embedding(self) -> torch.Tensor:
+        return self._target_weight("model.embed_tokens.weight")
+
+    def voice(self) -> Voice:
+        return Voice.of(self.embedding(), self.embedding())
+
+    def _target_weight(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = torch.load(self.work / "target.pt", weights_only=True)["model"][name]
+        return weight
+
+    def new_dflash(self) -> DFlashDraft:
+        """Its final norm starts as the target's, because it speaks through the target's head."""
+        recipe, size = self.recipe, self.recipe.target
+        config = DFlashConfig(
+            hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
+            num_heads=recipe.num_heads, num_kv_heads=recipe.num_kv_heads, head_dim=64, vocab_size=NUM_EMBEDDINGS,
+            block_size=recipe.block_size, mask_token_id=MASK_TOKEN_ID, target_layer_ids=self._five(),
+            num_target_layers=size.layers,
+        )  # fmt: skip
+        draft = DFlashDraft(config)
+        dflash_models.initialise(draft, recipe.dflash.seed)
+        draft.norm.weight.data.copy_(self._target_weight("model.norm.weight"))
+        return draft
+
+    def new_eagle3(self, rows: features.Rows) -> Eagle3Draft:
+        """Its final norm and head start as the target's, the head cut down to the most frequent answer tokens."""
+        recipe, size = self.recipe, self.recipe.target
+        config = Eagle3Config(
+            hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
+            num_kv_heads=recipe.num_kv_heads, head_dim=64, vocab_size=NUM_EMBEDDINGS,
+            draft_vocab_size=recipe.draft_vocab_size, target_layer_ids=self._three(), num_target_layers=size.layers,
+        )  # fmt: skip
+        draft = Eagle3Draft(config)
+        dflash_models.initialise(draft, recipe.eagle3.seed)
+        counts = torch.bincount(rows.ids[rows.answer], minlength=NUM_EMBEDDINGS)
+        draft.d2t, draft.t2d = eagle3_models.vocabulary_map(counts, recipe.draft_vocab_size)
+        ids = torch.arange(recipe.draft_vocab_size) + draft.d2t
+        draft.lm_head.weight.data.copy_(self.embedding()[ids])
+        draft.norm.weight.data.copy_(self._target_weight("model.norm.weight"))
+        return draft
+
+    def dflash(self, recipe: DraftRecipe | None = None, name: str = "dflash") -> History:
+        rows = features.load(self.work)
+        objective = DFlashObjective(
+            self.new_dflash(), rows, self.voice(), self.recipe.num_anchors, self.recipe.gamma, compiled=True
+        )
+        return loop.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
+
+    def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
+        rows = features.load(self.work)
+        objective = Eagle3Objective(self.new_eagle3(rows), rows, self.voice(), self.recipe.num_ttt_steps)
+        return loop.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
+
+    def new_draft_model(self, model: Any) -> Any:
+        norm = self._target_weight("model.norm.weight")
+        layers, seed = self.recipe.num_draft_model_layers, self.recipe.draft_model.seed
+        return draft_model.new_model(model.config, layers, self.embedding(), norm, seed)
+
+    def draft_model(self, model: Any) -> History:
+        rows = features.load(self.work)
+        objective = draft_model.DraftModelObjective(self.new_draft_model(model), rows, self.embedding())
+        return loop.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
+
+    def new_medusa(self) -> MedusaHeads:
+        config = MedusaConfig(self.recipe.target.hidden, NUM_EMBEDDINGS, self.recipe.num_medusa_heads)
+        return medusa.new_heads(config, self.embedding())
+
+    def medusa(self) -> History:
+        rows = features.load(self.work)
+        objective = medusa.MedusaObjective(self.new_medusa(), rows)
+        return loop.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
+
+    def block_diffusion(self, model: Any, tokenizer: Any) -> History:
+        recipe, rows = self.recipe, features.load(self.work)
+        noise = Noise(recipe.diffusion_block_size, recipe.num_diffusion_blocks, MASK_TOKEN_ID, tokenizer.eos_token_id)
+        objective = block_diffusion.BlockDiffusionObjective(block_diffusion.new_model(model), rows, noise)
+        return loop.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
+
+    def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
+        """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""
+        found: dict[str, dict[str, float]] = {"dflash": {}, "eagle3": {}}
+        for rate in rates:
+            recipe = DraftRecipe(steps=steps, matrix_lr=rate, other_lr=rate / 10)
+            for name, run in (("dflash", self.dflash), ("eagle3", self.eagle3)):
+                found[name][str(rate)] = run(recipe, f"sweep-{name}-{rate}")[-1]["accepted"]
+        (self.work / "sweep.json").write_text(json.dumps(found, indent=1))
+        return found
+
+    def export(self, output: Path, tokenizer: Any, model: Any, histories: dict[str, History]) -> None:
+        self.report("export: writing models and cards")
+        rows = features.load(self.work)
+        model.config.use_cache = True
+        model.generation_config.use_cache = True
+        model.save_pretrained(output / "target")
+        tokenizer.save_pretrained(output / "target")
+        # Readable by whoever installs the package, not only by who trained it.
+        os.chmod(output / "target" / "model.safetensors", 0o644)
+        for name, draft in (("dflash", self.new_dflash()), ("eagle3", self.new_eagle3(rows))):
+            draft.load_state_dict(self._trained(name))
+            save_draft(draft, output / name)
+        self._export_halved(output, model)
+        sweep = self.work / "sweep.json"
+        cards.write(
+            output,
+            recipe=asdict(self.recipe),
+            histories=histories,
+            sweep=json.loads(sweep.read_text()) if sweep.exists() else {},
+            num_rows=len(rows.ids),
+            num_answer_tokens=int(rows.answer.sum()),
+            extra=self.extra,
+            overlaps=self._overlaps(),
+        )
+
+    def _overlaps(self) -> dict[str, tuple[Sequence[Overlap], int]]:
+        recipe, num_answers = self.recipe, self.recipe.num_greedy + self.recipe.num_sampled
+        return {
+            "target": (leaks.of_target(recipe.target, self.against), recipe.target.steps * leaks.A_STEP),
+            "drafts": (leaks.of_drafts(recipe.response_seed, num_answers, self.against), num_answers),
+        }
+
+    def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
+        """In float16, which takes half the room: they are larger, and the package is to stay small."""
+        for name in names:
+            match name:
+                case "medusa":
+                    heads = self.new_medusa()
+                    heads.load_state_dict(self._trained(name))
+                    medusa_format.save(heads.half(), output / name, "nano")
+                case "draft-model":
+                    self._export_model(output / name, self.new_draft_model(model))
+                case "block-diffusion":
+                    diffusing = block_diffusion.new_model(model)
+                    block = {"block_size": self.recipe.diffusion_block_size, "mask_token_id": MASK_TOKEN_ID}
+                    diffusing.config.block_diffusion = block
+                    self._export_model(output / name, diffusing)
+
+    def _export_model(self, folder: Path, model: Any) -> None:
+        model.load_state_dict(self._trained(folder.name))
+        model.config.use_cache = True
+        model.half().save_pretrained(folder)
+        os.chmod(folder / "model.safetensors", 0o644)
+
+    def _trained(self, name: str) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = torch.load(self.work / f"{name}.pt", weights_only=True)["model"]
+        return weights

@@ -1,0 +1,101 @@
+"""Model cards: what the nano models are, what made them, and how to make them again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.train.cards import history_table, overlap_table
+from dflash_bench.train.checkpoint import History
+from dflash_bench.train.overlap import Overlap
+
+TITLES = {
+    "target": "nano: a small Qwen3 that does sums, short functions and small talk",
+    "dflash": "nano DFlash draft: block diffusion drafting for the nano target",
+    "eagle3": "nano EAGLE-3 draft: autoregressive drafting for the nano target",
+    "draft-model": "nano draft model: a language model of two layers that drafts for the nano target",
+    "medusa": "nano Medusa heads: four guesses from the nano target's last hidden state",
+    "block-diffusion": "nano block diffusion: the nano target, turned into a model that fills in blocks by itself",
+}
+ABOUT = {
+    "target": (
+        "Trained from scratch on text made by rule (`scripts/nano/corpus`): word problems, algebra, modular "
+        "arithmetic and counting, Python functions, two-turn chat. One question in 32, chosen by its hash, is held "
+        "out; the embedded prompts come from those. It exists to make speculative decoding measurable without a "
+        "download and knows nothing of the world."
+    ),
+    "dflash": (
+        "Trained on the target's own greedy and sampled answers: random anchors, each followed by a block of masks "
+        "that sees the target's features strictly before the anchor; slot k weighs exp(-(k - 1) / gamma). Tensor "
+        "names and config.json are z-lab's."
+    ),
+    "eagle3": (
+        "Trained on the same rows in the same order for the same number of steps as the DFlash draft, with seven "
+        "training-time-test steps and soft targets. Tensor names and config.json are SafeAILab's, with a reduced "
+        "vocabulary."
+    ),
+    "draft-model": (
+        "A Qwen3 with two layers, and the target's embedding and last norm to begin with. Trained on the same rows in "
+        "the same order, against the target's own distribution at each answer token. `accepted` counts right tokens in "
+        "a row, seven at most, and the bonus token. Stored in float16."
+    ),
+    "medusa": (
+        "Each head, one residual block and an output layer that starts as the target's, learns the token at its own "
+        "distance; the target stands still (Medusa-1), and a head weighs 0.8 times as much as the one before it. Same "
+        "rows, same order. Tensor names and config.json are FasterDecoding's. Stored in float16."
+    ),
+    "block-diffusion": (
+        "Not a draft: it answers alone, and nothing verifies what it says. All layers start as the target's. A block "
+        "of eight places, the first of them clean and a random share of the others masked, sees the clean text before "
+        "it and all of itself; each place predicts the token behind it. The next-token loss on the clean text is "
+        "added, so that the text before a block can be read causally. `accepted` counts the right tokens at the start "
+        "of a block after one pass over masks alone, plus one. Stored in float16."
+    ),
+}
+
+WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
+
+REBUILD = "- rebuild: `scripts/nano/train` (in bfloat16, so that another CPU gives similar weights, not the same)"
+
+
+def write(
+    output: Path, recipe: dict[str, Any], histories: dict[str, History], sweep: dict[str, Any], num_rows: int,
+    num_answer_tokens: int, extra: Path | None, overlaps: Mapping[str, tuple[Sequence[Overlap], int]],
+) -> None:  # fmt: skip
+    """`overlaps` with test suites are those of the `target` and of the `drafts`, and of how many prompts."""
+    for name, history in histories.items():
+        own = recipe[name.replace("-", "_")]
+        shared = {key: value for key, value in recipe.items() if not isinstance(value, dict)}
+        weights = next(path for path in (output / name / file for file in WEIGHTS) if path.exists())
+        lines = [
+            f"# {TITLES[name]}",
+            "",
+            ABOUT[name],
+            "",
+            f"- weights: `{weights.name}`, sha256 `{_sha256(weights)}`",
+            f"- extra data: {extra.name if extra else 'none'}",
+            f"- recipe: `{json.dumps(own)}`",
+        ]
+        if name != "target":
+            lines += [
+                f"- shared: `{json.dumps(shared)}`",
+                f"- data: {num_rows:,} rows of {recipe['row_length']} tokens, {num_answer_tokens:,} answer tokens",
+                f"- learning rate: {_tuning(name, sweep)}",
+            ]
+        shares = overlap_table(*overlaps["target" if name == "target" else "drafts"])
+        lines += [REBUILD, "", *history_table(history), "", *shares, ""]
+        (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _tuning(name: str, sweep: dict[str, Any]) -> str:
+    if name in sweep:
+        return f"the best of short trainings, by held-out accepted length: `{json.dumps(sweep[name])}`"
+    return "not swept"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

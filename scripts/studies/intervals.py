@@ -1,0 +1,325 @@
+"""How often a 95 % interval contains the truth, and how often the gate fails, on simulated runs with a fixed seed.
+
+The intervals are those of every table; the gate is that of `dflash-bench check`, with its default limits. What is
+simulated of intervals is also written as `dflash_bench/analysis/coverage.json`, which every table quotes.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis import spread, stats
+from dflash_bench.analysis.findings import MIN_PROMPTS
+from dflash_bench.analysis.gate import against
+from dflash_bench.analysis.gate.baselines import LIMITS
+from dflash_bench.analysis.gate.outcome import adjusted
+from dflash_bench.analysis.metrics import FIGURES, Cell
+from dflash_bench.analysis.spread import METHOD_NOISE
+from dflash_bench.analysis.terms import TERMS
+from studies._study import ROOT, Made, Work, tell, write
+
+TAKES = "half an hour of one core"
+PAGES = ("intervals.md",)
+
+NUM_COVERED, NUM_QUIET, NUM_LOST = 1_000, 1_000, 500
+RUN_NOISE, SEVERAL = 0.02, (3, 5)
+"""Noise between runs, of each method's seconds, that intervals are tried with; and runs that are then given."""
+SPEEDUP, ANSWER_NOISE, SLOW = 3.0, 0.05, 1.3
+SEED = 20_260_101
+COVERAGE = ROOT / "dflash_bench" / "analysis" / "coverage.json"
+METHODS, RATIOS = ("dflash", "eagle3"), ("speedup.decode", "speedup.e2e")
+
+
+@dataclass(frozen=True)
+class World:
+    """What the simulation assumes about prompts and machine."""
+
+    lengths: str = "skewed"
+    """even, skewed or heavy"""
+    helps: str = "alike"
+    """How much a draft speeds up a prompt: alike (at any length), longer (more on longer answers), or heavy (with rare
+    extremes)."""
+    run_noise: float = 0.0
+    """The standard deviation of the logarithm of each method's seconds from run to run, plain decoding included."""
+    speeds: str = "one"
+    """Which part of a run is 30 % slower by chance. two: all of it; stretch: a part of it; answers: single answers."""
+    slower_machine: bool = False
+    """All runs to be judged are 30 % slower than those of the baseline, with every method."""
+
+
+WORLDS = {
+    "no noise between runs": World(),
+    "1 % noise": World(run_noise=0.01),
+    "3 % noise": World(run_noise=0.03),
+    "1 %, each run on either of two speeds": World(run_noise=0.01, speeds="two"),
+    "1 %, a part of each run on another speed": World(run_noise=0.01, speeds="stretch"),
+    "1 %, each answer on either of two speeds": World(run_noise=0.01, speeds="answers"),
+    "1 %, the whole machine 30 % slower": World(run_noise=0.01, slower_machine=True),
+    "1 %, heavy-tailed lengths": World(run_noise=0.01, lengths="heavy"),
+    "1 %, longer answers sped up more": World(run_noise=0.01, helps="longer"),
+}
+PROMPTS = {
+    "even lengths": World("even"),
+    "skewed lengths": World("skewed"),
+    "heavy-tailed lengths": World("heavy"),
+    "skewed, longer answers sped up more": World("skewed", "longer"),
+    "heavy-tailed, longer answers sped up more": World("heavy", "longer"),
+    "skewed, heavy-tailed speed-ups": World("skewed", "heavy"),
+}
+SIZES, COVERED_SIZES = (16, 32, 64, 128), (stats.FEWEST, 8, 16, 32, 64, 128, 256)
+LOSSES, SHARED = (0.05, 0.10, 0.15, 0.20, 0.30), ((1, 1), (3, 1), (5, 1), (3, 3), (5, 5))
+
+
+def drawn_prompts(rng: np.random.Generator, world: World, size: int) -> tuple[Any, Any]:
+    """Tokens of each answer, and the ratio of a method's seconds to those of plain decoding."""
+    z = rng.normal(size=size)
+    tokens = {
+        "even": 100 + 20 * np.clip(z, -4, 4),
+        "skewed": np.exp(5 + 0.6 * z),
+        "heavy": np.exp(5 + 1.2 * z),
+    }[world.lengths]
+    share = {
+        "alike": np.exp(0.2 * rng.normal(size=size)),
+        "longer": np.exp(0.15 * rng.normal(size=size) - 0.2 * z),
+        "heavy": 1 / np.maximum(1 + 0.2 * rng.standard_t(3, size), 0.2),
+    }[world.helps]
+    return np.ceil(tokens), share / SPEEDUP
+
+
+@lru_cache
+def truth(world: World) -> float:
+    """The ratio of all plain seconds to all of the method's, over ten million prompts."""
+    rng, plain_s, method_s = np.random.default_rng(SEED), 0.0, 0.0
+    for _ in range(20):
+        tokens, share = drawn_prompts(rng, world, 500_000)
+        plain_s, method_s = plain_s + tokens.sum(), method_s + (tokens * share).sum()
+    return plain_s / method_s
+
+
+def run(rng: np.random.Generator, world: World, prompts: Any, num_methods: int, slowdown: float = 1.0) -> list[Any]:
+    """`TERMS` per prompt for each method of one run; the first method is slowed down by the factor `slowdown`."""
+    tokens, share = prompts
+    size, width = len(tokens), num_methods + 1
+    seconds = tokens[:, None] * 0.03 * np.exp(ANSWER_NOISE * rng.normal(size=(size, width)))
+    seconds[:, 1:] *= share[:, None]
+    seconds[:, 1] *= slowdown
+    seconds *= np.exp(world.run_noise * rng.normal(size=width))
+    seconds *= speeds(rng, world, size, width)
+    return [sums_of(tokens, seconds[:, 0], seconds[:, 1 + number]) for number in range(num_methods)]
+
+
+def speeds(rng: np.random.Generator, world: World, size: int, width: int) -> Any:
+    match world.speeds:
+        case "two":
+            return np.where(rng.random() < 0.5, 1.0, SLOW)
+        case "answers":
+            return np.where(rng.random((size, width)) < 0.5, 1.0, SLOW)
+        case "stretch":
+            # In the order of a run: prompt by prompt, all methods in turn.
+            first, last = np.sort(rng.integers(0, size * width + 1, 2))
+            at = np.arange(size * width)
+            return np.where((first <= at) & (at < last), SLOW, 1.0).reshape(size, width)
+    return 1.0
+
+
+def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
+    sums = np.zeros((len(tokens), len(TERMS)))
+    terms = {
+        "answers": 1, "paired": 1, "decode_tokens": tokens, "decode_s": method_s, "plain_s": plain_s,
+        "plain_tokens": tokens, "own_s": method_s, "own_tokens": tokens, "plain_e2e_s": plain_s + 0.02,
+        "own_e2e_s": method_s + 0.02, "plain_e2e_tokens": tokens + 1, "own_e2e_tokens": tokens + 1,
+        "rounds": np.maximum(tokens // 4, 1), "verified": tokens, "exact": 1, "compared": 1, "passed": 1, "scored": 1,
+    }  # fmt: skip
+    for name, values in terms.items():
+        sums[:, TERMS.index(name)] = values
+    return sums
+
+
+def coverage(world: World, num_prompts: int, num_simulations: int = NUM_COVERED, num_runs: int = 1) -> float:
+    """Share of the 95 % intervals of speedup.decode, over so many runs, that contain the truth."""
+    rng, num_covered = np.random.default_rng([SEED, num_prompts, num_runs]), 0
+    statistic = FIGURES["speedup.decode"].statistic
+    for _ in range(num_simulations):
+        prompts = drawn_prompts(rng, world, num_prompts)
+        runs = np.array([sums for _ in range(num_runs) for sums in run(rng, world, prompts, 1)])
+        (interval,) = spread.intervals(runs, [statistic], [num_runs > 1])
+        assert interval is not None and interval.low is not None and interval.high is not None
+        num_covered += interval.low <= truth(world) <= interval.high
+    return num_covered / num_simulations
+
+
+def alarms(
+    world: World, num_prompts: int, num_runs: tuple[int, int], loss: float, num_simulations: int = NUM_QUIET
+) -> float:
+    """Share of checks, of two methods and both speed-ups, that fail when one method loses `loss` of its speed.
+
+    `num_runs` is the number of runs in the baseline, and of those to be judged.
+    """
+    rng, num_alarms = np.random.default_rng([SEED, num_prompts, *num_runs]), 0
+    slowdown = SLOW if world.slower_machine else 1.0
+    for _ in range(num_simulations):
+        prompts = drawn_prompts(rng, world, num_prompts)
+        before = [run(rng, world, prompts, len(METHODS)) for _ in range(num_runs[0])]
+        after = [run(rng, world, prompts, len(METHODS), 1 / (1 - loss)) for _ in range(num_runs[1])]
+        checks = [
+            check
+            for number, method in enumerate(METHODS)
+            for check in against.against_cell(
+                [cell(method, sums[number]) for sums in before],
+                [cell(method, slowed(sums[number], slowdown)) for sums in after],
+                RATIOS, LIMITS, [], fixed=True,
+            )
+        ]  # fmt: skip
+        num_alarms += any(check.failed for check in adjusted(checks))
+    return num_alarms / num_simulations
+
+
+def slowed(sums: Any, times: float) -> Any:
+    return sums * np.where([name.endswith("_s") for name in TERMS], times, 1.0)
+
+
+def cell(method: str, sums: Any) -> Cell:
+    return Cell(
+        suite="simulated", method=method, num_prompts=len(sums), num_tokens=0, num_errors=0, num_near_ties=0,
+        exact=None, passed=None, figures={}, prompts=tuple(map(str, range(len(sums)))), sums=sums,
+    )  # fmt: skip
+
+
+def table(heads: list[str], rows: Iterator[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, rule, *rows])
+
+
+Shares = dict[str, list[float]]
+"""By kind of prompts, at each of `COVERED_SIZES`."""
+
+
+def covered(run_noise: float, num_runs: int) -> Shares:
+    return {
+        name: [coverage(replace(world, run_noise=run_noise), size, NUM_COVERED, num_runs) for size in COVERED_SIZES]
+        for name, world in PROMPTS.items()
+    }
+
+
+def in_rows(shares: Shares) -> Iterator[list[str]]:
+    for name, held in shares.items():
+        yield [name, *(f"{share:.1%}" for share in held)]
+
+
+def gated(loss: float, number: int) -> Iterator[list[str]]:
+    for name, world in WORLDS.items():
+        shares = [alarms(world, size, runs, loss, number) for runs in ((1, 1), (3, 3)) for size in SIZES]
+        yield [name, *(f"{share:.1%}" for share in shares)]
+
+
+def caught() -> Iterator[list[str]]:
+    for runs in SHARED:
+        shares = [alarms(WORLDS["1 % noise"], 64, runs, loss, NUM_LOST) for loss in LOSSES]
+        yield [f"{runs[0]} and {runs[1]}", *(f"{share:.1%}" for share in shares)]
+
+
+def error(share: float, number: int) -> str:
+    return f"{100 * (share * (1 - share) / number) ** 0.5:.1f}"
+
+
+def text(command: str, alone: Shares, noisy: Shares, several: dict[int, Shares]) -> str:
+    """What the intervals cover: without noise between runs, with it in one run, and over several runs that show it."""
+    over = "\n\n".join(
+        f"Over {number} runs:\n\n{table(['prompts', *map(str, COVERED_SIZES)], in_rows(shares))}"
+        for number, shares in several.items()
+    )
+    heads = ["", *(f"{runs}, {size} prompts" for runs in ("1 run", "3 runs") for size in SIZES)]
+    return f"""# How far the intervals and the gate can be trusted
+
+Simulated with seed {SEED}; `{command}` repeats it in half an hour on one
+core. Plain decoding takes 30 ms a token, prefill 20 ms. A draft makes decoding {SPEEDUP:g} times faster; this varies by
+20 % from prompt to prompt (all variations are standard deviations of logarithms). Lengths are skewed (lognormal, 0.6)
+unless a line says even (normal, 20 % of their mean) or heavy-tailed (lognormal, 1.2). Each answer's seconds vary by
+{ANSWER_NOISE:.0%} from run to run. "Longer answers sped up more": by 20 % for each standard deviation of the
+length's logarithm. "Heavy-tailed speed-ups": Student's t with 3 degrees of freedom.
+
+## Intervals
+
+How often the 95 % interval of speedup.decode contains the truth, in {NUM_COVERED:,} simulated runs each (standard error
+of a share: {error(0.95, NUM_COVERED)} points):
+
+{table(["prompts", *map(str, COVERED_SIZES)], in_rows(alone))}
+
+What remains: if a few long answers take most of the seconds and are sped up differently from the others, a run of few
+prompts usually misses them, and no interval computed from its prompts can show that. So every table says how many of
+such intervals hold the truth. With fewer than {MIN_PROMPTS} prompts in a run, a report or a comparison says that these
+are few; with fewer than {stats.FEWEST} there is no interval at all, and `n = 4` in its place. Other intervals that we
+tried on such prompts contain the truth less often: percentiles of redrawn ratios, with or without BCa's corrections,
+widened by Student's t or not; Student's t itself, at as many degrees of freedom as prompts weigh or not; studentised
+draws around an error by linearisation, in which a long answer hides behind the ratio that it pulls to itself; and
+studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
+
+A single run cannot show the noise between runs. With {RUN_NOISE:.0%} of each method's seconds, its intervals contain
+the truth this often: the more prompts, the narrower they are, and the noise is as large as ever.
+
+{table(["prompts", *map(str, COVERED_SIZES)], in_rows(noisy))}
+
+Several runs of the same prompts show it, and `compare` adds it to the interval over these runs:
+
+{over}
+
+## The gate
+
+How often `check` fails, with two methods, each with speedup.decode and speedup.e2e, the default limits (5 %), and
+two-sided tests at 5 % with Holm's adjustment over all four. "1 run": one in the baseline and one to be judged, with the
+allowance for noise between runs ({METHOD_NOISE:.0%} of each method's seconds). "3 runs": three on each side, which show
+that noise themselves. The noise named in a line is drawn for each method in each run, plain decoding included; "two
+speeds" are 30 % apart.
+
+Without any change, in {NUM_QUIET:,} checks each (standard error of a share of 5 %: {error(0.05, NUM_QUIET)} points):
+
+{table(heads, gated(0.0, NUM_QUIET))}
+
+With one method 10 % slower, in {NUM_LOST} checks each (standard error of 90 %: {error(0.9, NUM_LOST)} points):
+
+{table(heads, gated(0.1, NUM_LOST))}
+
+By the number of runs (in the baseline, and to be judged) and the share of speed that one method loses, at 64 prompts
+and 1 % noise, in {NUM_LOST} checks each:
+
+{table(["runs", *(f"{loss:.0%}" for loss in LOSSES)], caught())}
+
+So with one run on each side a loss of 10 % passes: a single run cannot tell it from the machine's noise, so it is not
+called a loss. Fewer than five runs in all are judged by the allowance. On a noisier machine a single run gives false
+alarms; several do not, but detect little. A loss of 5 % is exactly the limit, so whether it fails is a matter of luck.
+If single answers are slowed down, three runs of 64 prompts detect a loss of 10 % half of the time; more prompts or more
+runs help. Changes of a machine that change the speed-up itself (such as a faster clock with the same memory) are not
+simulated: for the gate they are real changes.
+"""
+
+
+def as_json(alone: Shares, noisy: Shares) -> str:
+    stored = {"run_noise": RUN_NOISE, "prompts": list(COVERED_SIZES), "without_noise": alone, "with_noise": noisy}
+    return json.dumps(stored, indent=1) + "\n"
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--coverage", type=Path, default=COVERAGE, help="where tables find the shares (in the package)")
+
+
+def make(work: Work, options: Namespace) -> Made:
+    alone, noisy = kept(work, 0.0, 1), kept(work, RUN_NOISE, 1)
+    write(options.coverage, as_json(alone, noisy))
+    tell(f"wrote {options.coverage}")
+    return Made(
+        {PAGES[0]: text(work.command, alone, noisy, {number: kept(work, RUN_NOISE, number) for number in SEVERAL})}
+    )
+
+
+def kept(work: Work, run_noise: float, num_runs: int) -> Shares:
+    stored = work.once(f"{run_noise:g}-{num_runs}.json", lambda: json.dumps(covered(run_noise, num_runs)))
+    shares: Shares = json.loads(stored.read_text(encoding="utf-8"))
+    return shares

@@ -1,0 +1,226 @@
+"""Speed of our own decoding loop, as ratios measured in one run on one thread with the nano models; with goals.
+
+How fast is plain decoding beside `transformers.generate`, and DFlash beside transformers' own DFlash, with the same
+weights? How fast are both beside llama.cpp, if `nox -s llamacpp` has set it up? What does a DFlash round cost in
+plain steps, and how much of both is not arithmetic? All arms take turns prompt by prompt, so that drift affects them
+equally. Keep the machine quiet meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from assistant import assistant
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_bench import methods
+from dflash_bench.engine.captures import why_no_compiler
+from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.environment import describe, one_line
+from dflash_bench.models import loading, presets
+from dflash_bench.records import Generation, Message
+from dflash_bench.tasks import suites
+from studies import _beside_llamacpp
+from studies._study import ROOT, Made, Work
+
+TAKES = "five minutes of one core"
+PAGES = ("loop-nano-cpu.md",)
+EXTRA = "dev"
+
+NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64
+TimedArm = Callable[[list[Message]], float]
+MISSED = ", missed"
+LLAMACPP = Path(os.environ.get("LLAMACPP_VENV") or ROOT / ".nox" / "llamacpp")
+LIMITS = {
+    "plain decoding, our tokens/s over those of `transformers.generate`": (2.0, "at least"),
+    "DFlash, our tokens/s over those of transformers' own DFlash": (2.2, "at least"),
+    "plain decoding, our forward's tokens/s over those of transformers' forward in our loop": (1.0, "at least"),
+    "plain decoding compiled (`--compile inductor`), over `transformers.generate`": (2.5, "at least"),
+    "DFlash compiled, over transformers' own DFlash": (2.2, "at least"),
+    "time of a DFlash round, in plain steps": (1.5, "at most"),
+    "share of a plain step outside arithmetic": (0.35, "at most"),
+    "share of a DFlash round outside arithmetic": (0.35, "at most"),
+}
+"""Goals, not what was reached."""
+PRODUCTS = ("linear", "mm", "addmm", "mv", "bmm", "baddbmm", "scaled_dot_product_attention")
+"""Where nothing is differentiated, operations that others are made of are recorded whole."""
+HEAD = """# Our own loop
+
+{machine}.
+`{command}` makes this page: nano, float32, one thread, {prompts} embedded
+questions of gsm8k, up to {tokens} tokens. A ratio is the median over prompts of each prompt's ratio, all arms in turn.
+Arithmetic is every matrix product and attention of a step, timed alone on the same tensors, one after the other.
+
+A plain step takes {step:.2f} ms, of which {step_arithmetic:.2f} ms are arithmetic; a DFlash round {block:.2f} ms, of
+which {block_arithmetic:.2f} ms are. With transformers' forward a plain step takes {published:.2f} ms.
+
+| what | measured | goal |
+|---|---:|---:|
+"""
+
+
+def make(work: Work, options: Namespace) -> Made:
+    torch.set_num_threads(1)
+    models = loading.load("nano", ["dflash"], "cpu", torch.float32)
+    ours = opened(models)
+    loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", NUM_PROMPTS)
+    chats = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
+    kept: dict[str, list[Generation]] = defaultdict(list)
+    arms = arms_of(models, ours, kept)
+    no_compiler = why_no_compiler(torch.device("cpu"))
+    if no_compiler is None:
+        arms |= compiled_arms(models, kept)
+    seconds = in_turn(arms, chats, kept)
+    refuse_wrong(kept)
+    # Both are timed as rounds: a plain step is a round that drafts nothing.
+    step, block, slow = (
+        [statistics.median(generation.round_s or ()) for generation in kept[name]]
+        for name in ("plain", "dflash", "published")
+    )
+    arithmetic = {name: arithmetic_of(ours, name, chats[0]) for name in ("ar", "dflash")}
+    figures = [
+        paired(seconds["generate"], seconds["plain"]),
+        paired(seconds["their dflash"], seconds["dflash"]),
+        paired(seconds["published"], seconds["plain"]),
+        paired(seconds["generate"], seconds["compiled"]) if no_compiler is None else None,
+        paired(seconds["their dflash"], seconds["compiled dflash"]) if no_compiler is None else None,
+        paired(block, step),
+        1 - arithmetic["ar"] / statistics.median(step),
+        1 - arithmetic["dflash"] / statistics.median(block),
+    ]
+    text = HEAD.format(
+        command=work.command, machine=one_line(describe()).rstrip("."), prompts=NUM_PROMPTS, tokens=MAX_NEW_TOKENS,
+        step=milliseconds(step), block=milliseconds(block), published=milliseconds(slow),
+        step_arithmetic=1000 * arithmetic["ar"], block_arithmetic=1000 * arithmetic["dflash"],
+    )  # fmt: skip
+    lines = [line(what, figure, no_compiler) for what, figure in zip(LIMITS, figures, strict=True)]
+    text += "".join(lines) + _beside_llamacpp.page(LLAMACPP / "bin" / "python")
+    return Made({PAGES[0]: text}, [f"missed: {one.strip()}" for one in lines if MISSED in one])
+
+
+def opened(models: loading.Models, **how: Any) -> LocalBackend:
+    return open_backend(models, presets.preset("nano"), methods.chosen(["dflash"]), MAX_NEW_TOKENS, **how)
+
+
+def arms_of(models: loading.Models, ours: LocalBackend, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
+    """Each answers a chat, and returns its seconds per token; answers of ours are kept."""
+    published = opened(models, engine="transformers")
+    theirs = assistant(models.drafts["dflash"])
+    return {
+        "plain": lambda chat: per_token(kept["plain"], ours.generate("ar", chat)),
+        "dflash": lambda chat: per_token(kept["dflash"], ours.generate("dflash", chat)),
+        "published": lambda chat: per_token(kept["published"], published.generate("ar", chat)),
+        "generate": lambda chat: generate(models, ours, chat),
+        "their dflash": lambda chat: generate(models, ours, chat, assistant_model=theirs, speculation_type="dflash"),
+    }
+
+
+def compiled_arms(models: loading.Models, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
+    compiled = opened(models, capture="inductor")
+    return {
+        "compiled": lambda chat: per_token(kept["compiled"], compiled.generate("ar", chat)),
+        "compiled dflash": lambda chat: per_token(kept["compiled dflash"], compiled.generate("dflash", chat)),
+    }
+
+
+def in_turn(
+    arms: dict[str, TimedArm], chats: Sequence[list[Message]], kept: dict[str, list[Generation]]
+) -> dict[str, list[float]]:
+    """Seconds per token by arm, of each chat; before anything is timed, passes of all lengths are compiled."""
+    for chat in chats:
+        for arm in arms.values():
+            arm(chat)
+    for several in kept.values():
+        several.clear()
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number, chat in enumerate(chats):
+        for name in list(arms) if number % 2 else list(arms)[::-1]:
+            seconds[name].append(arms[name](chat))
+    return seconds
+
+
+def refuse_wrong(kept: dict[str, list[Generation]]) -> None:
+    answers = {name: [generation.token_ids for generation in several] for name, several in kept.items()}
+    if wrong := [name for name, ids in answers.items() if ids != answers["plain"]]:
+        raise SystemExit(f"other tokens than plain decoding's, so that no speed counts: {', '.join(wrong)}")
+
+
+def line(what: str, figure: float | None, no_compiler: str | None) -> str:
+    limit, kind = LIMITS[what]
+    if figure is None:
+        return f"| {what} | not measured, {no_compiler} | {kind} {limit:g} |\n"
+    good = figure >= limit if kind == "at least" else figure <= limit
+    return f"| {what} | {figure:.2f} | {kind} {limit:g}{'' if good else MISSED} |\n"
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arithmetic of what runs inside it: each call with its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def arithmetic_of(backend: LocalBackend, method: str, chat: Sequence[Message]) -> float:
+    """Seconds of one round's matrix products and attention alone, the median of many: in the middle of an answer."""
+    from dflash_bench.engine.decoding import decode
+    from dflash_bench.engine.sampling import Sampling
+
+    times = []
+    steps = decode(
+        backend.target, backend.drafters[method], [backend.encode(chat)], backend.limits, Sampling(), backend.clock
+    )
+    for _ in range(3):
+        next(steps)
+    recorder = Recorder()
+    with recorder, torch.inference_mode():
+        next(steps)
+    with torch.inference_mode():
+        for _ in range(200):
+            start = time.perf_counter()
+            for func, args, kwargs in recorder.calls:
+                func(*args, **kwargs)
+            times.append(time.perf_counter() - start)
+    steps.close()  # type: ignore[attr-defined]
+    return statistics.median(times)
+
+
+def paired(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median over prompts of each prompt's ratio, so that a hiccup of the machine spoils only one ratio."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+
+
+def milliseconds(times: Sequence[float]) -> float:
+    return statistics.median(times) * 1000
+
+
+def per_token(kept: list[Generation], generation: Generation) -> float:
+    kept.append(generation)
+    return generation.decode_s / (len(generation.token_ids) - 1)
+
+
+def generate(models: loading.Models, backend: LocalBackend, chat: list[Message], **options: Any) -> float:
+    """Seconds per token of `generate`, without prefill, which is measured by a one-token answer and subtracted."""
+    ids = torch.tensor([backend.encode(chat)])
+    times = []
+    for length in (1, MAX_NEW_TOKENS):
+        start = time.perf_counter()
+        out = models.target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, **options
+        )
+        times.append(time.perf_counter() - start)
+    seconds: float = (times[1] - times[0]) / (out.shape[1] - ids.shape[1] - 1)
+    return seconds

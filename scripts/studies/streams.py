@@ -1,0 +1,121 @@
+"""What part of a core the client needs for a thousand streams at a time, and whether it measures them rightly.
+
+A server that imitates vLLM runs in a process of its own, and sends a round of three tokens to each stream at even
+intervals. With shorter ones there are more pieces per second, until one side or the other cannot keep up: the time per
+token then comes out longer than it was set, and the client's lag, which `run` warns of, grows.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from fake_server import FakeServer
+
+from dflash_bench.environment import describe, one_line
+from dflash_bench.records import GREEDY, Message, Served
+from dflash_bench.report.tables import markdown, number
+from dflash_bench.servers.address import Access, parse
+from dflash_bench.servers.backend import ServerBackend
+from studies._study import Made, Work, tell
+
+TAKES = "a minute of two free cores"
+PAGES = ("streams.md",)
+
+NUM_TOKENS, KEPT = 61, 2
+"""Of each answer: one, and 20 rounds of three."""
+INTERVALS_S = (1.0, 0.5, 0.3, 0.2)
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--streams", type=int, default=1000, help="answers at a time")
+
+
+def make(work: Work, options: Namespace) -> Made:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * options.streams), hard))
+    rows, wrong = [], []
+    for interval_s in INTERVALS_S:
+        row, problems = measured(options.streams, interval_s)
+        rows.append(row)
+        wrong += problems
+        tell("  ".join(row))
+    return Made({PAGES[0]: page(work.command, options.streams, rows)}, wrong)
+
+
+def serve(interval_s: float, streams: int) -> None:
+    """In a process of its own: until its standard input ends."""
+    with FakeServer(
+        accepts=(KEPT,), block=4, counts_by_request=True, has_metrics=False, waits_for=streams, round_s=interval_s,
+        answer=lambda *_: range(10, 10 + NUM_TOKENS),
+    ) as server:  # fmt: skip
+        print(server.url, flush=True)
+        sys.stdin.read()
+    sys.exit(0)
+
+
+@contextmanager
+def served_at(interval_s: float, streams: int) -> Iterator[str]:
+    words = [sys.executable, "-m", "studies.streams", str(interval_s), str(streams)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        yield process.stdout.readline().strip()
+        process.stdin.close()
+
+
+def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
+    """A row of the table, and what went wrong."""
+    requests = [((Message("user", f"What is {number} times 7?"),), 0) for number in range(streams)]
+    with (
+        served_at(interval_s, streams) as url,
+        ServerBackend(parse([f"plain={url}"]), Access(600.0), NUM_TOKENS) as backend,
+    ):
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
+        answers = backend.serve("ar", requests, replace(GREEDY, concurrency=streams))
+        wall_s, cpu_s = time.monotonic() - begin_s, time.process_time() - begin_cpu_s
+        lag_s = max(backend.lags.values())
+    per_token_s = statistics.median(one.generation.decode_s / (NUM_TOKENS - 1) for one in answers)
+    set_s = interval_s / (KEPT + 1)
+    pieces_per_s = streams / interval_s
+    row = [
+        number(1000 * interval_s, 0), number(pieces_per_s, 0), f"{100 * cpu_s / wall_s:.0f} %",
+        number(1000 * lag_s, 1), number(1000 * set_s, 1), number(1000 * per_token_s, 1),
+    ]  # fmt: skip
+    return row, problems(answers, streams, interval_s)
+
+
+def problems(answers: Sequence[Served], streams: int, interval_s: float) -> list[str]:
+    expected = tuple(range(10, 10 + NUM_TOKENS))
+    wrong = [one for one in answers if one.generation.error is not None or one.generation.token_ids != expected]
+    where = f"a round every {interval_s:g} s"
+    lost = [f"{where}: {len(answers)} answers to {streams} questions"] * (len(answers) != streams)
+    bad = (
+        [f"{where}: {len(wrong)} answers failed or are not what was sent: {wrong[0].generation.error}"] if wrong else []
+    )
+    return [*lost, *bad]
+
+
+def page(command: str, streams: int, rows: Sequence[Sequence[str]]) -> str:
+    heads = [
+        "a round every, ms", "pieces per second", "client's share of a core", "lag, ms (p95)", "TPOT as set, ms",
+        "TPOT as measured, ms (median)",
+    ]  # fmt: skip
+    blocks = [
+        f"# {streams:,} streams at a time",
+        f"```\n{command}\n```",
+        f"{one_line(describe())}. The server that imitates vLLM has a core of its own, and is written in Python, too: "
+        "where the time per token comes out longer than it was set, either of the two could not keep up.",
+        markdown(heads, rows),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]))
