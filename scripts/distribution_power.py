@@ -30,6 +30,7 @@ from dflash_bench.environment import describe, one_line
 from dflash_bench.records import COLUMNS, Draws, Message, Settings
 from dflash_bench.run import distribution
 from dflash_bench.run.distribution import LENGTH, NUM_DRAWS, QUESTIONS
+from dflash_bench.run.request import Request
 
 SETTINGS = Settings(temperature=1.2, top_p=0.9)
 """The command's own defaults."""
@@ -71,9 +72,8 @@ more.
 
 def main() -> int:
     labels = [REJECTION, MATCH, TREE]
-    backend = distribution._open(
-        distribution.Request(tuple(labels), SETTINGS, NUM_DRAWS), [methods.parse(label) for label in labels]
-    )
+    request = Request(methods=tuple(labels), dtype="float32")
+    backend = distribution._open(request, [methods.parse(label) for label in labels], seed=0)
     right = [(label, drawn(backend, None, label)) for label in labels]
     planted = [(rule, label) for rule in (*WRONG_RULES, FAINT, *NUMBERS, SUBTLE) for label in rule.methods]
     wrong = [(rule, label, drawn(backend, rule, label)) for rule, label in planted]
