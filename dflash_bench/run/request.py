@@ -507,7 +507,7 @@ class MachineOptions:
         ),
     )
     engine: str | None = _machine(
-        "By whose code the target is computed: lean, our own, or transformers. Default: lean where it covers the "
+        "By whose code the target is computed: native, our own, or transformers. Default: native where it covers the "
         "target and says the same, for it is faster. The judge always asks transformers.",
         metavar="E",
         choices=lambda: ENGINES,
@@ -516,7 +516,7 @@ class MachineOptions:
     )
     """By whose code the target is computed."""
     graph: str | None = _machine(
-        "Capture passes of target and drafts as CUDA graphs. Default: on where a GPU and --engine lean compute.",
+        "Capture passes of target and drafts as CUDA graphs. Default: on where a GPU and --engine native compute.",
         metavar="on|off",
         choices=lambda: ("on", "off"),
         conflicts=(

@@ -26,8 +26,8 @@ ASKED = Request(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_tokens=
 def test_what_makes_no_sense_with_it_is_refused() -> None:
     with pytest.raises(UserError, match="unknown quantisation 'int3'; known: fp8, int8, nf4"):
         check_options(replace(ASKED, quantize="int3"))
-    with pytest.raises(UserError, match="--engine lean computes plain weights only; leave it out, or --quantize int8"):
-        check_options(replace(ASKED, quantize="int8", engine="lean"))
+    with pytest.raises(UserError, match="--engine native computes plain weights only; leave it out, or --quant"):
+        check_options(replace(ASKED, quantize="int8", engine="native"))
     with pytest.raises(UserError, match="--quantize nf4 is for one device, and --device-map for several"):
         check_options(replace(ASKED, quantize="nf4", device_map="auto"))
 

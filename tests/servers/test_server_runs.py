@@ -257,7 +257,7 @@ def test_waves_over_servers_are_as_over_our_engine(
     [
         (("--method", "dflash"), "--method has no effect with --server"),
         (("--draft", "dflash=x"), "--draft has no effect with --server"),
-        (("--engine", "lean"), "--engine has no effect with --server"),
+        (("--engine", "native"), "--engine has no effect with --server"),
         (("--dtype", "float32"), "--dtype has no effect with --server alone: give --model or --target too"),
         (("--context", "1k"), "--context has no effect with --server alone"),
         (("--over", "block=4,8"), "--over block: a server drafts as it was started"),
