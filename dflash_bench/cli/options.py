@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -42,8 +42,9 @@ def with_options(*order: str, helps: Mapping[str, str] | None = None) -> Callabl
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = dict(inspect.signature(command, eval_str=True).parameters)
         groups = {name: own.pop(name).annotation for name in list(own) if is_dataclass(own[name].annotation)}
-        shown = _parameters(groups, helps or {})
-        placed = [own[name] if name in own else shown[name] for name in dict.fromkeys([*(order or shown), *own])]
+        specs = {name: (group, spec) for group in groups.values() for name, spec in options_of(group).items()}
+        names = dict.fromkeys([*(order or specs), *own])
+        placed = [own[name] if name in own else _parameter(*specs[name], (helps or {}).get(name)) for name in names]
         config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
 
         @wraps(command)
@@ -60,24 +61,20 @@ def with_options(*order: str, helps: Mapping[str, str] | None = None) -> Callabl
     return decorated
 
 
-def _parameters(groups: Mapping[str, type], helps: Mapping[str, str]) -> dict[str, Parameter]:
-    return {
-        name: _parameter(spec, hints[name], helps.get(name, spec.help))
-        for group in groups.values()
-        for hints in [get_type_hints(group)]
-        for name, spec in options_of(group).items()
-    }
+_types = cache(get_type_hints)
 
 
-def _parameter(spec: OptionSpec, kind: Any, text: str) -> Parameter:
+def _parameter(group: type, spec: OptionSpec, help: str | None) -> Parameter:  # noqa: A002
     """As typer reads it: text that the option itself parses, several texts, or what the field is."""
-    default = spec.default
+    default, kind = spec.default, _types(group)[spec.name]
     if spec.parse is not None:
         default = ",".join(f"{value:g}" for value in default) if default else None
         kind = str if default else str | None
     elif get_origin(kind) is tuple:
         kind, default = list[str] | None, None
-    option = Option(spec.flag, metavar=spec.metavar, help=text, min=spec.minimum, rich_help_panel=spec.heading)
+    option = Option(
+        spec.flag, metavar=spec.metavar, help=help or spec.help, min=spec.minimum, rich_help_panel=spec.heading
+    )
     return Parameter(spec.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
