@@ -140,8 +140,8 @@ def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
     for spec in _specs(options):
         if not spec.is_given(options):
             continue
-        against = [one for one in spec.needs if not one.holds(options)]
-        against += [one for one in spec.conflicts if one.holds(options)]
+        against = [one for one in spec.conflicts if one.holds(options)]
+        against += [one for one in spec.needs if not one.holds(options)]
         for one in against:
             if not (before_sweep and one.is_of_sweep):
                 value = getattr(options, spec.name)

@@ -56,10 +56,10 @@ class Resolved:
 
 def methods_and_model(request: Request) -> tuple[Request, list[Method], Preset]:
     """What is cheap to know; the request comes back with its sweep written out. Raises UserError."""
+    require_prompts(request)
     refuse_without_effect(request, before_sweep=True)
     remote.check(request)
     request, chosen = swept(request, methods_of(request))
-    require_prompts(request)
     check_options(request)
     return request, chosen, model_of(request, chosen)
 

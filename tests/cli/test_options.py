@@ -257,6 +257,8 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
         ({"graph": "on", "compile": "inductor"}, "--compile and --graph on: a pass is compiled or captured as a graph"),
         ({"quantize": "nf4", "engine": "native"}, "--engine native computes plain weights only; leave it out, or --qu"),
         ({"attention": "sdpa", "engine": "lean"}, "--attention has no effect on --engine native, which has its own"),
+        (SERVED | {"one_at_a_time": True}, "--one-at-a-time has no effect with --server: how a server drafts is said"),
+        ({"timeout": 0.0}, "--timeout has no effect without --server"),
         ({"budget": "soon"}, "--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not 'soon'"),
         ({"temperature": (0.5, 0.5)}, "--temperature names one twice: 0.5,0.5"),
         ({"temperature": (0.5, 0.50000001)}, "--temperature 0.5 and 0.50000001 both print as 0.5, and nothing would"),
