@@ -20,8 +20,8 @@ from dflash_bench.methods import Method
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.report.profile import Profiled
-from dflash_bench.run import request as of_run
-from dflash_bench.run.opening import Wanted, prepared
+from dflash_bench.run.opening import prepared, wanted_of
+from dflash_bench.run.option import check_options
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import drafts_of, model_of
 
@@ -66,11 +66,7 @@ def perform(asked: Asked, tell: Callable[[str], None]) -> Profiled:
         for method in drafting
     ]
     tell("reading shapes")
-    wanted = Wanted(
-        request.device, request.dtype, request.threads, attention=request.attention, engine=request.engine,
-        is_small=request.name == "nano",
-    )  # fmt: skip
-    device, dtype, threads = prepared(wanted)
+    device, dtype, threads = prepared(wanted_of(request))
     import torch
 
     from dflash_bench.engine import profiling
@@ -154,7 +150,7 @@ def _check(asked: Asked) -> None:
     for flag, values in (("--batch", asked.batches), ("--context", asked.contexts), ("--width", asked.widths)):
         if min(values) < 1:
             raise UserError(f"{flag} takes numbers from 1 up, not {min(values)}")
-    of_run.check(request)
+    check_options(request)
 
 
 def _preset(asked: Asked, drafting: Sequence[Method]) -> Preset:

@@ -27,7 +27,7 @@ from dflash_bench.run import stopwatch
 from dflash_bench.tasks import scoring
 from dflash_bench.tasks.scoring.answers import Score
 
-ENGINES = ("lean", "transformers")
+ENGINES = ("native", "transformers")
 TOGETHER = 3
 SLEEP_S = 0.03
 
@@ -76,7 +76,7 @@ AROUND = (
     Around(
         "clock", "plain decoding that sleeps 30 ms a round",
         # A pass of transformers' code takes so long on a busy machine that this need not be four times as much.
-        patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)), ("lean",), (1,),
+        patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)), ("native",), (1,),
     ),
     Around("counter", "every two rounds told as one", in_bookkeeping(told.merged)),
     Around("counter", "a token told as another", in_bookkeeping(told.another_token)),

@@ -45,7 +45,7 @@ MORE_THAN_ROUNDING = 1.0
 class Way:
     """In which a run decodes: each axis has mistakes of its own."""
 
-    engine: str = "lean"
+    engine: str = "native"
     dtype: str = "float32"
     concurrency: int = 1
     captured: bool = False
@@ -63,12 +63,12 @@ class Way:
 
 WAYS = tuple(
     Way(engine, dtype, concurrency, captured)
-    for engine in ("lean", "transformers")
+    for engine in ("native", "transformers")
     for dtype in ("float32", "bfloat16")
     for concurrency in (1, 3)
-    for captured in ((False, True) if engine == "lean" else (False,))
+    for captured in ((False, True) if engine == "native" else (False,))
 )
-"""All there are: only passes of the lean network can be captured."""
+"""All there are: only passes of the native network can be captured."""
 
 
 @cache

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from dflash_bench.cli.net import require_addresses
-from dflash_bench.errors import UserError
+from dflash_bench.errors import UserError, unknown
 from dflash_bench.text import shortened
 
 LONGEST_NAME = 255
@@ -17,16 +19,66 @@ LONGEST_NAME = 255
 
 class Command(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
+        typed, typed_params = self._typed(ctx, args)
         if any(param.name == "help" for param in typed_params):
             return super().parse_args(ctx, args)
         require_addresses()
-        for param in typed_params:
-            _refuse_repeated(param, typed_params.count(param))
-            value = typed[str(param.name)]
-            for text in value if isinstance(value, list | tuple) else [value]:
-                _refuse_empty_or_long(param, text)
+        _refuse_odd(typed, typed_params)
+        if (path := typed.get("config")) is not None:
+            args = [*config_words(Path(str(path)), self.get_params(ctx), typed_params), *args]
+            _refuse_odd(*self._typed(ctx, args))
         return super().parse_args(ctx, args)
+
+    def _typed(self, ctx: Context, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
+        """Values by parameter, and the parameters in the order in which they were given."""
+        typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
+        return dict(typed), list(typed_params)
+
+
+def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> list[str]:
+    """The options of a TOML file as they would be typed, without those that are.
+
+    Raises UserError for a key that is no option of the command, and for a value that its option cannot have.
+    """
+    from dflash_bench.reading import toml_of
+
+    options = {
+        _name(param).removeprefix("--"): param
+        for param in params
+        if isinstance(param, TyperOption) and not param.hidden and param.name not in ("config", "help")
+    }
+    words = []
+    for key, value in toml_of(path).items():
+        if key not in options:
+            raise unknown(f"option in {path}", shortened(key, 40), list(options))
+        if options[key] not in typed:
+            words += _words(f"{path}: {key}", f"--{key}", options[key], value)
+    return words
+
+
+def _words(where: str, flag: str, param: TyperOption, value: object) -> list[str]:
+    if param.is_flag:
+        if not isinstance(value, bool):
+            raise UserError(f"{where} is true or false")
+        return [flag] if value else []
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values):
+        raise UserError(f"{where} takes text or a number, or a list of them where it may be given several")
+    texts = [one if isinstance(one, str) else repr(one) for one in values]
+    if param.multiple:
+        return [f"{flag}={text}" for text in texts]
+    # As its help shows it, N[,N...].
+    if len(texts) > 1 and "[," not in (param.metavar or ""):
+        raise UserError(f"{where} takes one value, not {len(texts)}")
+    return [f"{flag}={','.join(texts)}"]
+
+
+def _refuse_odd(typed: Mapping[str, Any], typed_params: Sequence[Any]) -> None:
+    for param in typed_params:
+        _refuse_repeated(param, typed_params.count(param))
+        value = typed[str(param.name)]
+        for text in value if isinstance(value, list | tuple) else [value]:
+            _refuse_empty_or_long(param, text)
 
 
 def _name(param: Any) -> str:

@@ -10,31 +10,17 @@ import typer
 from dflash_bench.cli import options
 from dflash_bench.cli.command import GroupedHelp
 from dflash_bench.cli.output import say
+from dflash_bench.run.request import Request
 
 app = typer.Typer()
 
 
 @app.command(cls=GroupedHelp)
-def doctor(
-    suite: options.Suites = None,
-    prompts: options.Prompts = None,
-    data: options.Data = None,
-    limit: options.Limit = None,
-    thinking: options.Thinking = None,
-    method: options.Methods = None,
-    model: options.Model = None,
-    target: options.Target = None,
-    draft: options.Drafts = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    max_new_tokens: options.MaxNewTokens = None,
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    dtype: options.Dtype = None,
-    attention: options.Attention = None,
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
-    as_json: options.AsJson = False,
-) -> None:
+@options.with_options(
+    "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "max_new_tokens", "device",
+    "device_map", "dtype", "attention", "quantize", "threads",
+)  # fmt: skip
+def doctor(request: Request, as_json: options.AsJson = False) -> None:
     """Find out why few drafted tokens are accepted.
 
     Decodes your prompts (or ours, if you give none) with a DFlash or EAGLE-3 draft as it is, then with one thing
@@ -44,14 +30,7 @@ def doctor(
     """
     from dflash_bench.bars import status
     from dflash_bench.doctor import diagnosis, text
-    from dflash_bench.run.request import Request
 
-    request = Request(
-        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        data=data, prompts=prompts, limit=limit, max_new_tokens=max_new_tokens, threads=threads, device=device,
-        device_map=device_map, dtype=dtype, attention=attention, quantize=quantize, thinking=thinking,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
     with status() as tell:
         found = diagnosis.perform(request, tell)
     say(json.dumps(text.as_json(found), indent=1, allow_nan=False) if as_json else text.text(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -12,21 +13,24 @@ from typer import Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.cli.output import say
+from dflash_bench.run.request import Request
 
 app = typer.Typer()
 
 
 @app.command(cls=Command)
+@options.with_options(
+    "method", "model", "target", "drafts", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "draws",
+    "length", "seed", "device", "dtype",
+)  # fmt: skip
 def verify_distribution(
+    request: Request,
     method: Annotated[
         list[str] | None,
         Option(
             metavar="NAME[:KEY=VALUE]", help="Method to test; may be repeated. Default: dflash with each of its rules."
         ),
     ] = None,
-    model: options.Model = None,
-    target: options.Target = None,
-    draft: options.Drafts = None,
     temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Sampling temperature, above 0.")] = 1.2,
     top_k: Annotated[int, Option(metavar="K", min=0, help="As for 'run'; 0 turns it off.")] = 0,
     top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 1 turns it off.")] = 0.9,
@@ -48,7 +52,6 @@ def verify_distribution(
         ),
     ] = None,
     seed: Annotated[int, Option(metavar="S", min=0, help="Random seed; another seed draws other answers.")] = 0,
-    device: options.Device = None,
     dtype: Annotated[
         str,
         Option(metavar="T", help="float32, bfloat16 or float16. Below float32, rounding shifts probabilities, too."),
@@ -68,13 +71,10 @@ def verify_distribution(
     from dflash_bench.run import distribution
 
     settings = Settings(temperature, top_k, top_p, min_p, repetition_penalty)
+    request = replace(request, methods=tuple(dict.fromkeys(method or distribution.METHODS)), dtype=dtype)
     draws_of_methods = distribution.perform(
-        distribution.Request(
-            methods=tuple(dict.fromkeys(method or distribution.METHODS)), settings=settings,
-            num_draws=draws or distribution.NUM_DRAWS, length=length, seed=seed, model=model, target=target,
-            drafts=tuple(draft or ()), device=device, dtype=dtype,
-        )
-    )  # fmt: skip
+        distribution.DrawRequest(request, settings, draws or distribution.NUM_DRAWS, length, seed)
+    )
     tests = analysis.compared(draws_of_methods)
     verdicts = analysis.verdicts(draws_of_methods, tests)
     if as_json:

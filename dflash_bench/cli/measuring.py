@@ -14,68 +14,20 @@ from typer import Argument, Context
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.output import note, say
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.secrets import arguments, command
+from dflash_bench.errors import UserError
+from dflash_bench.run.option import check_options
+from dflash_bench.run.request import Output, Request
+from dflash_bench.secrets import command
 
 app = typer.Typer()
 
 
 @app.command(cls=GroupedHelp)
+@options.with_options()
 def run(
-    context: Context,
-    suite: options.Suites = None,
-    prompts: options.Prompts = None,
-    score: options.Score = None,
-    data: options.Data = None,
-    limit: options.Limit = None,
-    within: options.For = None,
-    thinking: options.Thinking = None,
-    context_length: options.ContextLength = None,
-    method: options.Methods = None,
-    model: options.Model = None,
-    target: options.Target = None,
-    draft: options.Drafts = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    server: options.Servers = None,
-    dialect: options.Dialect = None,
-    served_model: options.ServedModel = None,
-    api_key_env: options.ApiKeyEnv = None,
-    timeout: options.Timeout = None,
-    env_proxy: options.EnvProxy = False,
-    launch: options.Launch = None,
-    launch_with: options.LaunchWith = None,
-    launch_args: options.LaunchArgs = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = "0",
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    concurrency: options.Concurrency = None,
-    rate: options.Rate = None,
-    slo: options.Slo = None,
-    seed: options.Seed = None,
-    block_size: options.BlockSize = None,
-    draft_steps: options.DraftSteps = None,
-    repeats: options.Repeats = 1,
-    audit: options.Audit = None,
-    over: options.Over = None,
-    one_at_a_time: options.OneAtATime = False,
-    device: options.Device = None,
-    device_map: options.DeviceMap = None,
-    dtype: options.Dtype = None,
-    attention: options.Attention = None,
-    engine: options.Engine = None,
-    graph: options.Graph = None,
-    compiler: options.Compiler = None,
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
-    workers: options.Workers = None,
-    ray_address: options.RayAddress = None,
-    unsafe_code: options.UnsafeCode = False,
-    out: options.Out = None,
-    resume: options.Resume = False,
-    allow: options.AllowFailed = None,
+    ctx: Context,
+    request: Request,
+    output: Output,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure methods against plain decoding.
@@ -92,41 +44,16 @@ def run(
     from dflash_bench.models import presets
     from dflash_bench.results import frame
     from dflash_bench.run import session, sweeping
-    from dflash_bench.run.request import Request
 
-    if context.info_name == "sweep" and not over:
+    if ctx.info_name == "sweep" and not request.over:
         raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
-    request = Request(
-        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        data=data, prompts=prompts, score=score, limit=limit, budget=within, seed=seed,
-        max_new_tokens=max_new_tokens, temperatures=sweeping.numbers(temperature, "--temperature"),
-        top_k=sweeping.numbers(top_k, "--top-k", whole=True) if top_k else (),
-        top_p=sweeping.numbers(top_p, "--top-p") if top_p else (),
-        min_p=sweeping.numbers(min_p, "--min-p") if min_p else (),
-        repetition_penalty=sweeping.numbers(repetition_penalty, "--repetition-penalty") if repetition_penalty else (),
-        concurrency=sweeping.numbers(concurrency, "--concurrency", whole=True) if concurrency else (),
-        rate=sweeping.numbers(rate, "--rate") if rate else (), slo=slo,
-        context=sweeping.contexts(context_length, "--context") if context_length else (),
-        block_size=block_size, draft_steps=draft_steps, over=tuple(over or ()), one_at_a_time=one_at_a_time,
-        repeats=repeats, threads=threads, device=device, device_map=device_map, dtype=dtype, attention=attention,
-        engine=engine, graph=graph, compiler=compiler, quantize=quantize, thinking=thinking,
-        trust_remote_code=trust_remote_code, audit=audit, unsafe_code=unsafe_code, servers=tuple(server or ()),
-        dialect=dialect, served_model=served_model, api_key_env=api_key_env, timeout=timeout, env_proxy=env_proxy,
-        launch=launch, launch_with=launch_with,
-        launch_args=None if launch_args is None else arguments(launch_args, "--launch-args"),
-        workers=workers, ray_address=ray_address,
-    )  # fmt: skip
-    for name in allow or ():
-        if name != "failed":
-            raise unknown("thing to allow", name, ["failed"])
-    if resume and out is None:
-        raise UserError("--resume needs --out FOLDER, the run to continue")
+    check_options(output)
     folder = (
-        out
+        output.out
         or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
     )
     try:
-        session.perform(request, folder, resume, note)
+        session.perform(request, folder, output.resume, note)
     except KeyboardInterrupt:
         note(_stopped(folder))
         sys.exit(130)
@@ -145,7 +72,7 @@ def run(
     if metrics.mismatched(rows).any() or witnesses.silent(results.info):
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
-    if num_failed and not allow:
+    if num_failed and not output.allow:
         note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; give --allow failed to accept that")
         sys.exit(1)
 

@@ -13,17 +13,20 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.cli.output import note, say
+from dflash_bench.run.option import whole_numbers
+from dflash_bench.run.request import Request
 
 app = typer.Typer()
 _models, _shapes, _results = under("Models"), under("What is measured"), under("Results")
 
 
 @app.command(cls=GroupedHelp)
+@options.with_options(
+    *options.MODELS, "random_weights", "layers", "batch", "context", "width", "acceptance", "device", "dtype",
+    "attention", "engine", "graph", "compile", "threads",
+)  # fmt: skip
 def profile(
-    method: options.Methods = None,
-    model: options.Model = None,
-    target: options.Target = None,
-    draft: options.Drafts = None,
+    request: Request,
     random_weights: Annotated[
         bool,
         _models("--random-weights", help="Use random weights of the model's published shape: nothing is downloaded."),
@@ -48,13 +51,6 @@ def profile(
             help="Acceptance length for which to predict speed-ups. Default: the published one, if there is one.",
         ),
     ] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    attention: options.Attention = None,
-    engine: options.Engine = None,
-    graph: options.Graph = None,
-    compiler: options.Compiler = None,
-    threads: options.Threads = None,
     out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -67,17 +63,10 @@ def profile(
     from dflash_bench.bars import status
     from dflash_bench.report import plots
     from dflash_bench.report import profile as shown
-    from dflash_bench.run import sweeping
-    from dflash_bench.run.request import Request
 
-    request = Request(
-        suites=("gsm8k",), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        device=device, dtype=dtype, attention=attention, engine=engine, graph=graph, compiler=compiler,
-        threads=threads,
-    )  # fmt: skip
     asked = profiler.Asked(
-        request, random_weights, layers, sweeping.numbers(batch, "--batch", whole=True),
-        sweeping.numbers(context, "--context", whole=True), sweeping.numbers(width, "--width", whole=True), acceptance,
+        request, random_weights, layers, whole_numbers(batch, "--batch"),
+        whole_numbers(context, "--context"), whole_numbers(width, "--width"), acceptance,
     )  # fmt: skip
     profiler.check_out(out)
     with status() as tell:

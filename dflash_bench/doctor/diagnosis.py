@@ -18,7 +18,7 @@ from dflash_bench.models import hub, inspection, targets
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import Message, Settings
-from dflash_bench.run.opening import Wanted, opened
+from dflash_bench.run.opening import Wanted, opened, wanted_of
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.tasks import suites
@@ -92,11 +92,7 @@ class _Consultation:
         self.card = cards.acceptance_of(hub.fetch(base.draft).folder)
         self.given = [list(chat) for one in self._given() for _, chat in suites.chats(one)]
         tell("loading the models")
-        self.wanted = Wanted(
-            request.device, request.dtype, request.threads, request.device_map, request.attention,
-            request.trust_remote_code, request.engine, request.capture, request.quantize,
-            is_small=request.name == "nano",
-        )  # fmt: skip
+        self.wanted = wanted_of(request)
         self.backend = self._opened(self.wanted)
         self.settings = Settings(thinking=modes_of(request, model, self.backend.has_thinking)[0])
         self.ours = [list(chat) for chat in _ours(model, request.limit or NUM_OURS)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
-from dflash_bench.run import request as of_run
+from dflash_bench.run.option import check_options
 from dflash_bench.run.request import Request
 
 EXAMINED = ("dflash", "eagle3")
@@ -28,6 +26,4 @@ def check(request: Request) -> None:
             raise UserError(f"doctor tries a draft with n= or block= alone; leave out {min(others)}=")
     if request.thinking == "both":
         raise UserError("doctor asks in one mode of thinking; give --thinking on or off")
-    if request.data is not None and not request.suites:
-        raise UserError("--data has no effect without --suite")
-    of_run.check(request if has_prompts(request) else replace(request, suites=("gsm8k",)))
+    check_options(request)

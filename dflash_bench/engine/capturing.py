@@ -32,7 +32,7 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
     if target.device.type != "cuda":
         raise UserError("--graph on needs a CUDA device: a graph is CUDA's; leave it out")
     if not isinstance(target.network, Steady):
-        raise UserError("--graph on captures passes of --engine lean only, which does not compute this target")
+        raise UserError("--graph on captures passes of --engine native only, which does not compute this target")
     _set(target, drafters, "graph", lambda: Replays(cuda_graph))
     reason = _probe(target)
     if reason is None:
@@ -45,7 +45,7 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
 
 def _refuse_compiling(target: Target) -> None:
     if not isinstance(target.network, Steady):
-        raise UserError("--compile compiles passes of --engine lean only, which does not compute this target")
+        raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
     if target.network.has_experts:
         raise UserError("--compile: which experts a token goes to is not known when a pass is compiled; leave it out")
     reason = why_no_compiler(target.device)

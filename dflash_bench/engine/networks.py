@@ -45,8 +45,8 @@ def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Tar
 
 
 def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
-    if engine == "lean":
-        raise UserError(f"--engine lean {reason}; leave it out")
+    if engine == "native":
+        raise UserError(f"--engine native {reason}; leave it out")
     target = Target(model)
     target.fallback = reason
     return target
@@ -59,7 +59,7 @@ def alike(target: Target, model: Any) -> Target:
 
 def name_of(target: Target) -> str:
     """As `--engine` calls what computes it."""
-    return "transformers" if isinstance(target.network, Published) else "lean"
+    return "transformers" if isinstance(target.network, Published) else "native"
 
 
 def pack_like(target: Target, drafters: Iterable[Drafter], drafts: Iterable[nn.Module]) -> None:
@@ -81,11 +81,11 @@ def is_packed(target: Target) -> bool:
 
 
 @torch.inference_mode()
-def _difference(published: Target, lean: Target) -> float:
+def _difference(published: Target, native: Target) -> float:
     """The most that logits differ, relative to the largest; a prompt in one pass, and then its last tokens alone."""
     tokens = [token % published.vocab_size for token in range(11, 11 + 7 * PROBED, 7)]
     said = []
-    for target in (published, lean):
+    for target in (published, native):
         target.begin(1, 2 * PROBED)
         whole = target.prefill([tokens[:-8]]).logits
         rest = target.forward(torch.tensor([tokens[-8:-1]], device=target.device), [PROBED - 8]).logits

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from dflash_bench import methods
 from dflash_bench.bars import with_bar
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.models import presets
 from dflash_bench.records import COLUMNS, Columns, Draws, Message, Settings
-from dflash_bench.run.opening import Wanted, opened
-from dflash_bench.run.resolving import drafts_of
+from dflash_bench.run.opening import opened, wanted_of
+from dflash_bench.run.request import Request
+from dflash_bench.run.resolving import model_of
 
 if TYPE_CHECKING:
     from dflash_bench.engine.forcing import Guide
@@ -32,24 +32,20 @@ LENGTH = 31
 """Tokens drawn of each answer; more where a method drafts more, so that a whole draft fits in."""
 ROWS = 32
 """Continuations decoded together."""
+DTYPES = ("float32", "bfloat16", "float16")
 ENTRIES = 2**27
 """At most so many probabilities are held for one draft or answer of all rows: else fewer are decoded together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The options of `verify-distribution`; None is "not given"."""
+class DrawRequest:
+    """`of_run` has what `run` knows as well: methods, model, device and type."""
 
-    methods: tuple[str, ...]
+    of_run: Request
     settings: Settings
     num_draws: int
     length: int | None = None
     seed: int = 0
-    model: str | None = None
-    target: str | None = None
-    drafts: tuple[str, ...] = ()
-    device: str | None = None
-    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +56,15 @@ class Job:
     seeds: range
 
 
-def perform(request: Request) -> list[Draws]:
+def perform(request: DrawRequest) -> list[Draws]:
     """Raises UserError for what cannot be measured."""
-    settings, chosen = request.settings, [methods.parse(text) for text in request.methods]
+    settings, chosen = request.settings, [methods.parse(text) for text in request.of_run.methods]
     if settings.greedy:
         raise UserError("at temperature 0 nothing is drawn: 'run' checks answers token for token; give --temperature")
     for method in chosen:
         if method.kind.is_probe:
             raise UserError(f"--method {method.label} measures the engine: there are no draws to test")
-    backend = _open(request, chosen)
+    backend = _open(request.of_run, chosen, request.seed)
     prompts = [tuple(backend.encode([Message("user", question)])) for question in QUESTIONS]
     labels = [method.label for method in chosen]
     length = request.length or length_for(backend, chosen)
@@ -152,15 +148,8 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
 
 
-def _open(request: Request, chosen: Sequence[methods.Method]) -> LocalBackend:
-    drafts, needed = presets.parse_drafts(request.drafts), drafts_of(chosen)
-    for draft in drafts:
-        if draft not in needed:
-            raise UserError(f"--draft {draft}= has no effect: none of the methods uses it")
-    model = presets.combine(request.model, request.target, drafts)
-    presets.require_drafts(model, needed)
-    if request.dtype not in ("float32", "bfloat16", "float16"):
-        raise unknown("dtype", request.dtype, ["float32", "bfloat16", "float16"])
-    is_nano = (request.model or request.target or "nano") == "nano"
-    wanted = Wanted(request.device, request.dtype, is_small=is_nano)
-    return opened(model, chosen, wanted, LENGTH, request.seed)
+def _open(request: Request, chosen: Sequence[methods.Method], seed: int) -> LocalBackend:
+    model = model_of(request, chosen)
+    if request.dtype not in (None, *DTYPES):
+        raise unknown("dtype", str(request.dtype), list(DTYPES))
+    return opened(model, chosen, wanted_of(request), LENGTH, seed)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 from dflash_bench import methods
 from dflash_bench.errors import UserError
@@ -15,7 +15,8 @@ from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.records import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.run import remote, sweeping
-from dflash_bench.run.request import THINKING, Request, check
+from dflash_bench.run.option import OptionSpec, check_options, options_of, refuse_without_effect
+from dflash_bench.run.request import THINKING, Request, require_prompts
 from dflash_bench.tasks import prompts, sandbox, scoring, suites
 from dflash_bench.tasks.suites import Loaded
 
@@ -55,9 +56,11 @@ class Resolved:
 
 def methods_and_model(request: Request) -> tuple[Request, list[Method], Preset]:
     """What is cheap to know; the request comes back with its sweep written out. Raises UserError."""
+    require_prompts(request)
+    refuse_without_effect(request, before_sweep=True)
     remote.check(request)
     request, chosen = swept(request, methods_of(request))
-    check(request)
+    check_options(request)
     return request, chosen, model_of(request, chosen)
 
 
@@ -115,8 +118,6 @@ def swept(request: Request, chosen: Sequence[Method]) -> tuple[Request, list[Met
     """The request with the settings that `--over` names, and the methods with the options."""
     axes = sweeping.parse(request.over)
     of_methods, of_settings = sweeping.divided(axes, chosen)
-    if request.one_at_a_time and not axes:
-        raise UserError("--one-at-a-time has no effect without --over")
     if of_methods and request.asks_servers:
         raise UserError(f"--over {of_methods[0].name}: a server drafts as it was started; start one for each value")
     if request.one_at_a_time and of_settings:
@@ -125,12 +126,20 @@ def swept(request: Request, chosen: Sequence[Method]) -> tuple[Request, list[Met
             f"leave it out, or --over {of_settings[0].name}"
         )
     for axis in of_settings:
-        field = "temperatures" if axis.name == "temperature" else axis.name
-        if getattr(request, field) not in ((), None, (0.0,)):
-            flag = f"--{axis.name.replace('_', '-')}"
-            raise UserError(f"{flag} and --over {axis.name} both say what it is; give one of them")
-        request = replace(request, **{field: sweeping.setting_values(axis)})
+        spec = options_of(Request)[axis.name]
+        if spec.is_given(request):
+            raise UserError(f"{spec.flag} and --over {axis.name} both say what it is; give one of them")
+        request = replace(request, **{axis.name: _values(axis, spec)})
     return request, sweeping.laid_out(chosen, of_methods, request.one_at_a_time)
+
+
+def _values(axis: sweeping.Axis, spec: OptionSpec) -> Any:
+    """As a request holds them: numbers, or of thinking the word for the modes."""
+    if spec.parse is not None:
+        return spec.parse(",".join(axis.values), f"--over {axis.name}")
+    if not {*axis.values} <= {"on", "off"}:
+        raise UserError(f"--over thinking takes on and off, not '{','.join(axis.values)}'")
+    return axis.values[0] if len(axis.values) == 1 else "both"
 
 
 def model_of(request: Request, chosen: Sequence[Method]) -> Preset:
@@ -171,7 +180,7 @@ def settings_of(request: Request, modes: Sequence[bool | None]) -> list[Settings
         getattr(request, name) or (getattr(usual, name),)
         for name in ("top_k", "top_p", "min_p", "repetition_penalty", "concurrency")
     ]
-    everything = product(modes, request.temperatures, *values, request.context or (None,), request.rate or (None,))
+    everything = product(modes, request.temperature, *values, request.context or (None,), request.rate or (None,))
     for mode, temperature, top_k, top_p, min_p, penalty, beside, context, rate in everything:
         if is_greedy(temperature):
             top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
@@ -209,6 +218,6 @@ def _cage(request: Request, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
 
 def _audit(request: Request) -> Audit:
     """What is drawn at random has no one right token to be audited against, and without a target nobody knows it."""
-    if request.servers and not remote.has_target(request):
+    if request.servers and not request.has_target:
         return "none"
-    return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperatures)) else "none"
+    return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperature)) else "none"

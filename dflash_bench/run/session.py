@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,14 @@ from dflash_bench.run.opening import (
     pass_of,
     witnessed,
 )
+from dflash_bench.run.option import to_json
 from dflash_bench.run.pooling import Pool
 from dflash_bench.run.preparing import Prepared, prepare
 from dflash_bench.run.progress import Progress
 from dflash_bench.run.ray_pool import opened_workers, require_ray
 from dflash_bench.run.request import Request, objectives
 from dflash_bench.run.resolving import Resolved, methods_and_model, modes_of, resolve, settings_of
-from dflash_bench.secrets import Arguments, command
+from dflash_bench.secrets import command
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.suites import Loaded, chats
 
@@ -90,7 +90,7 @@ def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | P
         prepared = prepare(resolved)
         return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, remote.addresses_of(resolved.request)))
-    if not remote.has_target(resolved.request):
+    if not resolved.request.has_target:
         return Prepared(Contexts(0, 0), None), backend
     prepared = prepare(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
@@ -119,7 +119,7 @@ def _run(
     notes = [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]
     for note in [*notes, *fallen_back(info["identity"])]:
         tell(f"note: {note}")
-    if request.compiler is not None:
+    if request.compile is not None:
         tell("note: passes are compiled before they are timed, which takes up to half a minute each the first time")
     if resume and request.budget is not None:
         _refuse_other_order(read_info(folder), info["plan"], folder)
@@ -221,7 +221,6 @@ def _at_end(backend: Backend) -> dict[str, Any]:
 
 def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared) -> dict[str, Any]:
     """What `run.json` holds."""
-    options = asdict(resolved.request)
     forwards: Mapping[str, Any] | None = None
     if isinstance(backend, Pool):
         machine, forwards = backend.environment, backend.forwards
@@ -230,9 +229,7 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Pre
         forwards = None if resolved.request.asks_servers else forwards_of(backend)
     return {
         "identity": _identity(resolved, plan, backend, prepared),
-        "options": {
-            name: str(value) if isinstance(value, Path | Arguments) else value for name, value in options.items()
-        },
+        "options": to_json(resolved.request),
         "environment": machine,
         "command": command(sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -7,21 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import product
-from typing import Any
 
 from dflash_bench import methods
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.records import Settings
-from dflash_bench.text import shortened
 
 SETTINGS = tuple(item.name for item in fields(Settings))
 OF_RUNS = ("dtype", "engine", "quantize")
 """What decides how the target is loaded."""
 OF_SETTINGS = "setting"
 """What is written before the colon for a setting that has its name in common with an option of a method."""
-NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
-CONTEXT = "none|([0-9]{1,7})(k?)"
 EXAMPLE = "--over block=4,8,16, --over eagle3-tree:top_k=4,8 or --over temperature=0,1"
 
 
@@ -97,43 +93,6 @@ def _unknown(axis: Axis, chosen: Sequence[Method]) -> UserError:
         return UserError(f"--over {axis.owner}:{axis.name} has no effect without --method {axis.owner}")
     options = dict.fromkeys(option.name for method in chosen for option in method.kind.options)
     return unknown("option or setting to sweep over", axis.name, [*options, *SETTINGS])
-
-
-def setting_values(axis: Axis) -> Any:
-    """As a request holds them: numbers, or of thinking the word for the modes."""
-    if axis.name == "thinking":
-        if not {*axis.values} <= {"on", "off"}:
-            raise UserError(f"--over thinking takes on and off, not '{','.join(axis.values)}'")
-        return axis.values[0] if len(axis.values) == 1 else "both"
-    if axis.name == "context":
-        return contexts(",".join(axis.values), "--over context")
-    return numbers(",".join(axis.values), f"--over {axis.name}", whole=axis.name == "top_k")
-
-
-def contexts(text: str, where: str) -> tuple[int | None, ...]:
-    """Of 4k, 1000 or none, or several with commas. Raises UserError for what is none, and for one there twice."""
-    matches = [re.fullmatch(CONTEXT, part) for part in text.split(",")]
-    values = tuple(match and match[1] and int(match[1]) * (1024 if match[2] else 1) for match in matches)
-    if not all(matches) or 0 in values:
-        raise UserError(
-            f"{where} takes a number of tokens such as 4k (4096) or 1000, or none, or several with commas between "
-            f"them, not {shortened(text, 40)}"
-        )
-    if len({*values}) < len(values):
-        raise UserError(f"{where} names one twice: {text}")
-    return tuple(int(value) if value else None for value in values)
-
-
-def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
-    """Of a list with commas. Raises UserError for what is no number, and for one that is there twice."""
-    parts = text.split(",")
-    if not all(re.fullmatch(WHOLE if whole else NUMBER, part) for part in parts):
-        kind = "a whole number" if whole else "a number"
-        raise UserError(f"{where} takes {kind}, or several with commas between them, not {shortened(text, 40)}")
-    values: tuple[Any, ...] = tuple(map(int if whole else float, parts))
-    if len({*values}) < len(values):
-        raise UserError(f"{where} names one twice: {text}")
-    return values
 
 
 def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool) -> list[Method]:

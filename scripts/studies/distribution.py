@@ -25,6 +25,7 @@ from dflash_bench.environment import describe, one_line
 from dflash_bench.records import COLUMNS, Draws, Message, Settings
 from dflash_bench.run import distribution
 from dflash_bench.run.distribution import LENGTH, NUM_DRAWS, QUESTIONS
+from dflash_bench.run.request import Request
 from studies._study import Made, Work, tell
 
 TAKES = "twenty minutes of one core"
@@ -70,9 +71,8 @@ more.
 
 def make(work: Work, options: Namespace) -> Made:
     labels = [REJECTION, MATCH, TREE]
-    backend = distribution._open(
-        distribution.Request(tuple(labels), SETTINGS, NUM_DRAWS), [methods.parse(label) for label in labels]
-    )
+    request = Request(methods=tuple(labels), dtype="float32")
+    backend = distribution._open(request, [methods.parse(label) for label in labels], seed=0)
     right = [(label, drawn(work.folder, backend, None, label)) for label in labels]
     planted = [(rule, label) for rule in (*WRONG_RULES, FAINT, *NUMBERS, SUBTLE) for label in rule.methods]
     wrong = [(rule, label, drawn(work.folder, backend, rule, label)) for rule, label in planted]

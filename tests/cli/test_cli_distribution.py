@@ -15,6 +15,7 @@ from dflash_bench.analysis.distribution import compared, verdicts
 from dflash_bench.records import Draws, Settings
 from dflash_bench.report import distribution as report
 from dflash_bench.run import distribution
+from dflash_bench.run.request import Request
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -42,9 +43,9 @@ def unkept(drawn: Draws) -> Draws:
 def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     drawn: Draws, status: int, said: str, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    asked: list[distribution.Request] = []
+    asked: list[distribution.DrawRequest] = []
 
-    def perform(request: distribution.Request) -> list[Draws]:
+    def perform(request: distribution.DrawRequest) -> list[Draws]:
         asked.append(request)
         return [drawn]
 
@@ -54,7 +55,8 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     out = capsys.readouterr().out
     assert said in out and "bonus token" in out
     assert f"{drawn.num_answers} answers of 15 tokens by each method, at temperature 0.5, top k 7, top p 0.9" in out
-    assert asked == [distribution.Request((METHOD,), Settings(0.5, 7, 0.9), 1000, 15)]
+    request = Request(methods=(METHOD,), dtype="float32")
+    assert asked == [distribution.DrawRequest(request, Settings(0.5, 7, 0.9), 1000, 15)]
     assert main(monkeypatch, "verify-distribution", *options, "--json") == status
     stored = json.loads(capsys.readouterr().out)
     assert stored["draws"] == drawn.num_answers and stored["settings"]["top_k"] == 7

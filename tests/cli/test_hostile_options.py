@@ -102,7 +102,13 @@ def test_a_model_of_no_such_name(
     refused(main, *words("run", option, f"dflash={value}" if option == "--draft" else value), *draft)
 
 
-FILES = [("run", "--prompts"), ("report", "--tokenizer"), ("check", "--baseline"), ("baseline", "--limits")]
+FILES = [
+    ("run", "--prompts"),
+    ("run", "--config"),
+    ("report", "--tokenizer"),
+    ("check", "--baseline"),
+    ("baseline", "--limits"),
+]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "absent", "unreadable", "deep", "digits", "bytes"])

@@ -116,7 +116,7 @@ def test_decoding_gives_what_transformers_generates(kind: str) -> None:
     model = copy.deepcopy(KINDS[kind]())
     expected = [generated(model, prompt, 20) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 6
-    target = target_of(model, "lean")
+    target = target_of(model, "native")
     assert plain(target, PROMPTS, 20) == expected and run(target, NoDrafter(), PROMPTS, 20).tokens == expected
     known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     for num_drafts in (1, 7):
@@ -173,14 +173,14 @@ def unique(model: Any) -> list[torch.Tensor]:
     ],
 )  # fmt: skip
 def test_what_is_not_covered_is_refused_with_the_reason(model: Any, said: str) -> None:
-    with pytest.raises(UserError, match=f"--engine lean does not cover this target: .*{said}"):
-        target_of(model(), "lean")
+    with pytest.raises(UserError, match=f"--engine native does not cover this target: .*{said}"):
+        target_of(model(), "native")
     assert name_of(target_of(model())) == "transformers"
 
 
 def test_ours_is_used_by_itself_where_it_covers_the_target_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(tiny("qwen3"))
-    assert name_of(target_of(model)) == "lean" and name_of(target_of(model, "transformers")) == "transformers"
+    assert name_of(target_of(model)) == "native" and name_of(target_of(model, "transformers")) == "transformers"
     monkeypatch.setattr(networks, "_difference", lambda *_: 1.0)
     assert name_of(target_of(model)) == "transformers"
 
@@ -202,4 +202,4 @@ def test_a_network_that_says_something_else_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(networks, "Lean", Off)
     with pytest.raises(UserError, match="computes this target differently"):
-        target_of(copy.deepcopy(tiny("llama")), "lean")
+        target_of(copy.deepcopy(tiny("llama")), "native")

@@ -68,7 +68,7 @@ def test_every_method_gives_the_same_tokens_and_counts(monkeypatch: pytest.Monke
     second = opened()
     monkeypatch.setattr(packing, "environment", _memory(None))
     first = opened()
-    assert (first.describe()["network"], second.describe()["network"]) == ("lean", "lean, packed weights")
+    assert (first.describe()["network"], second.describe()["network"]) == ("native", "native, packed weights")
     assert second.drafters["dflash"].head is second.target.head  # type: ignore[attr-defined]
     for label in first.drafters:
         for prompts in (PROMPTS[:1], PROMPTS):
@@ -81,7 +81,7 @@ def test_every_method_gives_the_same_tokens_and_counts(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral"])
 def test_other_architectures_agree_with_transformers(kind: str) -> None:
     # `target_of` compares them, and refuses where they differ.
-    assert in_words(target_of(tiny(kind), "lean", packs=True)) == "lean, packed weights"
+    assert in_words(target_of(tiny(kind), "native", packs=True)) == "native, packed weights"
 
 
 @pytest.mark.usefixtures("all_are_large")
@@ -96,16 +96,18 @@ def test_a_layout_that_says_something_else_is_let_go(monkeypatch: pytest.MonkeyP
     model = loading.load("nano", [], "cpu", torch.float32).target
     assert in_words(target_of(model, packs=True)) == "transformers"
     with pytest.raises(UserError, match="computes this target differently"):
-        target_of(model, "lean", packs=True)
+        target_of(model, "native", packs=True)
 
 
 @pytest.mark.usefixtures("all_are_large")
-@pytest.mark.parametrize(("free_bytes", "network"), [(None, "lean"), (10**6, "lean"), (10**12, "lean, packed weights")])
+@pytest.mark.parametrize(
+    ("free_bytes", "network"), [(None, "native"), (10**6, "native"), (10**12, "native, packed weights")]
+)
 def test_memory_must_be_left_for_it(free_bytes: int | None, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "environment", _memory(free_bytes))
     model = loading.load("nano", [], "cpu", torch.float32).target
     assert in_words(target_of(model, packs=True)) == network
-    assert in_words(target_of(model)) == "lean"
+    assert in_words(target_of(model)) == "native"
 
 
 def _memory(free_bytes: int | None) -> Any:
@@ -118,7 +120,7 @@ def _memory(free_bytes: int | None) -> Any:
 
 
 def test_small_weights_keep_their_layout() -> None:
-    assert opened().describe()["network"] == "lean"
+    assert opened().describe()["network"] == "native"
     assert not can_pack(torch.zeros(512, 512)) and can_pack(torch.zeros(512, 513))
 
 
@@ -144,7 +146,7 @@ def test_other_types_and_devices_are_left_alone() -> None:
 
 
 def test_what_is_asked_for_decides() -> None:
-    assert Wanted().packs and Wanted(engine="lean").packs
+    assert Wanted().packs and Wanted(engine="native").packs
     assert not any(
         one.packs for one in (Wanted(engine="transformers"), Wanted(capture="inductor"), Wanted(quantize="int8"))
     )

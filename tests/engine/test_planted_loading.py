@@ -103,7 +103,7 @@ def first_token_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local.LocalBackend, "encode", lambda self, *asked: encode(self, *asked)[1:])
 
 
-BOTH, OURS, THEIRS = ("lean", "transformers"), ("lean",), ("transformers",)
+BOTH, OURS, THEIRS = ("native", "transformers"), ("native",), ("transformers",)
 PLANTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "a zeroed down_proj": (in_loading(zeroed_down_proj), BOTH),
     "embeddings that are not the file's": (in_loading(rows_in_another_order), BOTH),
@@ -149,7 +149,7 @@ def test_weights_damaged_where_they_are_joined_are_found(tmp_path: Path) -> None
 
 def test_weights_damaged_in_a_copy_do_not_pass_the_comparison_with_transformers_code(tmp_path: Path) -> None:
     status, _, error = matrix.ended(Fault("damaged", damaged_joined), Way(), tmp_path / "run", 1)
-    assert status == 2 and "--engine lean computes this target differently" in error
+    assert status == 2 and "--engine native computes this target differently" in error
 
 
 # Where weights are shared

@@ -17,7 +17,8 @@ from dflash_bench.errors import UserError
 from dflash_bench.methods import parse
 from dflash_bench.models import loading, presets
 from dflash_bench.records import Message
-from dflash_bench.run.request import Request, check
+from dflash_bench.run.option import check_options
+from dflash_bench.run.request import Request
 
 LABELS = (
     "ar", "dflash", "dflash:steps=2", "dflash:block=auto", "ddtree:nodes=16", "eagle3", "eagle3-tree:nodes=15", "ngram",
@@ -161,12 +162,12 @@ def test_a_compiler_that_is_missing_is_named(tiny_backend: LocalBackend, monkeyp
     ("options", "message"),
     [
         ({"graph": "maybe"}, "unknown graph 'maybe'; known: off, on"),
-        ({"compiler": "tvm"}, "unknown compiler 'tvm'; known: inductor"),
-        ({"compiler": "inductor", "graph": "on"}, "leave one of them out"),
-        ({"compiler": "inductor", "engine": "transformers"}, "no effect on --engine transformers"),
+        ({"compile": "tvm"}, "unknown compiler 'tvm'; known: inductor"),
+        ({"compile": "inductor", "graph": "on"}, "leave one of them out"),
+        ({"compile": "inductor", "engine": "transformers"}, "no effect on --engine transformers"),
         ({"graph": "on", "quantize": "int8"}, "which computes plain weights only"),
     ],
 )
 def test_options_that_cannot_go_together(options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check(Request(suites=("gsm8k",), methods=("dflash",), **options))  # type: ignore[arg-type]
+        check_options(Request(suites=("gsm8k",), methods=("dflash",), **options))  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ class Prompts:
 
     def request(self, *methods: str) -> Request:
         return Request(
-            self.suites, methods, model=self.model, data="embedded", limit=self.limit,
+            suites=self.suites, methods=methods, model=self.model, data="embedded", limit=self.limit,
             max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
 
@@ -161,7 +161,7 @@ def wrong(lines: Sequence[Line]) -> Iterator[str]:
 
 def checked(asked: Prompts, urls: Mapping[str, str]) -> list[Checked]:
     """What `dflash-bench crosscheck` says of the servers that draft."""
-    theirs = Request((), (), servers=tuple(f"{label}={url}" for label, url in urls.items()))
+    theirs = Request(servers=tuple(f"{label}={url}" for label, url in urls.items()))
     return session.perform(Asked(asked.request(), theirs), show)
 
 

@@ -25,8 +25,9 @@ from dflash_bench.report.contexts import by_context
 from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
 from dflash_bench.results.identity import settings_to_json, short_names
-from dflash_bench.run import contexts, sweeping
+from dflash_bench.run import contexts
 from dflash_bench.run.items import Plan, asked_of
+from dflash_bench.run.option import context_lengths
 from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import settings_of as settings_of_request
 from dflash_bench.tasks.suites import Loaded
@@ -53,7 +54,7 @@ def source(number: int = 8, num_turns: int = 1, **fields: Any) -> Loaded:
 
 
 def test_contexts_are_written_as_they_are_named() -> None:
-    assert sweeping.contexts("none,1k,1000,4096", "--context") == (None, 1024, 1000, 4096)
+    assert context_lengths("none,1k,1000,4096", "--context") == (None, 1024, 1000, 4096)
     assert [context_name(tokens) for tokens in (None, 1024, 1000, 4096)] == ["none", "1k", "1000", "4k"]
     assert str(replace(NONE, context=4096)) == "temperature 0, thinking off, context 4k"
     assert short_names([NONE, LONG]) == {NONE: "context none", LONG: "context 4k"}
@@ -62,20 +63,20 @@ def test_contexts_are_written_as_they_are_named() -> None:
 @pytest.mark.parametrize("text", ["", "0", "0k", "-1", "1.5k", "4K", "none,", "1k,,2k", "k", "99999999", "all"])
 def test_what_is_no_context_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"^--context takes a number of tokens such as 4k \(4096\) or 1000, or none"):
-        sweeping.contexts(text, "--context")
+        context_lengths(text, "--context")
 
 
 @pytest.mark.parametrize("text", ["1k,1024", "none,none"])
 def test_a_context_given_twice_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="names one twice"):
-        sweeping.contexts(text, "--context")
+        context_lengths(text, "--context")
 
 
 def test_every_context_is_run_under_all_other_settings() -> None:
-    request = Request(("gsm8k",), (), temperatures=(0.0, 1.0), context=(None, 4096))
+    request = Request(suites=("gsm8k",), temperature=(0.0, 1.0), context=(None, 4096))
     made = settings_of_request(request, (None,))
     assert [(one.temperature, one.context) for one in made] == [(0, None), (0, 4096), (1, None), (1, 4096)]
-    assert settings_of_request(Request(("gsm8k",), ()), (None,)) == [Settings()]
+    assert settings_of_request(Request(suites=("gsm8k",)), (None,)) == [Settings()]
 
 
 # Padding

@@ -15,7 +15,8 @@ from dflash_bench.errors import UserError
 from dflash_bench.results import parts
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run import session
-from dflash_bench.run.request import Request, check
+from dflash_bench.run.option import check_options
+from dflash_bench.run.request import Request
 from dflash_bench.run.resolving import methods_and_model
 
 Main = Callable[..., tuple[int, str, str]]
@@ -24,11 +25,11 @@ ASKED = Request(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_tokens=
 
 def test_what_makes_no_sense_with_it_is_refused() -> None:
     with pytest.raises(UserError, match="unknown quantisation 'int3'; known: fp8, int8, nf4"):
-        check(replace(ASKED, quantize="int3"))
-    with pytest.raises(UserError, match="--engine lean computes plain weights only; leave it out, or --quantize int8"):
-        check(replace(ASKED, quantize="int8", engine="lean"))
+        check_options(replace(ASKED, quantize="int3"))
+    with pytest.raises(UserError, match="--engine native computes plain weights only; leave it out, or --quant"):
+        check_options(replace(ASKED, quantize="int8", engine="native"))
     with pytest.raises(UserError, match="--quantize nf4 is for one device, and --device-map for several"):
-        check(replace(ASKED, quantize="nf4", device_map="auto"))
+        check_options(replace(ASKED, quantize="nf4", device_map="auto"))
 
 
 def test_a_sweep_over_it_says_how_to_do_it_instead() -> None:

@@ -151,5 +151,5 @@ def test_nonsense_is_one_line_and_leaves_nothing(
 
 
 def test_settings_multiply_and_what_means_the_same_is_run_once() -> None:
-    request = Request((), (), temperatures=(0.0, 1.0), top_p=(0.5, 0.9))
+    request = Request(temperature=(0.0, 1.0), top_p=(0.5, 0.9))
     assert settings_of(request, [None]) == [Settings(), Settings(1.0, top_p=0.5), Settings(1.0, top_p=0.9)]

@@ -165,7 +165,7 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
         (("--launch", "vllm", "--launch-with", "no-such"), "no-such is no program that can be run; give --launch-with"),
         (("--launch-with", "x"), "--launch-with has no effect without --launch"),
         (("--launch", "vllm", "--server", "plain=http://x:1"), "--server has no effect with --launch"),
-        (("--launch", "vllm", "--engine", "lean"), "--engine has no effect with --launch"),
+        (("--launch", "vllm", "--engine", "native"), "--engine has no effect with --launch"),
         (("--launch", "vllm", "--launch-with", "sh", "--method", "ngram"), "cannot draft by ngram"),
         (("--launch", "vllm", "--launch-with", "sh", "--method", "dflash:steps=2"), "cannot draft by dflash:steps=2"),
         (("--launch", "vllm", "--launch-with", "sh", "--launch-args", "'"), "--launch-args: No closing quotation"),

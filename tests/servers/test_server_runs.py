@@ -13,7 +13,7 @@ from fake_server import MODEL, FakeServer, tokens_of
 
 from dflash_bench.analysis import metrics
 from dflash_bench.results import frame, store
-from dflash_bench.run import remote
+from dflash_bench.run.request import DIALECTS as OFFERED
 from dflash_bench.servers.detection import DIALECTS
 
 Main = Callable[..., tuple[int, str, str]]
@@ -50,7 +50,7 @@ def words(servers: Sequence[FakeServer], prompts: Path, out: str = "run", *more:
 
 
 def test_the_dialects_that_a_user_may_name_are_those_that_are_spoken() -> None:
-    assert {*remote.DIALECTS} == {*DIALECTS}
+    assert {*OFFERED} == {*DIALECTS}
 
 
 def test_a_run_over_servers_holds_what_they_did(
@@ -257,7 +257,7 @@ def test_waves_over_servers_are_as_over_our_engine(
     [
         (("--method", "dflash"), "--method has no effect with --server"),
         (("--draft", "dflash=x"), "--draft has no effect with --server"),
-        (("--engine", "lean"), "--engine has no effect with --server"),
+        (("--engine", "native"), "--engine has no effect with --server"),
         (("--dtype", "float32"), "--dtype has no effect with --server alone: give --model or --target too"),
         (("--context", "1k"), "--context has no effect with --server alone"),
         (("--over", "block=4,8"), "--over block: a server drafts as it was started"),

@@ -1,0 +1,337 @@
+"""Options are declared once: what is typed, what a file says and what Python passes come to the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench import profiler
+from dflash_bench.cli import measuring
+from dflash_bench.cli.options import with_options
+from dflash_bench.doctor import diagnosis
+from dflash_bench.errors import UserError
+from dflash_bench.methods import parse
+from dflash_bench.run import session
+from dflash_bench.run.option import check_options, options_of, to_json
+from dflash_bench.run.request import Output, Request, ServerOptions, require_prompts
+from dflash_bench.run.resolving import swept
+from dflash_bench.secrets import Arguments
+
+Main = Callable[..., tuple[int, str, str]]
+STOP = "as far as this test goes"
+VALUES: dict[str, tuple[Any, Any]] = {
+    "suites": (["gsm8k", "code"], ("gsm8k", "code")),
+    "prompts": ("p.jsonl", Path("p.jsonl")),
+    "score": ("math", "math"),
+    "data": ("embedded", "embedded"),
+    "limit": (4, 4),
+    "budget": ("5m", "5m"),
+    "thinking": ("both", "both"),
+    "context": (["none", "4k"], (None, 4096)),
+    "methods": (["dflash:8", "eagle3"], ("dflash:8", "eagle3")),
+    "model": ("smollm2", "smollm2"),
+    "target": ("a/b@c", "a/b@c"),
+    "drafts": (["dflash=a/b"], ("dflash=a/b",)),
+    "trust_remote_code": (True, True),
+    "servers": (["plain=http://127.0.0.1:1", "dflash=http://127.0.0.1:2"],) * 2,
+    "dialect": ("vllm", "vllm"),
+    "served_model": ("m", "m"),
+    "api_key_env": ("KEY", "KEY"),
+    "timeout": (2.5, 2.5),
+    "env_proxy": (True, True),
+    "launch": ("vllm", "vllm"),
+    "launch_with": ("/bin/vllm", "/bin/vllm"),
+    "launch_args": ("--a 'b c'", Arguments(["--a", "b c"])),
+    "rate": ([2, 0.5], (2.0, 0.5)),
+    "max_new_tokens": (99, 99),
+    "temperature": ([0, 1.5], (0.0, 1.5)),
+    "top_k": ([5, 50], (5, 50)),
+    "top_p": (0.9, (0.9,)),
+    "min_p": (0.1, (0.1,)),
+    "repetition_penalty": (1.1, (1.1,)),
+    "concurrency": ([1, 4], (1, 4)),
+    "slo": ("ttft=500ms,tpot=50ms",) * 2,
+    "seed": (3, 3),
+    "block_size": ([4, 8], "4,8"),
+    "draft_steps": (2, "2"),
+    "repeats": (2, 2),
+    "audit": ("divergent", "divergent"),
+    "unsafe_code": (True, True),
+    "over": (["block=4,8", "temperature=0,1"], ("block=4,8", "temperature=0,1")),
+    "one_at_a_time": (True, True),
+    "device": ("cpu", "cpu"),
+    "device_map": ("auto", "auto"),
+    "dtype": ("float16", "float16"),
+    "attention": ("eager", "eager"),
+    "engine": ("native", "native"),
+    "graph": ("off", "off"),
+    "compile": ("inductor", "inductor"),
+    "quantize": ("nf4", "nf4"),
+    "threads": (1, 1),
+    "workers": (2, 2),
+    "ray_address": ("10.0.0.1:6379", "10.0.0.1:6379"),
+}
+"""Of each option what a file says of it, and what the request then holds."""
+
+
+def value_of(name: str) -> Any:
+    value = VALUES[name][1]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def key_of(name: str) -> str:
+    return options_of(Request)[name].flag.removeprefix("--")
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def words(name: str) -> list[str]:
+    """The option as it is typed."""
+    said, spec = VALUES[name][0], options_of(Request)[name]
+    if said is True:
+        return [spec.flag]
+    if isinstance(said, list) and spec.parse is None and name != "block_size":
+        return [word for one in said for word in (spec.flag, str(one))]
+    return [spec.flag, ",".join(map(str, said)) if isinstance(said, list) else str(said)]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callable[..., Request]:
+    """What `run`, or another command, makes of these words."""
+    monkeypatch.chdir(tmp_path)
+    requests: list[Any] = []
+
+    def perform(request: Any, *_: object) -> None:
+        requests.append(request)
+        raise UserError(STOP)
+
+    for module in (session, diagnosis, profiler):
+        monkeypatch.setattr(module, "perform", perform)
+
+    def made(*typed: object, command: str = "run") -> Request:
+        assert main(command, *typed) == (2, "", f"dflash-bench: {STOP}\n")
+        request = requests.pop()
+        return request.of_run if command == "profile" else request
+
+    return made
+
+
+def test_every_option_has_a_value_here() -> None:
+    assert list(VALUES) == list(options_of(Request)) == [item.name for item in fields(Request)]
+    # Each differs from what is taken where nothing is said, or the tests below would show nothing.
+    assert all(spec.is_given(Request(**{name: value_of(name)})) for name, spec in options_of(Request).items())
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_flag_changes_its_field_and_no_other(name: str, asked: Callable[..., Request]) -> None:
+    assert asked() == Request()
+    assert asked(*words(name)) == replace(Request(), **{name: value_of(name)})
+
+
+def test_a_file_says_the_same_as_the_command_line_and_as_python(asked: Callable[..., Request]) -> None:
+    lines = [f"{key_of(name)} = {toml(said)}" for name, (said, _) in VALUES.items()]
+    Path("all.toml").write_text("\n".join(lines), encoding="utf-8")
+    whole = Request(**{name: value_of(name) for name in VALUES})
+    assert asked("--config", "all.toml") == whole == asked(*(word for name in VALUES for word in words(name)))
+
+
+def test_help_names_every_option_once(main: Main) -> None:
+    status, out, _ = main("run", "--help")
+    shown = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)
+    declared = [spec.flag for group in (Request, Output) for spec in options_of(group).values()]
+    assert status == 0 and sorted(shown) == sorted([*declared, "--json", "--config", "--help"])
+    assert main("sweep", "--help")[1].partition("Prompts:")[2] == out.partition("Prompts:")[2]
+
+
+# A configuration file
+
+
+@pytest.fixture
+def configured(asked: Callable[..., Request]) -> Callable[..., Request]:
+    def made(text: str, *typed: object) -> Request:
+        Path("run.toml").write_text(text, encoding="utf-8")
+        return asked("--config", "run.toml", *typed)
+
+    return made
+
+
+def test_the_command_line_wins_over_the_file(configured: Callable[..., Request]) -> None:
+    file = "limit = 4\nmethod = ['dflash', 'eagle3']\nthinking = 'on'\n"
+    given = configured(file, "--limit", "2", "--method", "medusa")
+    assert given == Request(limit=2, methods=("medusa",), thinking="on")
+
+
+def test_false_is_as_if_nothing_were_said(configured: Callable[..., Request]) -> None:
+    assert configured("resume = false\none-at-a-time = false\ntemperature = -0.0") == Request()
+
+
+def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callable[..., Request]) -> None:
+    assert configured("draft = 'dflash=-x'\nlaunch-args = '--a=1'") == Request(
+        drafts=("dflash=-x",), launch_args=Arguments(["--a=1"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("limmit = 4", "unknown option in run.toml 'limmit'; known: allow, api-key-env, attention,"),
+        ("max_new_tokens = 4", "unknown option in run.toml 'max_new_tokens'; known: "),
+        ("config = 'other.toml'", "unknown option in run.toml 'config'; known: "),
+        ("help = true", "unknown option in run.toml 'help'; known: "),
+        ("no-thinking = true", "unknown option in run.toml 'no-thinking'; known: "),
+        ("[run]\nlimit = 4", "unknown option in run.toml 'run'; known: "),
+        ("resume = 1", "run.toml: resume is true or false"),
+        ("limit = true", "run.toml: limit takes text or a number, or a list of them"),
+        ("limit = [1, 2]", "run.toml: limit takes one value, not 2"),
+        ("out = ['a', 'b']", "run.toml: out takes one value, not 2"),
+        ("suite = []", "run.toml: suite takes text or a number, or a list of them"),
+        ("suite = [['gsm8k']]", "run.toml: suite takes text or a number, or a list of them"),
+        ("temperature = {low = 1}", "run.toml: temperature takes text or a number, or a list of them"),
+        ("limit = 2024-01-01", "run.toml: limit takes text or a number, or a list of them"),
+        ("temperature = nan", "--temperature takes a number, or several with commas between them, not nan"),
+        ("limit = 0", "Invalid value for '--limit': "),
+        ("limit = 'four'", "Invalid value for '--limit': "),
+        ("model = ''", "--model is empty; leave it out, or give it a value"),
+        ("limit", "cannot read run.toml: not valid TOML"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_one_line(text: str, told: str, tmp_path: Path, main: Main) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    status, out, err = main("run", "--config", "run.toml")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"dflash-bench: {told}")
+
+
+def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) -> None:
+    (tmp_path / "file.toml").write_text("seed = 4\n")
+    for command in ("doctor", "profile", "crosscheck"):
+        assert main(command, "--config", "file.toml")[2].startswith("dflash-bench: unknown option in file.toml 'seed'")
+
+
+# What an option needs
+
+
+@pytest.mark.parametrize("name", [name for name, spec in options_of(Request).items() if spec.needs])
+def test_an_option_without_what_it_needs_is_refused_by_its_flag(name: str) -> None:
+    # An audit has an effect unless all is drawn.
+    others = {"temperature": (1.0,)} if name == "audit" else {}
+    request = Request(**{name: value_of(name)}, **others)
+    flag = options_of(Request)[name].flag
+    with pytest.raises(UserError, match=rf"^{flag} (has no effect |needs )"):
+        check_options(request)
+
+
+def against(**given: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        check_options(Request(**given))
+    return str(raised.value)
+
+
+SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (SERVED | {"compile": "inductor"}, "--compile has no effect with --server: how a server drafts is said where"),
+        (SERVED | {"drafts": ("dflash=a",)}, "--draft has no effect with --server: how a server drafts is said where"),
+        (SERVED | {"context": (None, 4096)}, "--context has no effect with --server alone: give --model or --target"),
+        (SERVED | {"launch": "vllm"}, "--server has no effect with --launch, which starts servers and knows them"),
+        ({"launch": "vllm", "compile": "inductor"}, "--compile has no effect with --launch: it is for the engine here"),
+        ({"workers": 2, "launch": "vllm"}, "--workers has no effect with --launch: a server does the work"),
+        ({"workers": 2, "budget": "5m"}, "--workers measure one prompt each at a time, and --for is for one process"),
+        ({"workers": 2, "device": "cuda:1"}, "--workers take a GPU each: give --device cuda, not cuda:1"),
+        ({"budget": "5m", "concurrency": (1, 4)}, "--for measures prompt by prompt, and --concurrency all prompts of"),
+        ({"graph": "on", "engine": "transformers"}, "--graph on has no effect on --engine transformers"),
+        ({"graph": "on", "quantize": "nf4"}, "--graph on is for --engine native, which computes plain weights only"),
+        ({"graph": "on", "compile": "inductor"}, "--compile and --graph on: a pass is compiled or captured as a graph"),
+        ({"quantize": "nf4", "engine": "native"}, "--engine native computes plain weights only; leave it out, or --qu"),
+        ({"attention": "sdpa", "engine": "lean"}, "--attention has no effect on --engine native, which has its own"),
+        (SERVED | {"one_at_a_time": True}, "--one-at-a-time has no effect with --server: how a server drafts is said"),
+        ({"timeout": 0.0}, "--timeout has no effect without --server"),
+        ({"budget": "soon"}, "--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not 'soon'"),
+        ({"temperature": (0.5, 0.5)}, "--temperature names one twice: 0.5,0.5"),
+        ({"temperature": (0.5, 0.50000001)}, "--temperature 0.5 and 0.50000001 both print as 0.5, and nothing would"),
+        ({"concurrency": (0, 2)}, "--concurrency is a number of answers from 1 up, not 0"),
+        ({"limit": 10**8}, "--limit takes at most 10,000,000, not 100000000"),
+        ({"repetition_penalty": (1.0,)}, "--repetition-penalty is a number above 0 other than 1"),
+    ],
+)  # fmt: skip
+def test_what_takes_an_options_effect_away_is_named(given: dict[str, Any], told: str) -> None:
+    assert against(**given).startswith(told)
+
+
+def test_what_goes_together_is_not_refused() -> None:
+    for given in (
+        {"graph": "off", "engine": "transformers"},
+        {"temperature": (0.0, 1.0), "audit": "all", "seed": 1, "top_p": (0.9,)},
+        SERVED | {"model": "nano", "audit": "all", "context": (4096,), "device": "cpu"},
+        {"rate": (2.0,), "slo": "ttft=1s", "timeout": 5.0} | SERVED,
+        {"launch": "vllm", "launch_with": "v", "concurrency": (1, 4), "slo": "ttft=1s"},
+        {"workers": 2, "ray_address": "a:1", "device": "cuda"},
+        {"repetition_penalty": (1.0, 1.2)},
+    ):
+        check_options(Request(**given))
+
+
+def test_where_a_run_goes_is_checked_likewise() -> None:
+    for given, told in (({"resume": True}, "--resume needs --out FOLDER"), ({"allow": ("all",)}, "unknown thing to a")):
+        with pytest.raises(UserError, match=f"^{told}"):
+            check_options(Output(**given))  # type: ignore[arg-type]
+
+
+# Names
+
+
+def test_the_engine_of_our_own_has_an_older_name() -> None:
+    assert Request(engine="lean") == Request(engine="native") == replace(Request(), engine="lean")
+    assert to_json(Request(engine="lean"))["engine"] == "native"
+
+
+def test_a_sweep_gives_settings_as_their_flag_would() -> None:
+    over = ("concurrency=1,2", "temperature=0,1", "context=none,4k", "thinking=on,off")
+    request, _ = swept(Request(over=over), [parse("ar"), parse("dflash")])
+    assert request == Request(over=over, concurrency=(1, 2), temperature=(0, 1), context=(None, 4096), thinking="both")
+    assert all(isinstance(number, int) for number in request.concurrency)
+
+
+def test_what_is_kept_holds_no_secret_and_is_plain() -> None:
+    kept = to_json(Request(prompts=Path("a/b"), launch_args=Arguments(["--api-key", "geheim-123"])))
+    assert kept["prompts"] == "a/b" and kept["launch_args"] == "--api-key ***"
+    assert list(kept) == list(VALUES)
+
+
+def test_a_request_has_two_sides() -> None:
+    request = Request(model="nano", limit=2, timeout=3.0, **SERVED)
+    assert request.only(ServerOptions) == Request(timeout=3.0, **SERVED)
+    assert request.without(ServerOptions) == Request(model="nano", limit=2)
+
+
+def test_commands_that_need_no_prompts_ask_for_none(asked: Callable[..., Request]) -> None:
+    assert asked("--model", "nano", command="doctor") == asked("--model", "nano", command="profile")
+    assert asked("--model", "nano", command="profile") == Request(model="nano")
+    check_options(Request(model="nano"))
+    with pytest.raises(UserError, match=r"^nothing to run: give --suite \(aime24,"):
+        require_prompts(Request(model="nano"))
+
+
+def test_a_command_takes_options_in_the_order_that_it_names() -> None:
+    @with_options("limit", "mine", "suites", helps={"limit": "Otherwise."})
+    def command(request: Request, mine: int = 1, last: int = 2) -> None:
+        found.append((request, mine, last))
+
+    found: list[Any] = []
+    assert list(command.__signature__.parameters) == ["limit", "mine", "suites", "last", "config"]
+    command(limit=3, suites=["a"], mine=4, last=5, config=None)
+    assert found == [(Request(limit=3, suites=("a",)), 4, 5)]
+    assert measuring.run.__doc__.startswith("Measure methods")
