@@ -119,9 +119,7 @@ class FakeBackend:
         assert tuple(plain) != tuple(other)
         return self.where
 
-    def audit(
-        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings, *, brief: bool = False
-    ) -> Divergence | None:
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
         if (tuple(messages), tuple(answer)) not in self.given:
             return Divergence(0)
         self.audited.append(tuple(answer))

@@ -41,13 +41,8 @@ class Judge:
         self.ceiling = CEILINGS.get(model.dtype, CEILINGS[torch.float32])
         self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def audit(
-        self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0, *, brief: bool = False
-    ) -> Divergence | None:
-        """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice.
-
-        A `brief` one does not measure rounding where the gap is above its ceiling: the verdict is the same.
-        """
+    def audit(self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0) -> Divergence | None:
+        """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
         end = self._end(prompt, answer)
         if end != len(answer):
             return Divergence(min(end, len(answer)))
@@ -63,8 +58,6 @@ class Judge:
         if not gaps[index]:
             return None
         text, pair = [*prompt, *answer[:index]], (answer[index], int(best.indices[index]))
-        if brief and float(gaps[index]) > self.ceiling:
-            return Divergence(index, float(gaps[index]), self.ceiling)
         return self._divergence(text, index, float(gaps[index]), pair, repetition_penalty)
 
     def _end(self, prompt: Sequence[int], answer: Sequence[int]) -> int:

@@ -295,9 +295,9 @@ class LocalBackend:
         return self.witness.divergence(messages, settings, self.encode(messages, settings), plain, other)
 
     def audit(
-        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY, *, brief: bool = False
+        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence | None:
-        return self.witness.audit(messages, settings, self.encode(messages, settings), answer, brief=brief)
+        return self.witness.audit(messages, settings, self.encode(messages, settings), answer)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":

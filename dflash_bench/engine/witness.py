@@ -88,18 +88,12 @@ class Witness:
         return list(rendered["input_ids"])
 
     def audit(
-        self,
-        messages: Sequence[Message],
-        settings: Settings,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        *,
-        brief: bool = False,
+        self, messages: Sequence[Message], settings: Settings, prompt: Sequence[int], answer: Sequence[int]
     ) -> Divergence | None:
         """As `Judge.audit`; `prompt` is what the engine makes of the messages, and must be the judge's own, too."""
         if (own := self._own(messages, settings, prompt)) is None:
             return Divergence(0)
-        return self.judge.audit(own, answer, settings.repetition_penalty, brief=brief)
+        return self.judge.audit(own, answer, settings.repetition_penalty)
 
     def divergence(
         self,

@@ -98,9 +98,7 @@ class Conversation:
         """Judged against other answers, and scored; `first` is the first method's answer."""
         record = self._scored(self._judged(record, first, messages))
         if not is_lossy(record.method):
-            self.canaries.judged(
-                record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings, brief=True)
-            )
+            self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
         return record
 
     def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:

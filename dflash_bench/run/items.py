@@ -88,13 +88,8 @@ class Backend(Described, Protocol):
         """Where two answers part, and whether rounding explains it."""
         ...
 
-    def audit(
-        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings, *, brief: bool = False
-    ) -> Divergence | None:
-        """Where an answer leaves the published model's own choice furthest; None if it nowhere does.
-
-        Where only the verdict is of interest, a `brief` one is quicker.
-        """
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
+        """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
         ...
 
 

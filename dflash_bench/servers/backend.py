@@ -44,9 +44,7 @@ class Local(Protocol):
         self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
     ) -> Divergence: ...
 
-    def audit(
-        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings, *, brief: bool = False
-    ) -> Divergence | None: ...
+    def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None: ...
 
 
 class ServerBackend:
@@ -224,13 +222,13 @@ class ServerBackend:
         return Divergence(in_common(plain, other), is_judged=False)
 
     def audit(
-        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY, *, brief: bool = False
+        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence | None:
         if self.local is None:
             raise AssertionError("nothing is audited without a target in this process")
         if unknown := self._unknown(answer):
             return unknown
-        return self.local.audit(messages, answer, settings, brief=brief)
+        return self.local.audit(messages, answer, settings)
 
     def _unknown(self, answer: Sequence[int]) -> Divergence | None:
         """Where an answer first has a token that the target here does not have, about which no judge can be asked."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from classes import ATTENTION, HYBRID, made
 from toy import generated, tiny
 
 from dflash_bench.engine import judge as judging
-from dflash_bench.engine.judge import CEILINGS, Judge
+from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.target import Target
 from dflash_bench.records import Divergence
 
@@ -203,15 +202,6 @@ def test_a_token_that_is_not_the_models_choice_is_named(at: int) -> None:
     assert departure.index == at
     assert departure.gap == pytest.approx(float(logits.max() - logits[wrong]), rel=1e-4)
     assert departure.verdict == "mismatch"
-    brief = Judge(model).audit(PROMPT, answer, brief=True)
-    assert brief == replace(departure, tolerance=CEILINGS[torch.float32])
-
-
-def test_a_brief_audit_measures_rounding_where_it_may_explain_the_gap() -> None:
-    model, at, token, twin = twins("llama", 1e-7)
-    for choice in (token, twin):
-        answer = [*answer_of(model)[:at], choice]
-        assert Judge(model).audit(PROMPT, answer, brief=True) == Judge(model).audit(PROMPT, answer)
 
 
 def test_the_worst_of_several_wrong_tokens_is_named() -> None:

@@ -46,7 +46,7 @@ def test_the_witnesses_of_a_sound_run_deny_every_spoiled_copy(main: Main, words:
 
 
 ALWAYS: dict[str, tuple[Any, str, Any, set[tuple[str, str]]]] = {
-    "judge": (Judge, "audit", lambda *_, **__: None, {("judge", "token"), ("judge", "end")}),
+    "judge": (Judge, "audit", lambda *_: None, {("judge", "token"), ("judge", "end")}),
     "no second clock": (stopwatch, "_timed", lambda *_: None, {("clock", "time")}),
     "no second counter": (stopwatch, "_counted", lambda *_: None, {("counter", "token"), ("counter", "count")}),
     "neither": (stopwatch, "alone", lambda *_, **__: None, {one for one in ALL if one[0] in ("clock", "counter")}),

@@ -35,7 +35,7 @@ class Tokenizer:
     def divergence(self, *_: object) -> Divergence:
         raise AssertionError
 
-    def audit(self, *_: object, brief: bool = False) -> None:
+    def audit(self, *_: object) -> None:
         raise AssertionError
 
 
