@@ -245,8 +245,9 @@ class Divergence:
     """Where an answer leaves what it should be, and whether rounding explains it.
 
     `gap` is by how many logits the judge's best token beats the worse one of the tokens in question, `tolerance` how
-    much rounding moves that difference at most. Both are None where there is no token to ask about: an answer that
-    breaks off, or goes on where the plain one ended, and logits that are not finite.
+    much rounding moves that difference at most: where the gap is above the dtype's ceiling, that. Both are None where
+    there is no token to ask about: an answer that breaks off, or goes on where the plain one ended, and logits that
+    are not finite.
     """
 
     index: int

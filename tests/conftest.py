@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +12,16 @@ from pathlib import Path
 import pytest
 
 from dflash_bench import cli
+
+
+def pytest_collection_finish() -> None:
+    """Every process of the tests has loaded by now what it will; no later search for garbage need look at it."""
+    if "torch" in sys.modules:
+        import quick
+
+        quick.apply()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,6 +46,14 @@ def seed() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes `quick.apply`."""
+    from dflash_bench.engine import passes
+
+    monkeypatch.setattr(passes, "curve_of", inspect.unwrap(passes.curve_of))
 
 
 @pytest.fixture

@@ -88,6 +88,9 @@ class Judge:
         """After this text the first of the pair was said, and is so far behind the second."""
         if not math.isfinite(gap):
             return Divergence(index)
+        if gap > self.ceiling:
+            # More than is ever excused: rounding, which takes a pass for each of many places, need not be measured.
+            return Divergence(index, gap, self.ceiling)
         rounding = self._rounding(text, pair, penalty)
         # What rounds to NaN in one of the forms excuses nothing.
         return Divergence(index, gap, min(self.ceiling, MARGIN * rounding) if math.isfinite(rounding) else 0.0)

@@ -19,6 +19,7 @@ from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.forwards import Size
 from dflash_bench.results import frame
 
+pytestmark = pytest.mark.usefixtures("measured_in_full")
 Main = Callable[..., tuple[int, str, str]]
 FLATTERED = "plain decoding is slower than its own forward passes allow: speed-ups are flattered"
 

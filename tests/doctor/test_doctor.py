@@ -10,6 +10,7 @@ from typing import Any
 
 import planted
 import pytest
+import recalled
 import tiny
 import torch
 
@@ -36,6 +37,28 @@ def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosi
     return diagnosis.perform(Request(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
 
 
+@pytest.fixture
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the target, what it says is kept, and not computed again for every draft that is tried."""
+    monkeypatch.setattr(examination, "accepted", recalled.accepted)
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every probe, on every prompt, every round."""
+    real = examination.accepted
+    seen: list[bool] = []
+
+    def both(*asked: Any) -> list[Accepted]:
+        answers = real(*asked)
+        seen.append(answers == recalled.accepted(*asked))
+        return answers
+
+    monkeypatch.setattr(examination, "accepted", both)
+    examined(method, limit=1, max_new_tokens=12)
+    assert len(seen) > 10 and all(seen)
+
+
 NAMED = {
     ("dflash", "order of features"): "features stand in the order of layers 13, 10, 7, 4, 1",
     ("dflash", "theta of another model"): "theta 10000, and not 500",
@@ -53,6 +76,7 @@ NAMED = {
 }
 
 
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize("fault", NAMED, ids=" ".join)
 def test_a_planted_fault_is_named_first(fault: tuple[str, str], tmp_path: Path) -> None:
     seen = examined(fault[0], planted.plant(fault, tmp_path / "draft"))
@@ -66,6 +90,7 @@ def test_ids_in_place_of_offsets_are_told_from_the_file(tmp_path: Path) -> None:
     assert "d2t holds the target's ids" in seen.findings[0].evidence and not seen.samples
 
 
+@pytest.mark.usefixtures("read_once")
 def test_a_block_in_another_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file can hold this fault, so it is planted in the drafter."""
     sound = DFlashDrafter._read_block
@@ -94,11 +119,13 @@ def test_a_quantised_target_is_tried_as_it_was() -> None:
     assert "not in int8" in tried.change.cause and "leave out --quantize int8" in tried.change.remedy
 
 
+@pytest.mark.usefixtures("read_once")
 def test_the_other_mode_of_thinking_is_named() -> None:
     seen = examined("dflash", limit=8, max_new_tokens=24, thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
 
 
+@pytest.mark.usefixtures("read_once")
 def test_a_gain_that_may_be_chance_is_a_doubt() -> None:
     seen = examined("dflash", limit=2, max_new_tokens=64, thinking="on")
     doubt = seen.findings[0]
@@ -106,6 +133,7 @@ def test_a_gain_that_may_be_chance_is_a_doubt() -> None:
     assert "which may be chance (p " in doubt.evidence and not seen.has_cause
 
 
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_sound_draft_has_no_cause(method: str) -> None:
     seen = examined(method)
@@ -113,6 +141,7 @@ def test_a_sound_draft_has_no_cause(method: str) -> None:
     assert "Nothing that was looked at or tried explains low acceptance." in text.text(seen)
 
 
+@pytest.mark.usefixtures("read_once")
 def test_text_that_the_draft_does_not_know_is_named(tmp_path: Path) -> None:
     asked = ["Describe the harbour at dawn.", "Who repairs old clocks?", "Compare tea and coffee.", "Why do cats purr?"]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": one}) for one in asked))
@@ -127,6 +156,7 @@ def test_a_draft_that_learnt_nothing_is_named(tmp_path: Path) -> None:
     assert seen.findings[-1].cause == "the draft has learnt too little"
 
 
+@pytest.mark.usefixtures("read_once")
 def test_a_draft_below_its_card_is_named(tmp_path: Path) -> None:
     shutil.copytree(NANO / "dflash", tmp_path / "draft")
     card = {"al_pooled": 40.0, "by_position": [0.9, 0.8], "num_prompts": 8, "max_new_tokens": 96}
@@ -195,6 +225,7 @@ def test_loops(tokens: list[int], loops: bool) -> None:
     assert (repetition.in_tokens(tokens) > 0) == loops
 
 
+@pytest.mark.usefixtures("read_once")
 def test_loops_of_the_target_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repetition, "in_tokens", lambda tokens: len(tokens))
     seen = examined("eagle3", limit=1)

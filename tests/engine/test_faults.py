@@ -22,12 +22,16 @@ from dflash_bench.engine.target import Target
 from dflash_bench.records import Generation, Record
 
 Sound = Callable[[Way], Sequence[Record]]
-FEW = {"float32": 2, "bfloat16": 1}
-"""Prompts of a suite, one at a time; `scripts/study faults` takes two in both types."""
+FEW = {"float32": (1, 2), "bfloat16": (1,)}
+"""Prompts of a suite, one at a time: the second where the first does not show a fault in every method. `scripts/study
+faults` takes two in both types."""
 
 
-def limit_of(way: Way) -> int:
-    return FEW[way.dtype] if way.concurrency == 1 else way.concurrency
+def limits_of(way: Way) -> tuple[int, ...]:
+    if way.concurrency > 1:
+        return (way.concurrency,)
+    # A pass is replayed from the second answer on.
+    return FEW[way.dtype][-1:] if way.captured else FEW[way.dtype]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
     def rows_of(way: Way) -> Sequence[Record]:
         if way not in runs:
             out = tmp_path_factory.mktemp("sound") / "run"
-            status, runs[way] = matrix.run(None, way, out, limit_of(way))
+            status, runs[way] = matrix.run(None, way, out, limits_of(way)[-1])
             assert status == 0
         return runs[way]
 
@@ -62,16 +66,17 @@ PLANTED = [
 def test_a_fault_is_found_in_every_suite_where_it_changed_a_token(
     fault: Fault, way: Way, sound: Sound, tmp_path: Path
 ) -> None:
-    status, rows = matrix.run(fault, way, tmp_path / "run", limit_of(way))
-    outcomes = matrix.outcomes(rows, sound(way), way.dtype)
-    for outcome in outcomes:
-        assert outcome.num_found == outcome.num_wrong, outcome
-    num_wrong = sum(outcome.num_wrong for outcome in outcomes)
-    if way.dtype == "float32":
-        # A fault that changes nothing would prove nothing.
+    for limit in limits_of(way):
+        status, rows = matrix.run(fault, way, tmp_path / f"run of {limit}", limit)
+        outcomes = matrix.outcomes(rows, sound(way), way.dtype)
+        for outcome in outcomes:
+            assert outcome.num_found == outcome.num_wrong, outcome
+        assert status == 1 or not any(outcome.num_wrong for outcome in outcomes)
         changed = {outcome.method.partition(":")[0] for outcome in outcomes if outcome.num_changed}
-        assert changed == set(fault.methods)
-    assert status == 1 or not num_wrong
+        if changed == set(fault.methods):
+            break
+    # A fault that changes nothing would prove nothing.
+    assert changed == set(fault.methods) or way.dtype != "float32"
 
 
 def test_no_sound_answer_of_200_is_called_wrong_in_bfloat16(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from dflash_bench.results.run_json import read_info
 from dflash_bench.run import session
 from dflash_bench.run.request import Request
 
+pytestmark = pytest.mark.usefixtures("measured_in_full")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

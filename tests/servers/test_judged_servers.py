@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
+from matrix import command
 from nano_words import nano_text
 
 from dflash_bench.models import chat, targets
@@ -21,10 +23,18 @@ ASKED = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()
 Tokens = dict[str, list[int]]
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of our engine, which all tests read."""
+    folder = tmp_path_factory.mktemp("ran") / "engine"
+    assert command("run", *ASKED, "--method", "dflash", "--out", folder)[0] == 0
+    return folder
+
+
 @pytest.fixture
-def engine(main: Main) -> Mapping[str, list[int]]:
+def engine(main: Main, ran: Path) -> Mapping[str, list[int]]:
     """What our engine answers, by the ids of the prompt as JSON; the run is in the folder `engine`."""
-    assert main("run", *ASKED, "--method", "dflash", "--out", "engine")[0] == 0
+    shutil.copytree(ran, "engine")
     tokenizer = targets.tokenizer_of(NANO / "target", False)
     turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
     return {

@@ -1,0 +1,98 @@
+"""A target that is read once: what it says along its own answers is kept, and drafts are verified against that.
+
+At temperature 0 a target's tokens do not depend on the draft, and nothing that is behind the first rejected token
+counts: so drafts that are tried by the dozen need no pass of the target each time. `test_doctor.py` holds it against
+the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.engine import acceptance
+from dflash_bench.engine.acceptance import Accepted
+from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.target import Output, Target
+
+Prompts = Sequence[Sequence[int]]
+
+
+def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits) -> list[Accepted]:
+    """As `engine.acceptance.accepted`."""
+    kept: dict[Any, Recalled] = target.__dict__.setdefault("_recalled", {})
+    length = limits.max_new_tokens + drafter.num_drafts + 2
+    key = (tuple(map(tuple, prompts)), length)
+    if key not in kept:
+        kept[key] = Recalled(target, prompts, length)
+    recalled: Any = kept[key]
+    return acceptance.accepted(recalled, drafter, prompts, limits)
+
+
+class Recalled:
+    """Of these prompts, decoded together; every answer goes on for `length` tokens, also behind a stop token."""
+
+    @torch.inference_mode()
+    def __init__(self, target: Target, prompts: Prompts, length: int) -> None:
+        self._target = target
+        self.taps: tuple[int, ...] = ()
+        self.ends = [len(prompt) for prompt in prompts]
+        layers = target.config.num_hidden_layers - 1
+        target.tap(range(layers))
+        try:
+            target.begin(len(prompts), max(self.ends) + length + 1)
+            read = target.prefill(prompts)
+            assert read.hidden is not None
+            rows, width, size = read.hidden.shape
+            self.logits = torch.zeros(rows, width + length, read.logits.shape[-1])
+            self.hidden = torch.zeros(rows, width + length, layers, size // layers)
+            self.hidden[:, :width] = read.hidden.unflatten(-1, (layers, -1))
+            at, row = torch.tensor(self.ends) - 1, torch.arange(rows)
+            self.logits[row, at] = read.logits[:, 0].float()
+            for _ in range(length):
+                at = at + 1
+                tokens = self.logits[row, at - 1].argmax(dim=-1, keepdim=True)
+                read = target.forward(tokens, at.tolist(), counts=[1] * rows)
+                assert read.hidden is not None
+                self.logits[row, at] = read.logits[:, 0].float()
+                self.hidden[row, at] = read.hidden[:, 0].unflatten(-1, (layers, -1)).float()
+        finally:
+            target.tap(())
+            target.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def tap(self, taps: Sequence[int]) -> None:
+        self.taps = tuple(taps)
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        assert num_rows == len(self.ends)
+
+    def capture(self, shortest: int, longest: int) -> None:
+        pass
+
+    def commit(self, counts: Sequence[int]) -> None:
+        pass
+
+    def prefill(self, prompts: Prompts, starts: Sequence[int], first: int) -> Output:
+        assert [len(prompt) for prompt in prompts] == self.ends and not any(starts)
+        whole = torch.arange(max(self.ends)).expand(len(self.ends), -1)
+        ends = torch.tensor(self.ends)[:, None] - 1
+        return Output(self._at(ends).logits, self._at(whole).hidden)
+
+    def forward(self, tokens: Tensor, starts: Sequence[int], parents: Tensor | None = None) -> Output:
+        """A token that is not its own answer's is the first rejected one, or behind it."""
+        assert parents is None
+        places = torch.tensor(starts)[:, None] + torch.arange(tokens.shape[1])
+        return self._at(places.clamp(max=self.logits.shape[1] - 1))
+
+    def _at(self, places: Tensor) -> Output:
+        rows = torch.arange(len(places))[:, None]
+        dtype = self._target.model.dtype
+        hidden = self.hidden[rows, places][:, :, list(self.taps)].flatten(-2).to(dtype)
+        return Output(self.logits[rows, places].to(dtype), hidden if self.taps else None)
