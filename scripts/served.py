@@ -144,10 +144,10 @@ def differences(engine: Path, server: Path) -> tuple[str, ...]:
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:
     """Of these methods, or of all."""
     read = frame.read(folder)
-    by_words = {str(settings): settings for settings in settings_of(read.info["identity"])}
-    for (words, method), rows in read.rows.groupby(["settings", "method"], observed=True, sort=False):
+    by_id = {settings.id: settings for settings in settings_of(read.info["identity"])}
+    for (settings_id, method), rows in read.rows.groupby(["settings_id", "method"], observed=True, sort=False):
         if method in methods or not methods:
-            yield _line(engine, method, by_words[words], rows)
+            yield _line(engine, method, by_id[settings_id], rows)
 
 
 def _line(engine: str, method: str, settings: Settings, rows: Any) -> Line:

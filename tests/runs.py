@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench.records import GREEDY, Divergence, Generation, Record
+from dflash_bench.records import GREEDY, CellKey, Divergence, Generation, Record
 from dflash_bench.results import columns, frame, rounds, slices, store
 from dflash_bench.results.identity import settings_of
 
@@ -121,7 +121,9 @@ def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
 
 def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
-    return rounds._counted(columns.to_table(records, {}).to_batches(), (GREEDY,))["gsm8k", str(GREEDY), method]
+    return rounds._counted(columns.to_table(records, {}).to_batches(), (GREEDY,))[
+        CellKey("gsm8k", "", GREEDY.id, method)
+    ]
 
 
 def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Record]:

@@ -17,8 +17,9 @@ from dflash_bench.analysis.spread import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import CellKey
 from dflash_bench.results.frame import ALLOWED, Results
-from dflash_bench.results.identity import servers_in_words, settings_of, settings_to_json
+from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json
 
 ALPHA = 0.05
 MIN_EFFECT = 0.02
@@ -50,6 +51,8 @@ class Versus:
     """`after` divided by `before`, on the prompts that both answered."""
 
     suite: str
+    settings_id: str
+    """Of the side after."""
     setting: str
     """What distinguishes the settings from the others of the run after; empty if there is only one."""
     label: str
@@ -148,9 +151,9 @@ def repeats(runs: Sequence[Results]) -> list[list[int]]:
 
 def over_runs(runs: Repeats) -> list[Cell]:
     """The cells that all of these runs have, over all of them: timings with the noise between runs."""
-    by_place = [{cell.place: cell for cell in cells if cell.num_prompts} for cells in runs]
-    shared = [place for place in by_place[0] if all(place in cells for cells in by_place)]
-    pooled = (_pooled([cells[place] for cells in by_place]) for place in shared)
+    by_key = [{cell.key: cell for cell in cells if cell.num_prompts} for cells in runs]
+    shared = [key for key in by_key[0] if all(key in cells for cells in by_key)]
+    pooled = (_pooled([cells[key] for cells in by_key]) for key in shared)
     return [cell for cell in pooled if cell.num_prompts]
 
 
@@ -192,7 +195,7 @@ def _with_noise(versus: Versus, old: Cell, new: Cell, repeated: Sequence[Repeats
 
 
 def _of_place(runs: Repeats, cell: Cell) -> list[Cell]:
-    return [one for cells in runs for one in cells if one.place == cell.place and one.num_prompts]
+    return [one for cells in runs for one in cells if one.key == cell.key and one.num_prompts]
 
 
 def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
@@ -202,8 +205,8 @@ def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell,
     """
     by_settings = len({cell.settings for cell in before}) > 1 or len({cell.settings for cell in after}) > 1
 
-    def key(cell: Cell) -> tuple[str, ...]:
-        return cell.place if by_settings else (cell.suite, cell.slice, cell.method)
+    def key(cell: Cell) -> CellKey:
+        return cell.key if by_settings else cell.key._replace(settings_id="")
 
     cells_before = {key(cell): cell for cell in before}
     return [(cells_before[key(cell)], cell) for cell in after if key(cell) in cells_before]
@@ -248,8 +251,9 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     sources = old.source, new.source
     label = labels.under(labels.named(new.suite, *sources), new.setting) + method
     return Versus(
-        new.suite + method, new.setting, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained,
-        int(both.sum()), cell is None and all(map(_is_exact, (old, new))), stats.mcnemar(lost, gained),
+        new.suite + method, new.settings.id, new.setting, label, sources, new.slice, before, after, len(old_sums),
+        changes, lost, gained, int(both.sum()),
+        cell is None and all(map(_is_exact, (old, new))), stats.mcnemar(lost, gained),
     )  # fmt: skip
 
 
@@ -290,14 +294,14 @@ def ratio_of(figure_id: str) -> stats.Ratio:
 def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
     """By method and settings the geometric mean over suites, if there are several and all have the figure."""
     means = {}
-    lines: dict[str, list[Cell]] = {}
+    lines: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.method != BASELINE and cell.num_prompts:
-            lines.setdefault(labels.under(cell.method, cell.setting), []).append(cell)
-    for name, of_suites in lines.items():
+            lines.setdefault((cell.method, cell.settings.id), []).append(cell)
+    for of_suites in lines.values():
         mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in of_suites])
         if mean is not None and len(of_suites) > 1:
-            means[name] = mean
+            means[labels.under(of_suites[0].method, of_suites[0].setting)] = mean
     return means
 
 
@@ -381,7 +385,8 @@ def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]
     if set(then) & set(now):
         return
     if len(then) > 1 or len(now) > 1:
-        yield "sampling", " and ".join(" / ".join(map(str, run_settings)) for run_settings in (then, now))
+        named = full_names([*then, *now])
+        yield "sampling", " and ".join(" / ".join(named[one] for one in run_settings) for run_settings in (then, now))
         return
     (old,), (new,) = settings_to_json(then), settings_to_json(now)
     for name, value in old.items():

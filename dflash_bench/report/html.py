@@ -138,9 +138,10 @@ def _pills(badges: Sequence[Badge], *, in_words: bool) -> str:
 def _table(document: Document, columns: Sequence[Column]) -> str:
     heads = "".join(f"<th{_spare(column)}>{escape(column.one_line)}</th>" for column in columns)
     bodies = []
-    for suite, members in groupby(document.cells, key=lambda cell: cell.heading):
+    for _, group in groupby(document.cells, key=lambda cell: cell.key[:3]):
+        members = list(group)
         rows = "".join(_table_row(cell, columns, document.findings) for cell in members)
-        head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(suite)}</th></tr>'
+        head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(members[0].heading)}</th></tr>'
         bodies.append(f"<tbody>{head}{rows}</tbody>")
     table = f'<table class="figures"><thead><tr><th></th>{heads}</tr></thead>{"".join(bodies)}</table>'
     return f'<div class="wide">{table}</div>'

@@ -86,10 +86,10 @@ def latex(
 
 def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for suite, members in groupby(cells, key=lambda cell: cell.heading):
+    for _, members in groupby(cells, key=lambda cell: cell.key[:3]):
         lines.append(r"\midrule")
         for number, cell in enumerate(members):
-            row = ["" if number else suite, cell.method, *(marked(column, cell, findings) for column in columns)]
+            row = ["" if number else cell.heading, cell.method, *(marked(column, cell, findings) for column in columns)]
             lines.append(f"{' & '.join(map(latex_escaped, row))} \\\\")
     return lines
 

@@ -15,6 +15,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record, Settings
 from dflash_bench.results.identity import (
     NAMES,
+    SETTINGS_ID,
     Identity,
     columns_of_method,
     columns_of_run,
@@ -47,6 +48,7 @@ COLUMNS = {
     "worker": "int32",
     "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
     "clock_rounds": "int32", "clock_passes": "int32",
+    "settings_id": "string",
 }
 SINCE_2 = (
     "divergence_gap", "divergence_tolerance", "audit", "audit_index", "audit_gap", "audit_tolerance",
@@ -69,6 +71,7 @@ SINCE = (
     | dict.fromkeys(SINCE_6, 6)
     | {"worker": 7}
     | dict.fromkeys(SINCE_8, 8)
+    | {"settings_id": 9}
 )
 """The schema version that introduced a column; in parts of an older one it reads as null."""
 UNTIL = {"divergence_margin": "double", "divergence_drift": "double"}
@@ -116,7 +119,11 @@ def upgraded(table: Any, names: Sequence[str], identity: Identity | None) -> Any
 def _constants(identity: Identity) -> dict[str, Any]:
     """Columns with the same value in all rows of the run, and that value."""
     run_settings = settings_of(identity)
-    return columns_of_run(identity) | (asdict(run_settings[0]) if len(run_settings) == 1 else {})
+    return columns_of_run(identity) | (_columns_of(run_settings[0]) if len(run_settings) == 1 else {})
+
+
+def _columns_of(settings: Settings) -> dict[str, Any]:
+    return asdict(settings) | {SETTINGS_ID: settings.id}
 
 
 def leaf(name: str) -> str:
@@ -137,7 +144,7 @@ def of_table(table: Any) -> list[Record]:
 
 def _row(record: Record, identity: Identity) -> dict[str, Any]:
     row = columns_of_run(identity) | columns_of_method(identity, record.method)
-    row |= columns_of_suite(identity, record.suite) | asdict(record.settings)
+    row |= columns_of_suite(identity, record.suite) | _columns_of(record.settings)
     row |= {name: getattr(record, name) for name in FLAT}
     row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
     for place, columns in PLACES.items():

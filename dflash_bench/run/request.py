@@ -145,23 +145,6 @@ def _refuse_what_has_no_effect(request: Request) -> None:
             raise UserError(f"--{flag.replace('_', '-')} has no effect at temperature 0, where the best token is taken")
 
 
-PRINTED = ("temperatures", "top_p", "min_p", "repetition_penalty", "rate")
-"""Numbers of a request that tables print with six digits, which then are how answers are told apart."""
-
-
-def _refuse_alike(request: Request) -> None:
-    for name in PRINTED:
-        printed: dict[str, float] = {}
-        for value in getattr(request, name):
-            first = printed.setdefault(f"{value:g}", value)
-            if first != value:
-                flag = "--temperature" if name == "temperatures" else f"--{name.replace('_', '-')}"
-                raise UserError(
-                    f"{flag} {first!r} and {value!r} both print as {value:g}, and nothing would tell their answers "
-                    "apart; give one of them, or values that differ within six digits"
-                )
-
-
 MOST = {"limit": 10**7, "max_new_tokens": 10**7, "repeats": 10**5, "seed": 2**63 - 1}
 """Far more than any run takes: a slip of the keyboard must not run for ever."""
 
@@ -176,7 +159,6 @@ def _refuse_endless(request: Request) -> None:
 def _refuse_unknown_values(request: Request) -> None:
     """What can be told before anything heavy is loaded."""
     _refuse_endless(request)
-    _refuse_alike(request)
     if not all(math.isfinite(temperature) and temperature >= 0 for temperature in request.temperatures):
         raise UserError(f"--temperature takes numbers from 0 up, not {_listed(request.temperatures)}")
     if len(set(request.temperatures)) < len(request.temperatures):

@@ -35,10 +35,10 @@ def findings(
     `info` is what `run.json` holds besides the identity.
     """
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
-    first = tuple(rows[["suite", "settings"]].iloc[int(rows["order"].to_numpy().argmin())])
+    first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
     cases = [
         _case(
-            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first,
+            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first,
             info or {},
         ) for cell in cells
     ]  # fmt: skip
@@ -58,16 +58,16 @@ def _finding(alike: Sequence[Seen]) -> Finding:
 
 def _wheres(others: Sequence[Seen]) -> str:
     """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
-    by_suite: dict[str, list[str]] = {}
+    by_suite: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for seen in others:
-        by_suite.setdefault(seen.label, []).append(seen.place.method)
-    return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
+        by_suite.setdefault((seen.place.suite, seen.place.settings_id), (seen.label, []))[1].append(seen.place.method)
+    return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.values())
 
 
 def _case(
     rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool, info: Mapping[str, Any]
 ) -> Case:
-    of_cell = metrics.select(rows, cell.place)
+    of_cell = metrics.select(rows, cell.key)
     return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run, info)
 
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
 from dflash_bench.methods import draft_of
+from dflash_bench.records import CellKey
 
 MIN_PROMPTS = 20
-
-
-class Place(NamedTuple):
-    """`settings` in words; `method` is empty if all methods of the suite share the fault under these settings."""
-
-    suite: str
-    settings: str
-    method: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +18,8 @@ class Finding:
     kind: str
     text: str
     remedy: str
-    places: tuple[Place, ...] = ()
+    places: tuple[CellKey, ...] = ()
+    """Where it was seen; without a method if all methods of the suite share the fault under these settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class Seen:
     """The suite for people, with the settings if the run has several."""
     text: str
     remedy: str
-    place: Place
+    place: CellKey
     is_own: bool = False
     """Is its text worth reading at each place, so that none is left out for another with the same remedy?"""
 
@@ -88,7 +82,7 @@ class Case:
         return self._seen_by("", kind, text, remedy, is_own)
 
     def _seen_by(self, method: str, kind: str, text: str, remedy: str, is_own: bool = False) -> Seen:
-        place = Place(self.cell.suite, str(self.cell.settings), method)
+        place = self.cell.key._replace(slice="", method=method)
         return Seen(kind, self.cell.heading, text, remedy, place, is_own)
 
 

@@ -39,9 +39,8 @@ def loops(case: Case) -> Seen | None:
 
 def _of_suite(case: Case) -> Any:
     """The rows of all methods, under the same settings."""
-    place = case.cell.place
-    names = ("suite", "slice", "settings")
-    return case.run[np.logical_and.reduce([case.run[name] == getattr(place, name) for name in names])]
+    names = ("suite", "slice", "settings_id")
+    return case.run[np.logical_and.reduce([case.run[name] == getattr(case.cell.key, name) for name in names])]
 
 
 def _of_methods(case: Case, here: Any, looping: Any) -> Iterator[str]:

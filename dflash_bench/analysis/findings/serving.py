@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings.case import Case, Seen, answers
-from dflash_bench.analysis.terms import Place
+from dflash_bench.records import CellKey
 
 DERIVED = frozenset(("llamacpp.timings", "sglang.derived"))
 """Counts of rounds that are not told, but worked out."""
@@ -67,7 +67,7 @@ def worse_answers(case: Case) -> Seen | None:
     """Right answers, of the prompts that both answered: a lossless method must not lose any but by chance."""
     if case.is_baseline:
         return None
-    by_question = _right(case.run, case.cell.place._replace(method="ar")), _right(case.run, case.cell.place)
+    by_question = _right(case.run, case.cell.key._replace(method="ar")), _right(case.run, case.cell.key)
     plain, own = by_question[0].align(by_question[1], join="inner")
     lost, gained = int((own < plain).sum()), int((own > plain).sum())
     p = stats.mcnemar(lost, gained)
@@ -85,9 +85,9 @@ def worse_answers(case: Case) -> Seen | None:
     return case.seen("worse_answers", text, remedy)
 
 
-def _right(rows: Any, place: Place) -> Any:
+def _right(rows: Any, key: CellKey) -> Any:
     """Of each prompt that was scored how many answers are right, a series by prompt."""
-    cell = metrics.without_errors(metrics.select(rows, place))
+    cell = metrics.without_errors(metrics.select(rows, key))
     scored = cell[cell["passed"].notna()]
     return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.terms import COLUMN
-from dflash_bench.report.plots.material import Group, Material
+from dflash_bench.report.plots.material import Group, Material, group_of
 from dflash_bench.report.plots.style import (
     INK,
     MUTED,
@@ -98,7 +98,7 @@ def _are_slanted(labels: Sequence[str]) -> bool:
 
 
 def _of(cell: Cell) -> tuple[str, str, str]:
-    return cell.suite, str(cell.settings), cell.method
+    return (*group_of(cell), cell.method)
 
 
 def _place(material: Material, group: int, method: str) -> float:
@@ -121,13 +121,13 @@ def _published_marks(axes: Any, material: Material, groups: list[Group]) -> list
         figure
         for figure in material.published
         if figure.published.formula == "speedup.zlab"
-        and (figure.suite, figure.settings) in groups
+        and (figure.suite, figure.settings_id) in groups
         and figure.is_as_long
     ]
     configs = list(dict.fromkeys(figure.published.config for figure in figures))
     handles = {}
     for figure in figures:
-        place = _place(material, groups.index((figure.suite, figure.settings)), figure.method)
+        place = _place(material, groups.index((figure.suite, figure.settings_id)), figure.method)
         x = place + 0.3 * BARS / len(material.drafting)
         config = figure.published.config
         style = {"linestyle": "none", "zorder": 4}

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_bench import labels
-from dflash_bench.report.plots.material import Group, Material
+from dflash_bench.report.plots.material import Group, Material, group_of
 from dflash_bench.report.plots.style import NothingToPlotError, bars_note, errors, finish, looks, panels
+from dflash_bench.results.identity import name_without
 
 FIGURES = ("speedup.decode", "al.pooled")
 
@@ -36,9 +37,10 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
 
 
 def _title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
-    """Where runs differ in their sources, it names each."""
-    cells = [cell for run in runs for cell in run.cells if (cell.suite, str(cell.settings)) == group]
-    setting = next((cell.setting for cell in cells if cell.setting), "")
+    """Where runs differ in their sources, it names each; and the settings where any run has others."""
+    cells = [cell for run in runs for cell in run.cells if group_of(cell) == group]
+    everywhere = list(dict.fromkeys(cell.settings for run in runs for cell in run.cells))
+    setting = name_without(cells[0].settings, everywhere)
     label = f"{labels.named(group[0], *(cell.source for cell in cells))} · {figure_id}"
     return "\n".join(filter(None, [label, setting]))
 
