@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.analysis.changes import Difference
 from dflash_bench.analysis.crosscheck import Checked
 from dflash_bench.crosscheck import session
 from dflash_bench.crosscheck.request import Asked
@@ -137,8 +138,7 @@ def differences(engine: Path, server: Path) -> tuple[str, ...]:
     """
     allowed = [word for name in OTHERWISE for word in ("--allow", name)]
     compared = json.loads(command("compare", engine, server, *allowed, "--json"))
-    told = "allowed although it differs: "
-    return tuple(note.removeprefix(told) for note in compared["notes"] if note.startswith(told))
+    return tuple(str(Difference(**difference)) for difference in compared["differences"])
 
 
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:

@@ -42,6 +42,26 @@ UNLIKE = {
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two runs: `kind` is a key of `UNLIKE`, `name` says of what `before` and `after` are the values.
+
+    Of prompts and samplings, which have no two values, `name` says it all.
+    """
+
+    kind: str
+    name: str
+    before: str = ""
+    after: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} {self.before} and {self.after}" if self.before or self.after else self.name
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
+
+
 Repeats = Sequence[Sequence[Cell]]
 """The cells of runs that repeat each other, run by run."""
 
@@ -317,15 +337,15 @@ def summarised(results: Results) -> list[Cell]:
     return cells
 
 
-def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list[str]:
-    """The allowed differences, in words. Raises UserError that names all other differences."""
+def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list[Difference]:
+    """The allowed differences. Raises UserError that names all other differences."""
     unlike = list(differences(before, after))
-    refused = [(kind, text) for kind, text in unlike if kind not in allow]
+    refused = [difference for difference in unlike if difference.kind not in allow]
     if refused:
-        what = "; ".join(f"{kind}: {text}" for kind, text in refused)
-        options = " ".join(dict.fromkeys(f"--allow {kind}" for kind, _ in refused))
+        what = "; ".join(map(str, refused))
+        options = " ".join(dict.fromkeys(f"--allow {difference.kind}" for difference in refused))
         raise UserError(f"{before.name} and {after.name} differ: {what}. To compare them anyway: {options}")
-    return [f"{kind}: {text}" for kind, text in unlike]
+    return unlike
 
 
 def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None:
@@ -334,8 +354,8 @@ def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None
             raise unknown("difference", name, [*UNLIKE, *others])
 
 
-def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
-    """What two runs differ in: a key of `UNLIKE`, and the two values in words."""
+def differences(before: Results, after: Results) -> Iterator[Difference]:
+    """What two runs differ in."""
     yield from _prompt_differences(before, after)
     yield from _other_settings(before, after)
     sides = [_decisive(run.info) for run in (before, after)]
@@ -343,7 +363,7 @@ def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
         then, now = (side.get(kind, {}) for side in sides)
         for name in then:
             if name in now and then[name] != now[name]:
-                yield kind, f"{name} {then[name]} and {now[name]}"
+                yield Difference(kind, name, str(then[name]), str(now[name]))
 
 
 def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -379,27 +399,28 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
     """If two runs have no settings in common, how they differ."""
     then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
     if set(then) & set(now):
         return
     if len(then) > 1 or len(now) > 1:
         named = full_names([*then, *now])
-        yield "sampling", " and ".join(" / ".join(named[one] for one in run_settings) for run_settings in (then, now))
+        sides = (" / ".join(named[one] for one in run_settings) for run_settings in (then, now))
+        yield Difference("sampling", "settings", *sides)
         return
     (old,), (new,) = settings_to_json(then), settings_to_json(now)
     for name, value in old.items():
         if value != new[name]:
             kind = {"thinking": "model", "context": "prompts"}.get(name, "sampling")
-            yield kind, f"{name} {value} and {new[name]}"
+            yield Difference(kind, name, str(value), str(new[name]))
 
 
 def _named(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: identity.get(name) for name in names}
 
 
-def _prompt_differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+def _prompt_differences(before: Results, after: Results) -> Iterator[Difference]:
     """Prompts with the same id but different texts."""
     keys = ["suite", "prompt_id"]
     then, now = (hashes(run.rows) for run in (before, after))
@@ -407,10 +428,8 @@ def _prompt_differences(before: Results, after: Results) -> Iterator[tuple[str, 
     other = both[both["prompt_hash_x"] != both["prompt_hash_y"]]
     if len(other):
         first = other.iloc[0]
-        yield (
-            "prompts",
-            f"{len(other)} of {len(both)} have other texts, first {first['suite']} {first['prompt_id']}",
-        )
+        what = f"{len(other)} of {len(both)} have other texts, first {first['suite']} {first['prompt_id']}"
+        yield Difference("prompts", what)
 
 
 def hashes(rows: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def compared(
         return _with_notes(runs, [], _compat(runs[0]))
     if served:
         return _with_notes(runs, [], _beside_served(runs, served))
-    unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
+    unlike = [difference for after in runs[1:] for difference in refuse_unlike(runs[0], after, allow)]
     cells_of = {run.name: summarised(run) for run in runs}
     first, *others = cells_of
     groups = repeats(runs) if by not in STRETCHES else []
@@ -80,7 +80,9 @@ def compared(
         for places, cells in zip(groups, repeated, strict=True)
     }
     shown = changes if others else within(cells_of[first])
-    return _with_notes(runs, notes, _cells_and_changes(cells_of, pooled, shown, alike))
+    made = _cells_and_changes(cells_of, pooled, shown, alike)
+    allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
+    return _with_notes(runs, notes, replace(made, json=made.json | allowed))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:

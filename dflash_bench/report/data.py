@@ -55,12 +55,22 @@ def as_json(
     return {
         "run": str(folder),
         "cells": [_json_cell(cell) for cell in cells],
-        "findings": [
-            asdict(finding) | {"places": [place._asdict() for place in finding.places]} for finding in findings
-        ],
+        "findings": [_finding_json(finding) for finding in findings],
         **({"loads": _json_value(load.as_json(loads), exact=("rate",))} if loads else {}),
         **({"sweeps": _json_value(sweeps.as_json(swept), exact=("value", "best", "not_told_apart"))} if swept else {}),
     }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    """At each place the values that it was seen by."""
+    values = finding.values or ({},) * len(finding.places)
+    places = [
+        place._asdict() | {"values": _json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
+    ]
+    return {
+        "kind": finding.kind, "text": finding.text, "remedy": finding.remedy,
+        "remedy_code": finding.remedy_code or None, "places": places,
+    }  # fmt: skip
 
 
 def document_json(document: Document) -> dict[str, Any]:

@@ -31,8 +31,6 @@ from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.text import visible
 
 MOST_ANSWERS = 300
-SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
-"""Columns that a narrow screen leaves out."""
 TEMPLATE = Path(__file__).parent
 WRONG = (
     "mismatch",
@@ -200,7 +198,7 @@ def _table_row(cell: Cell, columns: Sequence[Column], findings: Sequence[Finding
 
 
 def _spare(column: Column) -> str:
-    return ' class="spare"' if column.one_line in SPARE else ""
+    return ' class="spare"' if column.is_spare else ""
 
 
 def _findings(document: Document) -> str:

@@ -14,6 +14,7 @@ from fake_server import FakeServer
 from rows import drafted
 from runs import answers, stored
 
+from dflash_bench.analysis.changes import Difference
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.labels import number_words
 from dflash_bench.records import GREEDY, Record, Settings
@@ -151,7 +152,11 @@ def test_a_trend_over_runs_of_one_each_names_them(tmp_path: Path) -> None:
         Material(read_document(of((settings,), tmp_path / name)))
         for name, settings in (("a", ONE), ("b", OTHER))
     ]  # fmt: skip
-    assert apart(plots.write_trend(runs, tmp_path, "svg", ["sampling: temperature"]).read_text())
+    assert apart(
+        plots.write_trend(
+            runs, tmp_path, "svg", [Difference("sampling", "temperature", "0.7", "0.7000001")]
+        ).read_text()
+    )
 
 
 # Comparisons and the gate

@@ -123,6 +123,7 @@ def test_few_prompts() -> None:
             "gsm8k: only 19 prompts, too few to trust the interval",
             "raise --limit to 20 or more, or leave it out",
             (CellKey("gsm8k", "", GREEDY.id, ""),),
+            values=({"num_prompts": 19},),
         )
     ]
     assert found(steady(20)) == []

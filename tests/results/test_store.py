@@ -171,7 +171,7 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Record, Generation, Settings) for field in fields(kind)}
     places = {column for of_place in columns.PLACES.values() for column in of_place.values()}
-    of_run = {*OF_RUN, "method_name", "method_options", "draft", "source"}
+    of_run = {*OF_RUN, "method_name", "method_options", "draft", "source", "settings_id"}
     assert set(columns.COLUMNS) == names - {"generation", "settings", *columns.PLACES} | places | of_run
 
 
@@ -184,7 +184,7 @@ def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) ->
     assert {types[name] for name in ("draft_s", "verify_s", "round_s")} == {"list<element: float not null>"}
     assert {types[name] for name in ("prefill_s", "decode_s", "draft_prefill_s")} == {"double"}
     assert types["token_ids"] == "list<element: int32 not null>"
-    assert schema.metadata[b"schema_version"] == b"8"
+    assert schema.metadata[b"schema_version"] == b"9"
 
 
 def test_a_part_of_schema_1_is_read_without_what_came_later(tmp_path: Path) -> None:

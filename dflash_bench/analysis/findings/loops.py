@@ -34,7 +34,8 @@ def loops(case: Case) -> Seen | None:
         f"{'; '.join(_of_methods(case, here, looping))}"
     )
     remedy = "read these answers, check the chat template, --dtype and --repetition-penalty, and trust what is left"
-    return case.seen_in_suite("loops", text, remedy, is_own=True)
+    counts = {"num_answers": int(looping.sum()), "num_all": len(here)}
+    return case.seen_in_suite("loops", text, remedy, is_own=True, **counts)
 
 
 def _of_suite(case: Case) -> Any:

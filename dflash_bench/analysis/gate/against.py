@@ -16,20 +16,19 @@ from dflash_bench.analysis.terms import COLUMN
 from dflash_bench.errors import UserError
 from dflash_bench.results.frame import Results
 
+DEVICE = "device"
+"""The kind of difference that is another machine."""
 COUNTED = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
 
 
 def unlike(runs: Sequence[Results], baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """Notes on what differs. Another machine is not refused: fewer figures are judged then, and a note says so."""
-    pairs = [changes.refuse_unlike(baseline.as_results(), run, (*allow, "device")) for run in runs]
-    allowed_differences = list(dict.fromkeys(text for of_run in pairs for text in of_run))
-    other = [text for text in allowed_differences if text.startswith("device")]
-    if not other:
-        return allowed_differences
+    pairs = [changes.refuse_unlike(baseline.as_results(), run, (*allow, DEVICE)) for run in runs]
+    allowed_differences = list(dict.fromkeys(difference for of_run in pairs for difference in of_run))
+    other = [difference for difference in allowed_differences if difference.kind == DEVICE]
+    notes = [str(difference) for difference in allowed_differences if difference not in other]
     ratios = "only time-free figures and speed-up ratios are judged"
-    return [text for text in allowed_differences if text not in other] + [
-        f"the baseline is from another machine: {ratios} ({other[0]})"
-    ]
+    return [*notes, *(f"the baseline is from another machine: {ratios} ({difference})" for difference in other[:1])]
 
 
 def thinner(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
@@ -57,7 +56,7 @@ def against(
             f"the baseline has cells that {name} does not have: {', '.join(missing)}; --allow cells skips them"
         )
     then = baseline.as_results()
-    same_machine = not any(kind == "device" for run in runs for kind, _ in changes.differences(then, run))
+    same_machine = not any(one.kind == DEVICE for run in runs for one in changes.differences(then, run))
     exact = all(run.info["identity"]["dtype"] == "float32" for run in runs)
     kinds = [kind for kind in limits if _is_judged(kind, baseline.with_timings, same_machine)]
     return [

@@ -149,9 +149,9 @@ def rounds(material: Material) -> Any:
         raise NothingToPlotError("the backend does not report where a round spends its time")
     figure, axes = _one(0.7 + 0.34 * len(cells))
     # A suite's name once: with its source it is long.
-    headings = [cell.heading for cell in cells]
+    groups = [cell.key[:3] for cell in cells]
     labels = [
-        visible(cell.method) if cell.heading in headings[:at] else f"{cell.heading}  {visible(cell.method)}"
+        visible(cell.method) if groups[at] in groups[:at] else f"{cell.heading}  {visible(cell.method)}"
         for at, cell in enumerate(cells)
     ]
     left = np.zeros(len(cells))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_bench import labels
+from dflash_bench.analysis.changes import Difference
 from dflash_bench.report.plots.material import Group, Material, group_of
 from dflash_bench.report.plots.style import NothingToPlotError, bars_note, errors, finish, looks, panels
 from dflash_bench.results.identity import name_without
@@ -13,8 +14,8 @@ from dflash_bench.results.identity import name_without
 FIGURES = ("speedup.decode", "al.pooled")
 
 
-def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
-    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` as "kind: what"."""
+def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
+    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` is how runs differ."""
     over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
     groups = list(dict.fromkeys(group for run in over_time for group in run.groups))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
@@ -31,7 +32,7 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    kinds = dict.fromkeys(difference.partition(":")[0] for difference in unlike)
+    kinds = dict.fromkeys(difference.kind for difference in unlike)
     note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
