@@ -5,6 +5,7 @@ Output for programs keeps the bare name, and has the source in a separate field.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import PurePosixPath
@@ -44,6 +45,13 @@ def under(name: str, setting: str) -> str:
     if not setting:
         return name
     return f"{name[:-1]}; {setting})" if name.endswith(")") else f"{name} ({setting})"
+
+
+def number_words(values: Iterable[float]) -> dict[float, str]:
+    """Each number with six digits; those that would print alike with as many as tell them apart."""
+    short = {value: f"{value:g}" for value in values}
+    times = Counter(short.values())
+    return {value: text if times[text] == 1 else repr(value).removesuffix(".0") for value, text in short.items()}
 
 
 def listed(suites: Iterable[tuple[str, str]]) -> str:

@@ -6,9 +6,12 @@ Seconds end in `_s`, bytes in `_bytes`, counts start with `num_`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 SCHEMA_VERSION = 1
 
@@ -66,14 +69,28 @@ class Settings:
     def greedy(self) -> bool:
         return is_greedy(self.temperature)
 
-    def __str__(self) -> str:
-        """`temperature 1, top_p 0.95, thinking on`: the temperature, and what is not left as it is."""
-        usual, names = Settings(), [item.name for item in fields(self)]
-        return self.words([n for n in names if n == "temperature" or getattr(self, n) != getattr(usual, n)])
+    @property
+    def id(self) -> str:
+        """What rows, cells and findings know these settings by. It changes with any bit of any value."""
+        return _settings_id(self)
 
-    def words(self, names: Sequence[str]) -> str:
-        """What these fields are."""
-        return ", ".join(f"{name.replace('_', ' ')} {_word(name, getattr(self, name))}" for name in names)
+
+@cache
+def _settings_id(settings: Settings) -> str:
+    """Ten hexadecimal digits of a SHA-256. Defaults are not in it, so that a field added later leaves it as it was."""
+    usual = asdict(Settings())
+    changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
+    exact = {name: value if isinstance(value, bool) else float(value) for name, value in changed.items()}
+    return hashlib.sha256(json.dumps(exact, sort_keys=True).encode()).hexdigest()[:10]
+
+
+class CellKey(NamedTuple):
+    """What identifies a cell of a run, or of many runs. `slice` is empty where a suite is not divided."""
+
+    suite: str
+    slice: str
+    settings_id: str
+    method: str
 
 
 GREEDY = Settings()
@@ -85,14 +102,6 @@ def context_name(tokens: int | None) -> str:
     if tokens is None:
         return "none"
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
-
-
-def _word(name: str, value: float | bool | None) -> str:
-    if name == "context":
-        return context_name(None if value is None else int(value))
-    if value is None:
-        return "not a switch"
-    return ("on" if value else "off") if isinstance(value, bool) else f"{value:g}"
 
 
 @dataclass(frozen=True, slots=True)

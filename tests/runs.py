@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench.records import GREEDY, Divergence, Generation, Record, Settings
+from dflash_bench.records import GREEDY, CellKey, Divergence, Generation, Record, Settings
 from dflash_bench.results import checksums, columns, frame, rounds, slices, store
 from dflash_bench.results.identity import settings_of, settings_to_json
 
@@ -136,7 +136,9 @@ def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
 
 def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
-    return rounds._counted(columns.to_table(records, {}).to_batches(), (GREEDY,))["gsm8k", str(GREEDY), method]
+    return rounds._counted(columns.to_table(records, {}).to_batches(), (GREEDY,))[
+        CellKey("gsm8k", "", GREEDY.id, method)
+    ]
 
 
 def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Record]:

@@ -41,7 +41,7 @@ def agreements(before: Results, after: Results) -> list[Agreement]:
     for suite in dict.fromkeys(suite for suite, _ in new):
         for settings in now:
             other = then[0] if len(then) == len(now) == 1 else settings
-            pairs = _paired(old.get((suite, str(other)), {}), new.get((suite, str(settings)), {}))
+            pairs = _paired(old.get((suite, other.id), {}), new.get((suite, settings.id), {}))
             if pairs and settings.greedy and other.greedy:
                 found.append(_agreement(_label(before, after, suite, settings, named), before, after, pairs))
     return found
@@ -52,11 +52,12 @@ Answers = Mapping[tuple[str, int], Any]
 
 
 def _by_cell(run: Results) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
+    """By suite and the id of settings."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
     run_settings = settings_of(run.info["identity"])
     answers = plain_answers(Path(run.name), run_settings, run.left_out)
-    for (suite, settings, prompt_id, repeat), tokens in answers.items():
-        cells.setdefault((suite, settings), {})[prompt_id, repeat] = tokens
+    for (suite, settings_id, prompt_id, repeat), tokens in answers.items():
+        cells.setdefault((suite, settings_id), {})[prompt_id, repeat] = tokens
     return cells
 
 

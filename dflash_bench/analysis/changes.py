@@ -17,8 +17,9 @@ from dflash_bench.analysis.spread import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import CellKey
 from dflash_bench.results.frame import ALLOWED, Results
-from dflash_bench.results.identity import servers_in_words, settings_of, settings_to_json
+from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json
 
 ALPHA = 0.05
 MIN_EFFECT = 0.02
@@ -41,6 +42,26 @@ UNLIKE = {
 """What two runs can differ in, under the names that `--allow` takes, and where `run.json` has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two runs: `kind` is a key of `UNLIKE`, `name` says of what `before` and `after` are the values.
+
+    Of prompts and samplings, which have no two values, `name` says it all.
+    """
+
+    kind: str
+    name: str
+    before: str = ""
+    after: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} {self.before} and {self.after}" if self.before or self.after else self.name
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
+
+
 Repeats = Sequence[Sequence[Cell]]
 """The cells of runs that repeat each other, run by run."""
 
@@ -50,6 +71,8 @@ class Versus:
     """`after` divided by `before`, on the prompts that both answered."""
 
     suite: str
+    settings_id: str
+    """Of the side after."""
     setting: str
     """What distinguishes the settings from the others of the run after; empty if there is only one."""
     label: str
@@ -148,9 +171,9 @@ def repeats(runs: Sequence[Results]) -> list[list[int]]:
 
 def over_runs(runs: Repeats) -> list[Cell]:
     """The cells that all of these runs have, over all of them: timings with the noise between runs."""
-    by_place = [{cell.place: cell for cell in cells if cell.num_prompts} for cells in runs]
-    shared = [place for place in by_place[0] if all(place in cells for cells in by_place)]
-    pooled = (_pooled([cells[place] for cells in by_place]) for place in shared)
+    by_key = [{cell.key: cell for cell in cells if cell.num_prompts} for cells in runs]
+    shared = [key for key in by_key[0] if all(key in cells for cells in by_key)]
+    pooled = (_pooled([cells[key] for cells in by_key]) for key in shared)
     return [cell for cell in pooled if cell.num_prompts]
 
 
@@ -192,7 +215,7 @@ def _with_noise(versus: Versus, old: Cell, new: Cell, repeated: Sequence[Repeats
 
 
 def _of_place(runs: Repeats, cell: Cell) -> list[Cell]:
-    return [one for cells in runs for one in cells if one.place == cell.place and one.num_prompts]
+    return [one for cells in runs for one in cells if one.key == cell.key and one.num_prompts]
 
 
 def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
@@ -202,8 +225,8 @@ def in_common(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell,
     """
     by_settings = len({cell.settings for cell in before}) > 1 or len({cell.settings for cell in after}) > 1
 
-    def key(cell: Cell) -> tuple[str, ...]:
-        return cell.place if by_settings else (cell.suite, cell.slice, cell.method)
+    def key(cell: Cell) -> CellKey:
+        return cell.key if by_settings else cell.key._replace(settings_id="")
 
     cells_before = {key(cell): cell for cell in before}
     return [(cells_before[key(cell)], cell) for cell in after if key(cell) in cells_before]
@@ -248,8 +271,9 @@ def _versus(old: Cell, new: Cell, before: str, after: str, cell: Cell | None = N
     sources = old.source, new.source
     label = labels.under(labels.named(new.suite, *sources), new.setting) + method
     return Versus(
-        new.suite + method, new.setting, label, sources, new.slice, before, after, len(old_sums), changes, lost, gained,
-        int(both.sum()), cell is None and all(map(_is_exact, (old, new))), stats.mcnemar(lost, gained),
+        new.suite + method, new.settings.id, new.setting, label, sources, new.slice, before, after, len(old_sums),
+        changes, lost, gained, int(both.sum()),
+        cell is None and all(map(_is_exact, (old, new))), stats.mcnemar(lost, gained),
     )  # fmt: skip
 
 
@@ -290,14 +314,14 @@ def ratio_of(figure_id: str) -> stats.Ratio:
 def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
     """By method and settings the geometric mean over suites, if there are several and all have the figure."""
     means = {}
-    lines: dict[str, list[Cell]] = {}
+    lines: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.method != BASELINE and cell.num_prompts:
-            lines.setdefault(labels.under(cell.method, cell.setting), []).append(cell)
-    for name, of_suites in lines.items():
+            lines.setdefault((cell.method, cell.settings.id), []).append(cell)
+    for of_suites in lines.values():
         mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in of_suites])
         if mean is not None and len(of_suites) > 1:
-            means[name] = mean
+            means[labels.under(of_suites[0].method, of_suites[0].setting)] = mean
     return means
 
 
@@ -313,15 +337,15 @@ def summarised(results: Results) -> list[Cell]:
     return cells
 
 
-def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list[str]:
-    """The allowed differences, in words. Raises UserError that names all other differences."""
+def refuse_unlike(before: Results, after: Results, allow: Sequence[str]) -> list[Difference]:
+    """The allowed differences. Raises UserError that names all other differences."""
     unlike = list(differences(before, after))
-    refused = [(kind, text) for kind, text in unlike if kind not in allow]
+    refused = [difference for difference in unlike if difference.kind not in allow]
     if refused:
-        what = "; ".join(f"{kind}: {text}" for kind, text in refused)
-        options = " ".join(dict.fromkeys(f"--allow {kind}" for kind, _ in refused))
+        what = "; ".join(map(str, refused))
+        options = " ".join(dict.fromkeys(f"--allow {difference.kind}" for difference in refused))
         raise UserError(f"{before.name} and {after.name} differ: {what}. To compare them anyway: {options}")
-    return [f"{kind}: {text}" for kind, text in unlike]
+    return unlike
 
 
 def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None:
@@ -330,8 +354,8 @@ def check_allowed(allow: Sequence[str], others: Sequence[str] = ALLOWED) -> None
             raise unknown("difference", name, [*UNLIKE, *others])
 
 
-def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
-    """What two runs differ in: a key of `UNLIKE`, and the two values in words."""
+def differences(before: Results, after: Results) -> Iterator[Difference]:
+    """What two runs differ in."""
     yield from _prompt_differences(before, after)
     yield from _other_settings(before, after)
     sides = [_decisive(run.info) for run in (before, after)]
@@ -339,7 +363,7 @@ def differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
         then, now = (side.get(kind, {}) for side in sides)
         for name in then:
             if name in now and then[name] != now[name]:
-                yield kind, f"{name} {then[name]} and {now[name]}"
+                yield Difference(kind, name, str(then[name]), str(now[name]))
 
 
 def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -375,26 +399,28 @@ def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _other_settings(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
     """If two runs have no settings in common, how they differ."""
     then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
     if set(then) & set(now):
         return
     if len(then) > 1 or len(now) > 1:
-        yield "sampling", " and ".join(" / ".join(map(str, run_settings)) for run_settings in (then, now))
+        named = full_names([*then, *now])
+        sides = (" / ".join(named[one] for one in run_settings) for run_settings in (then, now))
+        yield Difference("sampling", "settings", *sides)
         return
     (old,), (new,) = settings_to_json(then), settings_to_json(now)
     for name, value in old.items():
         if value != new[name]:
             kind = {"thinking": "model", "context": "prompts"}.get(name, "sampling")
-            yield kind, f"{name} {value} and {new[name]}"
+            yield Difference(kind, name, str(value), str(new[name]))
 
 
 def _named(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: identity.get(name) for name in names}
 
 
-def _prompt_differences(before: Results, after: Results) -> Iterator[tuple[str, str]]:
+def _prompt_differences(before: Results, after: Results) -> Iterator[Difference]:
     """Prompts with the same id but different texts."""
     keys = ["suite", "prompt_id"]
     then, now = (hashes(run.rows) for run in (before, after))
@@ -402,10 +428,8 @@ def _prompt_differences(before: Results, after: Results) -> Iterator[tuple[str, 
     other = both[both["prompt_hash_x"] != both["prompt_hash_y"]]
     if len(other):
         first = other.iloc[0]
-        yield (
-            "prompts",
-            f"{len(other)} of {len(both)} have other texts, first {first['suite']} {first['prompt_id']}",
-        )
+        what = f"{len(other)} of {len(both)} have other texts, first {first['suite']} {first['prompt_id']}"
+        yield Difference("prompts", what)
 
 
 def hashes(rows: Any) -> Any:

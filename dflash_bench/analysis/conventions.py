@@ -104,15 +104,51 @@ def _counts(kept: Sequence[int], num_drafts: int, drafted: int) -> Counts:
 
 
 Convention = Callable[[Decoded], Counts]
-UNKNOWN: tuple[Convention, ...] = (whole, within_answer, bonus_is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class CountingRule:
+    """How a server counts: `description` is for people."""
+
+    id: str
+    description: str
+    convert: Convention
+
+
+WHOLE = CountingRule("whole", "All that is drafted and confirmed, as we and vLLM count.", whole)
+UNKNOWN = (
+    WHOLE,
+    CountingRule("within_answer", "Drafts behind the end of the answer are not accepted.", within_answer),
+    CountingRule(
+        "bonus_is_last",
+        "The last token of every round counts as the bonus token, in a round that the end cuts as well.",
+        bonus_is_last,
+    ),
+)
 """Where nobody has measured how the last round is counted: whichever fits best is taken."""
-CONVENTIONS: Mapping[str, tuple[Convention, ...]] = {
-    "vllm.request": (whole,),
-    "vllm.counters": (whole,),
-    "llamacpp.counters": (llamacpp,),
-    "llamacpp.timings": (llamacpp_timings,),
+LLAMACPP = CountingRule(
+    "llamacpp",
+    "It drafts no more than may still be emitted besides the bonus token; with nothing left to draft there is no "
+    "round. A stop token that was drafted ends the round as if it were the bonus token, unless it is the draft's last.",
+    llamacpp,
+)
+LLAMACPP_TIMINGS = CountingRule(
+    "llamacpp_timings",
+    "As in its counters, but rounds are not told: they are taken for the tokens that no accepted draft explains.",
+    llamacpp_timings,
+)
+SGLANG_DERIVED = CountingRule(
+    "sglang_derived",
+    "Rounds are told, and accepted drafts are what they emitted besides a bonus token each.",
+    sglang_derived,
+)
+CONVENTIONS: Mapping[str, tuple[CountingRule, ...]] = {
+    "vllm.request": (WHOLE,),
+    "vllm.counters": (WHOLE,),
+    "llamacpp.counters": (LLAMACPP,),
+    "llamacpp.timings": (LLAMACPP_TIMINGS,),
     "sglang.request": UNKNOWN,
-    "sglang.derived": (sglang_derived,),
+    "sglang.derived": (SGLANG_DERIVED,),
     "lmdeploy.counters": UNKNOWN,
     "tensorrt_llm.request": UNKNOWN,
 }

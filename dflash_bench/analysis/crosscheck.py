@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.conventions import Counts, padded
+from dflash_bench.analysis.conventions import CountingRule, Counts, padded
 from dflash_bench.records import Divergence
 
 LEVEL = 0.95
@@ -250,7 +250,7 @@ class Checked:
     about: Mapping[str, str]
     base: Comparison
     counted_by: str | None
-    convention: str | None
+    rule: CountingRule | None
     """How our counts were put the server's way."""
     uncounted: str | None
     """Why its counts are not known."""

@@ -21,7 +21,7 @@ import numpy as np
 from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.records import Settings
-from dflash_bench.results.identity import settings_of
+from dflash_bench.results.identity import full_names, settings_of
 
 LEAST = {50: 1, 90: 64, 99: 662}
 """Answers from which on a percentile is told: below, it would be the slowest few (MLPerf's rule)."""
@@ -87,6 +87,8 @@ class Load:
     levels: tuple[Level, ...]
     crossing: Crossing | None = None
     """None for plain decoding, and where a level has no interval."""
+    key: tuple[str, str] = ("", "")
+    """The suite, and the id of what its settings are alone: the same for all methods."""
 
 
 def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Load]:
@@ -95,8 +97,9 @@ def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list
     if not any(settings.is_shared for settings in all_settings):
         return []
     others = list(dict.fromkeys(_alone(settings) for settings in all_settings))
+    named = full_names(others)
     known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
-    by_place = dict(tuple(rows.groupby(["suite", "method", "settings"], observed=True)))
+    by_place = dict(tuple(rows.groupby(["suite", "method", "settings_id"], observed=True)))
     result = []
     for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
         for other in others:
@@ -107,8 +110,8 @@ def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list
             )
             if levels:
                 label = next(cell.label for cell in known.values() if cell.suite == suite)
-                setting = str(other) if len(others) > 1 else ""
-                result.append(Load(label, method, setting, levels, _crossing(levels)))
+                setting = named[other] if len(others) > 1 else ""
+                result.append(Load(label, method, setting, levels, _crossing(levels), key=(suite, other.id)))
     return result
 
 
@@ -121,10 +124,10 @@ def _alone(settings: Settings) -> Settings:
 
 def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
     suite, method, settings = key
-    asked = by_place[suite, method, str(settings)]
+    asked = by_place[suite, method, settings.id]
     answers = without_errors(asked)
     throughput = _throughput(answers)
-    plain = by_place.get((suite, BASELINE, str(settings)))
+    plain = by_place.get((suite, BASELINE, settings.id))
     # An answer that came in one piece has no time between its tokens.
     decoded = answers[(answers["decode_tokens"] > 0) & (answers["decode_s"] > 0)]
     tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()

@@ -17,9 +17,9 @@ import numpy as np
 from dflash_bench import labels
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.terms import COLUMN, TERMS, Place, prompt_sums
+from dflash_bench.analysis.terms import COLUMN, TERMS, prompt_sums
 from dflash_bench.methods import is_tree
-from dflash_bench.records import GREEDY, Settings
+from dflash_bench.records import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
 
@@ -148,15 +148,15 @@ class Cell:
         return labels.under(self.label, "; ".join(filter(None, [self.slice, self.setting])))
 
     @property
-    def place(self) -> Place:
-        return Place(self.suite, self.slice, str(self.settings), self.method)
+    def key(self) -> CellKey:
+        return CellKey(self.suite, self.slice, self.settings.id, self.method)
 
     def value(self, figure_id: str) -> float | None:
         interval = self.figures.get(figure_id)
         return interval.value if interval else None
 
 
-PLACE = list(Place._fields)
+KEY = list(CellKey._fields)
 
 
 def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
@@ -164,79 +164,76 @@ def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
 
     `identity` is that of `run.json`: it has the settings of the run, and where prompts came from.
     """
-    named = {str(settings): (settings, name) for settings, name in short_names(settings_of(identity)).items()}
+    named = {settings.id: (settings, name) for settings, name in short_names(settings_of(identity)).items()}
     counts, counted, widest = _counts(rows), _counted_by(rows), _widest(rows)
     sums = prompt_sums(without_errors(rows))
     by_cell = dict(iter(sums.groupby(level=[0, 1, 2, 3], observed=True)))
-    places = _places(rows)
+    keys = _keys(rows)
     # Two at a time: NumPy resamples prompts without holding the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
-        cells = list(
-            pool.map(lambda place: _cell(place, counts.loc[place], by_cell.get(place), widest.get(place)), places)
-        )
-    cells = [replace(cell, counted_by=counted.get(tuple(place), ())) for cell, place in zip(cells, places, strict=True)]
-    return [_of_run(cell, place, identity, named) for cell, place in zip(cells, places, strict=True)]
+        cells = list(pool.map(lambda key: _cell(key, counts.loc[key], by_cell.get(key), widest.get(key)), keys))
+    cells = [replace(cell, counted_by=counted.get(key, ())) for cell, key in zip(cells, keys, strict=True)]
+    return [_of_run(cell, key, identity, named) for cell, key in zip(cells, keys, strict=True)]
 
 
-def _of_run(cell: Cell, place: Place, identity: Mapping[str, Any], named: Mapping[str, tuple[Settings, str]]) -> Cell:
-    settings, setting = named[place.settings]
+def _of_run(cell: Cell, key: CellKey, identity: Mapping[str, Any], named: Mapping[str, tuple[Settings, str]]) -> Cell:
+    settings, setting = named[key.settings_id]
     return replace(cell, source=labels.source_of(identity, cell.suite), settings=settings, setting=setting)
 
 
-def _counted_by(rows: Any) -> dict[tuple[str, ...], tuple[str, ...]]:
+def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
     known = rows[rows["counted_by"].notna()]
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for *place, by in known[[*PLACE, "counted_by"]].drop_duplicates().itertuples(index=False, name=None):
-        found[tuple(place)] = (*found.get(tuple(place), ()), by)
+    found: dict[CellKey, tuple[str, ...]] = {}
+    for *names, by in known[[*KEY, "counted_by"]].drop_duplicates().itertuples(index=False, name=None):
+        key = CellKey._make(names)
+        found[key] = (*found.get(key, ()), by)
     return found
 
 
-def _widest(rows: Any) -> dict[Place, float]:
+def _widest(rows: Any) -> dict[CellKey, float]:
     """By cell the widest block in its rows, with the bonus token; none where some answer hides its rounds."""
     most = (
-        without_errors(rows)
-        .groupby(PLACE, observed=True)["most_drafted"]
-        .agg(lambda drafted: drafted.max(skipna=False))
+        without_errors(rows).groupby(KEY, observed=True)["most_drafted"].agg(lambda drafted: drafted.max(skipna=False))
     )
-    return {Place._make(place): float(num) + 1 for place, num in most.items() if num == num}
+    return {CellKey._make(key): float(num) + 1 for key, num in most.items() if num == num}
 
 
-def _places(rows: Any) -> list[Place]:
-    places = list(map(Place._make, rows[PLACE].drop_duplicates().itertuples(index=False, name=None)))
-    suites = list(dict.fromkeys(place.suite for place in places))
-    slices, settings = (list(rows[name].cat.categories) for name in ("slice", "settings"))
+def _keys(rows: Any) -> list[CellKey]:
+    keys = list(map(CellKey._make, rows[KEY].drop_duplicates().itertuples(index=False, name=None)))
+    suites = list(dict.fromkeys(key.suite for key in keys))
+    slices, settings = (list(rows[name].cat.categories) for name in ("slice", "settings_id"))
     # In the order of the run, not of a slice: the methods take turns in going first.
-    methods = [BASELINE, *dict.fromkeys(place.method for place in places if place.method != BASELINE)]
+    methods = [BASELINE, *dict.fromkeys(key.method for key in keys if key.method != BASELINE)]
 
-    def rank(place: Place) -> tuple[int, ...]:
+    def rank(key: CellKey) -> tuple[int, ...]:
         return (
-            suites.index(place.suite), settings.index(place.settings), slices.index(place.slice),
-            methods.index(place.method),
+            suites.index(key.suite), settings.index(key.settings_id), slices.index(key.slice),
+            methods.index(key.method),
         )  # fmt: skip
 
-    return sorted(places, key=rank)
+    return sorted(keys, key=rank)
 
 
 def _counts(rows: Any) -> Any:
     failed = rows["error"].notna()
-    flags = rows[PLACE].assign(
+    flags = rows[KEY].assign(
         num_errors=failed,
         num_tokens=rows["num_tokens"].where(~failed, 0),
         num_near_ties=(rows["exactness"] == "near_tie") & ~failed,
         num_own=(rows["audit"] == "exact") & ~failed,
         num_audited=rows["audit"].notna() & ~failed,
     )
-    return flags.groupby(PLACE, observed=True).sum()
+    return flags.groupby(KEY, observed=True).sum()
 
 
-def _cell(place: Place, counts: Any, prompts: Any, widest: float | None) -> Cell:
+def _cell(key: CellKey, counts: Any, prompts: Any, widest: float | None) -> Cell:
     """`widest` is None where no answer shows its rounds."""
     widest = float("inf") if widest is None else widest
     sums = np.zeros((0, len(TERMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
     return Cell(
-        suite=place.suite,
-        slice=place.slice,
-        method=place.method,
+        suite=key.suite,
+        slice=key.slice,
+        method=key.method,
         num_prompts=len(sums),
         num_tokens=int(counts["num_tokens"]),
         num_errors=int(counts["num_errors"]),
@@ -244,7 +241,7 @@ def _cell(place: Place, counts: Any, prompts: Any, widest: float | None) -> Cell
         exact=share(sums, "exact", "compared"),
         audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
         passed=share(sums, "passed", "scored"),
-        figures=_figures(sums, place.method, widest),
+        figures=_figures(sums, key.method, widest),
         widest=widest,
         prompts=() if prompts is None else tuple(prompts.index.get_level_values("prompt_id")),
         sums=sums,
@@ -290,7 +287,6 @@ def seconds_per_token(good: Any) -> float | None:
     return float(good["decode_s"].sum()) / tokens if tokens else None
 
 
-def select(rows: Any, place: Place) -> Any:
+def select(rows: Any, key: CellKey) -> Any:
     """The rows of one cell."""
-    where = place._asdict()
-    return rows[np.logical_and.reduce([rows[name] == value for name, value in where.items()])]
+    return rows[np.logical_and.reduce([rows[name] == value for name, value in key._asdict().items()])]

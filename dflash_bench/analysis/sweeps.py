@@ -24,7 +24,7 @@ from dflash_bench.kinds import Value
 from dflash_bench.methods import Method
 from dflash_bench.records import GREEDY, Settings, context_name
 from dflash_bench.results.identity import NAMES as SETTINGS
-from dflash_bench.results.identity import OF_SAMPLING
+from dflash_bench.results.identity import OF_SAMPLING, name_without
 
 LOADS = ("concurrency", "rate")
 """Settings of which no value is the best: what becomes of speed with them is told by `load.py`."""
@@ -60,6 +60,8 @@ class Curve:
     """The index of the point with the highest speed-up; None if no point has one."""
     over: Mapping[int, Change] = field(default_factory=dict)
     """By index, the best point's speed-up divided by that point's, on common prompts; p is Holm's over all pairs."""
+    group: int = 0
+    """Which of the sweep's series."""
 
     @property
     def rivals(self) -> list[int]:
@@ -77,7 +79,7 @@ class Sweep:
     @property
     def answers(self) -> list[Curve]:
         """The curve that counts for each series: the mean over suites, or the only suite."""
-        return list({curve.series: curve for curve in self.curves}.values())
+        return list({curve.group: curve for curve in self.curves}.values())
 
 
 def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
@@ -114,7 +116,7 @@ def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], id
             continue
         others = (method.option(option.name) for option in method.kind.options if option.name != name)
         rest = (method.name, method.tag, *others, under)
-        series = labels.under(_without(method, name), _words(under, settings, ""))
+        series = labels.under(_without(method, name), name_without(under, settings))
         groups.setdefault(rest, (series, {}))[1].setdefault(value, (label, under))
     return groups
 
@@ -166,7 +168,7 @@ def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
         rest: Settings = replace(one, **{name: getattr(GREEDY, name)})
         if name == "temperature" and one_way_of_sampling:  # sampling settings have no effect in greedy decoding
             rest = replace(rest, **{sampling: getattr(GREEDY, sampling) for sampling in OF_SAMPLING})
-        series = labels.under(cell.method, _words(one, settings, name))
+        series = labels.under(cell.method, name_without(one, settings, name))
         label = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
         groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(label, (cell.method, one))
     return groups
@@ -176,26 +178,18 @@ def _sampling(settings: Settings) -> tuple[Any, ...]:
     return tuple(getattr(settings, name) for name in OF_SAMPLING)
 
 
-def _words(settings: Settings, run_settings: Sequence[Settings], without: str) -> str:
-    """What distinguishes settings from the others of a run, apart from `without`."""
-    sampled = [other for other in run_settings if not other.greedy]
-    compared = {name: sampled if name in OF_SAMPLING else run_settings for name in SETTINGS if name != without}
-    differing = [name for name, those in compared.items() if len({getattr(other, name) for other in those}) > 1]
-    return settings.words([name for name in differing if not (settings.greedy and name in OF_SAMPLING)])
-
-
 def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[Curve, ...]:
     """For each group with several values a curve per suite and, if there are several suites, their mean."""
     of_place = {(cell.suite, cell.method, cell.settings): cell for cell in cells}
     suites = dict.fromkeys(cell.suite for cell in cells)
     curves = []
-    for series, places in groups.values():
+    for group, (series, places) in enumerate(groups.values()):
         values = sorted(places, key=lambda value: (value != NONE, isinstance(value, str), value))
         rows = [[cell for value in values if (cell := of_place.get((suite, *places[value])))] for suite in suites]
         # Suites without answers for some value are left out.
         whole = [row for row in rows if len(row) == len(values) > 1]
         parts = [[row] for row in whole] + ([whole] if len(whole) > 1 else [])
-        curves += [_curve(series, values, part) for part in parts]
+        curves += [replace(_curve(series, values, part), group=group) for part in parts]
     return tuple(curves)
 
 

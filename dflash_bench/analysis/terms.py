@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from dflash_bench.records import CellKey
 from dflash_bench.results.plan import BASELINE
 
 TERMS = (
@@ -23,16 +24,7 @@ COLUMN = {name: number for number, name in enumerate(TERMS)}
 """The index of each term in `Cell.sums`."""
 
 
-class Place(NamedTuple):
-    """What identifies a cell of a run; `settings` in words."""
-
-    suite: str
-    slice: str
-    settings: str
-    method: str
-
-
-ANSWER = ("suite", "slice", "settings", "prompt_id", "turn", "repeat")
+ANSWER = ("suite", "slice", "settings_id", "prompt_id", "turn", "repeat")
 """What identifies the answers to one question by all methods."""
 MEASURED = (
     "num_tokens", "decode_tokens", "decode_s", "prefill_s", "num_rounds", "num_accepted", "num_drafted",
@@ -42,11 +34,11 @@ MEASURED = (
 
 
 def prompt_sums(good: Any) -> Any:
-    """`TERMS` by suite, slice, settings, method and prompt; `good` are the rows that did not fail."""
+    """`TERMS` by cell and prompt; `good` are the rows that did not fail."""
     import pandas as pd
 
     terms = pd.DataFrame(_own_terms(good) | _paired_terms(good), index=good.index)
-    keys = [good[name] for name in (*Place._fields, "prompt_id")]
+    keys = [good[name] for name in (*CellKey._fields, "prompt_id")]
     sums = terms.groupby(keys, observed=True).sum()
     costs = sums[["plain_s", "plain_tokens", "own_s", "own_tokens"]].to_numpy(dtype=np.float64)
     known = (costs > 0).all(axis=1)

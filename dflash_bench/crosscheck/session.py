@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from dflash_bench.analysis.conventions import CONVENTIONS, Convention, Counts, Decoded
+from dflash_bench.analysis.conventions import CONVENTIONS, Convention, CountingRule, Counts, Decoded
 from dflash_bench.analysis.crosscheck import Answer, Checked, Comparison, Pair, Tried, drafts_a_round, tried
 from dflash_bench.crosscheck.causes import Bench, Emulation, emulations
 from dflash_bench.crosscheck.request import Asked, Place, places, with_methods
@@ -84,15 +84,15 @@ class _Sides:
         counted_by = next((by for one in theirs if (by := one.generation.counted_by) is not None), None)
         decoded = [self._decoded(one.token_ids, one.accepted or (), method.label) for one in mine]
         answers = [_answer(one, counted_by) for one in theirs]
-        base, convention = _best(decoded, [(one.token_ids, one.text) for one in mine], answers, counted_by, departures)
+        base, rule = _best(decoded, [(one.token_ids, one.text) for one in mine], answers, counted_by, departures)
         bench = self._bench(place, base, [self.chats[number] for number in kept])
         return Checked(
             method.label, self._about(server, method.label), base, counted_by,
-            " ".join((convention.__doc__ or "").split()) if counted_by else None,
+            rule if counted_by else None,
             next((one.generation.uncounted for one in theirs if one.generation.uncounted), None), tuple(failed),
             (sum(one.num_prompt_tokens for one in mine), sum(one.generation.num_prompt_tokens for one in theirs))
             if bench.is_rendered_there else None,
-            tuple(self._tried(bench, base, answers, convention)) if needs_causes(base) else (),
+            tuple(self._tried(bench, base, answers, rule.convert)) if needs_causes(base) else (),
         )  # fmt: skip
 
     def _told(self, doing: str) -> Iterator[tuple[Message, ...]]:
@@ -193,10 +193,10 @@ def _best(
     answers: Sequence[Answer],
     counted_by: str | None,
     departures: Sequence[Divergence | None],
-) -> tuple[Comparison, Convention]:
+) -> tuple[Comparison, CountingRule]:
     """With our counts put the way that the server counts, or where that is not known, the way that fits best."""
-    ways = CONVENTIONS[counted_by or "vllm.request"]
-    every = [(_compared(decoded, said, answers, way, departures), way) for way in ways]
+    rules = CONVENTIONS[counted_by or "vllm.request"]
+    every = [(_compared(decoded, said, answers, rule.convert, departures), rule) for rule in rules]
     return max(every, key=lambda one: (one[0].num_identical, -one[0].distance))
 
 

@@ -12,7 +12,7 @@ from dflash_bench.doctor.probes import Change, Patient
 from dflash_bench.doctor.request import check, has_prompts
 from dflash_bench.doctor.variants import drafter, num_drafts_of
 from dflash_bench.engine.local import LocalBackend
-from dflash_bench.errors import UserError
+from dflash_bench.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.methods import Method
 from dflash_bench.models import hub, inspection, targets
 from dflash_bench.models.folders import read_config
@@ -79,9 +79,8 @@ def perform(request: Request, tell: Tell) -> Diagnosis:
     return _Consultation(request, method, model, base, tell).held(seen.notes)
 
 
-def _misfit(problem: str) -> Finding:
-    what, _, remedy = problem.partition("; ")
-    return Finding("the draft does not fit the target", what, remedy or "use a draft that was made for this target")
+def _misfit(problem: DraftProblem) -> Finding:
+    return Finding("the draft does not fit the target", problem.what, problem.remedy or ANOTHER_DRAFT)
 
 
 class _Consultation:

@@ -129,7 +129,7 @@ class Replays:
             self.num_captured += 1
         except (RuntimeError, ValueError, NotImplementedError) as problem:
             # The usual way still works: said once, and never tried again.
-            self.why_not = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+            self.why_not = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
             self._captured.clear()
             if self.must:
                 raise UserError(f"--compile: a pass cannot be compiled ({self.why_not}); leave it out") from problem

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash_bench.errors import UserError
+from dflash_bench.errors import DraftProblem, UserError
 from dflash_bench.methods import users_of
 from dflash_bench.models import files, formats, networks, pairing, targets
 from dflash_bench.models.dflash import DFlashConfig
 from dflash_bench.models.folders import read_config
-from dflash_bench.models.formats import TargetShape, medusa
+from dflash_bench.models.formats import TargetShape, checks, medusa
 from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format
 
 MOST_OF_A_KIND = 3
@@ -56,7 +56,7 @@ class Inspection:
     trained_for: str | None
     notes: tuple[str, ...]
     target: str | None
-    problems: tuple[str, ...]
+    problems: tuple[DraftProblem, ...]
 
 
 def inspect(reference: str, target: str | None = None) -> Inspection:
@@ -150,13 +150,13 @@ def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _other_tokenizer(folder: Path, home: Path | None) -> list[str]:
+def _other_tokenizer(folder: Path, home: Path | None) -> list[DraftProblem]:
     if home is None:
         return []
     try:
         problem = pairing.other_tokenizer(folder, targets.tokenizer_of(home).get_vocab())
     except UserError as error:
-        return [str(error)]
+        return [DraftProblem("unreadable_tokenizer", error.what, error.remedy)]
     return [problem] if problem else []
 
 
@@ -165,14 +165,15 @@ def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:
     return (doubt,) if doubt else ()
 
 
-def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[str]:
+def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[DraftProblem]:
     problems = list(formats.problems(form, checkpoint, shape))
     # A file of another kind lacks all tensors, or has many that do not belong; the first few are enough to see that.
-    for kind in ("missing tensor", "surplus tensor"):
-        of_kind = [problem for problem in problems if problem.startswith(kind)]
+    for code in (checks.MISSING, checks.SURPLUS):
+        of_kind = [problem for problem in problems if problem.code == code]
         if len(of_kind) > MOST_OF_A_KIND:
             rest = set(of_kind[MOST_OF_A_KIND:])
-            problems = [problem for problem in problems if problem not in rest] + [f"{len(rest)} more {kind}s"]
+            more = DraftProblem(code, f"{len(rest)} more {code.replace('_', ' ')}s")
+            problems = [*(problem for problem in problems if problem not in rest), more]
     return problems
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.errors import UserError
+from dflash_bench.errors import DraftProblem, UserError
 from dflash_bench.models import formats, hub, language, pairing
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape, medusa
@@ -66,14 +66,15 @@ def is_language_model(folder: Path) -> bool:
     return not _is_of_draft(config) and any(str(name).endswith("ForCausalLM") for name in names or ())
 
 
-def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[str]:
-    """An error message if a language model's embedding has other rows than the target's, and no tokenizer says why."""
+def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[DraftProblem]:
+    """The problem if a language model's embedding has other rows than the target's, and no tokenizer says why."""
     if num_rows == target.vocab_size or pairing.vocabulary_in(folder):
         return []
-    return [
+    what = (
         f"vocabulary of {num_rows}, the target's is {target.vocab_size}, and there is no tokenizer that "
-        "would show if they agree; use a model with the target's tokenizer, and with its files"
-    ]
+        "would show if they agree"
+    )
+    return [DraftProblem("vocabulary", what, "use a model with the target's tokenizer, and with its files")]
 
 
 def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench import reading
-from dflash_bench.errors import UserError
+from dflash_bench.errors import ANOTHER_DRAFT, DraftProblem, UserError
 
 
-def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> str | None:
-    """An error message if the draft's tokenizer uses an id of the target's `vocabulary` for another token, else None.
+def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem | None:
+    """The problem if the draft's tokenizer uses an id of the target's `vocabulary` for another token, else None.
 
     A draft without a tokenizer uses the target's. Tokens that only one of the two has do no harm: drafts were published
     with a mask token added, and targets are fine-tuned with a few more.
@@ -23,9 +23,11 @@ def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> str | None:
     if not differing:
         return None
     first = min(differing)
-    return (
+    return DraftProblem(
+        "other_tokenizer",
         f"made for another tokenizer: {len(differing)} of {len(draft_vocabulary)} ids differ; {first} is "
-        f"{differing[first]!r} in the draft and {tokens[first]!r} in the target; use a draft made for this target"
+        f"{differing[first]!r} in the draft and {tokens[first]!r} in the target",
+        ANOTHER_DRAFT,
     )
 
 
@@ -39,7 +41,7 @@ def vocabulary_in(folder: Path) -> dict[str, int]:
         try:
             return _tokens(content) if name == "tokenizer.json" else {str(t): int(i) for t, i in content.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not a vocabulary ({error}); copy it again, or remove it") from error
+            raise UserError(f"{path} is not a vocabulary ({error})", "copy it again, or remove it") from error
     return {}
 
 

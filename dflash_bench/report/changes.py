@@ -139,7 +139,8 @@ def agreements_json(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": cell.suite, "source": cell.source or None, "settings": asdict(cell.settings),
+            "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
+            "settings": asdict(cell.settings),
             "slice": cell.slice or None, "method": cell.method,
             "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
             "passed": cell.passed, "timings": _figures(cell, is_timing=True),
@@ -164,7 +165,8 @@ def interval_json(interval: Interval) -> list[float | None]:
 def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": versus.suite, "setting": versus.setting or None, "sources": versus.sources,
+            "suite": versus.suite, "settings_id": versus.settings_id, "setting": versus.setting or None,
+            "sources": versus.sources,
             "slice": versus.slice or None, "before": versus.before, "after": versus.after,
             "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
             "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,

@@ -21,11 +21,17 @@ from dflash_bench.report.tables import ABSENT, number, with_interval
 class Column:
     """`head` has its line breaks where a narrow column needs them."""
 
+    id: str
+    """That of the figure, if it shows one."""
     head: str
     text: Callable[[Cell], str]
     justify: Literal["left", "right"] = "right"
     has_badges: bool = False
     """Is it the headline figure, which says itself where it is weak?"""
+    is_spare: bool = False
+    """Does a narrow screen leave it out?"""
+    in_paper: bool = False
+    """Has a paper room for it?"""
 
     @property
     def one_line(self) -> str:
@@ -40,31 +46,40 @@ def _percent(tally: Share | None) -> str:
     return ABSENT if tally is None else f"{100 * tally[0] / tally[1]:.1f}"
 
 
+def _figure(name: str, digits: int = 2) -> Callable[[Cell], str]:
+    return lambda cell: number(cell.value(name), digits)
+
+
+def _interval(name: str) -> Callable[[Cell], str]:
+    return lambda cell: with_interval(cell.figures.get(name))
+
+
+SPEEDUP = Column(
+    "speedup.decode", "speedup.\ndecode [95 %]", _interval("speedup.decode"), "left", has_badges=True, in_paper=True
+)
 RESULTS = (
-    Column("prompts", lambda cell: f"{cell.num_prompts:,}"),
-    Column("tokens", lambda cell: f"{cell.num_tokens:,}"),
-    Column("al.\npooled", lambda cell: number(cell.value("al.pooled"))),
-    Column("al.\nrequest_mean", lambda cell: number(cell.value("al.request_mean"))),
-    Column("tps.\ndecode", lambda cell: number(cell.value("tps.decode"), 1)),
-    Column("speedup.\ndecode [95 %]", lambda cell: with_interval(cell.figures.get("speedup.decode")), "left", True),
-    Column("speedup.\ne2e", lambda cell: number(cell.value("speedup.e2e"))),
-    Column("exact", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.exact)),
-    Column("passed\n%", lambda cell: _percent(cell.passed)),
+    Column("num_prompts", "prompts", lambda cell: f"{cell.num_prompts:,}", is_spare=True, in_paper=True),
+    Column("num_tokens", "tokens", lambda cell: f"{cell.num_tokens:,}", is_spare=True),
+    Column("al.pooled", "al.\npooled", _figure("al.pooled"), in_paper=True),
+    Column("al.request_mean", "al.\nrequest_mean", _figure("al.request_mean"), is_spare=True),
+    Column("tps.decode", "tps.\ndecode", _figure("tps.decode", 1), is_spare=True, in_paper=True),
+    SPEEDUP,
+    Column("speedup.e2e", "speedup.\ne2e", _figure("speedup.e2e"), is_spare=True),
+    Column("exact", "exact", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.exact), in_paper=True),
+    Column("passed", "passed\n%", lambda cell: _percent(cell.passed), in_paper=True),
 )
 ROUNDS = (
-    Column("draft\nms", lambda cell: number(cell.value("draft_ms"))),
-    Column("verify\nms", lambda cell: number(cell.value("verify_ms"))),
-    Column("other\nms", lambda cell: number(cell.value("other_ms"))),
-    Column("al.\npooled", lambda cell: number(cell.value("al.pooled"))),
-    Column("break_even_al", lambda cell: number(cell.value("break_even_al"))),
+    Column("draft_ms", "draft\nms", _figure("draft_ms")),
+    Column("verify_ms", "verify\nms", _figure("verify_ms")),
+    Column("other_ms", "other\nms", _figure("other_ms"), is_spare=True),
+    Column("al.pooled", "al.\npooled", _figure("al.pooled")),
+    Column("break_even_al", "break_even_al", _figure("break_even_al")),
     Column(
-        "speedup.decode\ngeo. mean [95 %]",
-        lambda cell: with_interval(cell.figures.get("speedup.decode.geometric")),
-        "left",
+        "speedup.decode.geometric", "speedup.decode\ngeo. mean [95 %]", _interval("speedup.decode.geometric"), "left"
     ),
-    Column("audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
-    Column("failed", lambda cell: str(cell.num_errors)),
-    Column("near\nties", lambda cell: str(cell.num_near_ties)),
+    Column("audit", "audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
+    Column("num_errors", "failed", lambda cell: str(cell.num_errors), is_spare=True),
+    Column("num_near_ties", "near\nties", lambda cell: str(cell.num_near_ties), is_spare=True),
 )
 
 
@@ -79,8 +94,7 @@ def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """What the marks in the tables of these cells mean."""
-    column = next(column for column in RESULTS if column.has_badges)
-    return badges.legend([badge for cell in cells for badge in badges_of(column, cell, findings)])
+    return badges.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:
@@ -121,5 +135,6 @@ def _to(least: float, most: float) -> str:
 
 
 def formulas(*columns: Column) -> dict[str, str]:
-    """The formula of every id that stands in one of these heads."""
-    return {name: formula for name, formula in FORMULAS.items() if any(name in column.one_line for column in columns)}
+    """The formula of every figure that one of these shows."""
+    shown = {column.id for column in columns}
+    return {name: formula for name, formula in FORMULAS.items() if name in shown}

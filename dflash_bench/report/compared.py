@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dflash_bench.analysis.metrics import Cell, mismatched
 from dflash_bench.analysis.peers import published, vllm, zlab
 from dflash_bench.analysis.stats import FEWEST
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import CellKey
 from dflash_bench.report import changes as texts
 from dflash_bench.report import columns
 from dflash_bench.report.tables import aligned, number
@@ -63,7 +64,7 @@ def compared(
         return _with_notes(runs, [], _compat(runs[0]))
     if served:
         return _with_notes(runs, [], _beside_served(runs, served))
-    unlike = [text for after in runs[1:] for text in refuse_unlike(runs[0], after, allow)]
+    unlike = [difference for after in runs[1:] for difference in refuse_unlike(runs[0], after, allow)]
     cells_of = {run.name: summarised(run) for run in runs}
     first, *others = cells_of
     groups = repeats(runs) if by not in STRETCHES else []
@@ -79,7 +80,9 @@ def compared(
         for places, cells in zip(groups, repeated, strict=True)
     }
     shown = changes if others else within(cells_of[first])
-    return _with_notes(runs, notes, _cells_and_changes(cells_of, pooled, shown, alike))
+    made = _cells_and_changes(cells_of, pooled, shown, alike)
+    allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
+    return _with_notes(runs, notes, replace(made, json=made.json | allowed))
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -113,9 +116,9 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], comparison: Compa
 def _wrong(run: Results) -> list[str]:
     """A comparison of numbers that mean nothing says so."""
     wrong = run.rows[mismatched(run.rows)]
-    named = {str(settings): name for settings, name in short_names(settings_of(run.info["identity"])).items()}
-    cells = wrong[["suite", "settings", "method"]].drop_duplicates().itertuples(index=False, name=None)
-    where = ", ".join(f"{labels.under(_label(run, suite), named[words])} {method}" for suite, words, method in cells)
+    named = {settings.id: name for settings, name in short_names(settings_of(run.info["identity"])).items()}
+    cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
+    where = ", ".join(f"{labels.under(_label(run, suite), named[by])} {method}" for suite, by, method in cells)
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
 
 
@@ -174,10 +177,10 @@ def _cells_and_changes(
 
 
 def _compat(run: Results) -> ComparisonText:
-    cells = {(cell.suite, str(cell.settings), cell.method): cell for cell in summarised(run)}
+    cells = {cell.key: cell for cell in summarised(run)}
     rows, figures = [], []
     for printed in zlab.official(run.rows):
-        cell = cells[printed.suite, printed.settings, printed.method]
+        cell = cells[CellKey(printed.suite, "", printed.settings_id, printed.method)]
         ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
         pairs = zip((printed.al, printed.tps, printed.speedup), ours, strict=True)
         rows.append(
@@ -208,13 +211,13 @@ def _against(run: Results, against: str) -> ComparisonText:
     model = published.model_of(identity)
     target = published.target_of(against.partition(":")[2] or model)
     figures = published.beside(zlab.official(run.rows), target, identity)
-    named = {str(settings): name for settings, name in short_names(settings_of(identity)).items()}
+    named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
     heads = [
         "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
         "thinking", "conc.", "hardware", "source",
     ]  # fmt: skip
     rows = [
-        [labels.under(_label(run, b.suite), named[b.settings]), b.method, number(b.num_drafts, 0),
+        [labels.under(_label(run, b.suite), named[b.settings_id]), b.method, number(b.num_drafts, 0),
          b.published.formula, number(b.own),
          number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
          b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
@@ -248,7 +251,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Co
     for run in runs:
         reached, cells_of_run = _accept_at(run), summarised(run)
         for cell, cell_json in zip(cells_of_run, texts.cells_json(cells_of_run), strict=True):
-            positions = reached.get((cell.suite, str(cell.settings), cell.method), {})
+            positions = reached.get(cell.key, {})
             figures = (positions.get(name, cell.value(name)) for name in ids)
             what = f"{run.name} {cell.heading} {cell.method}"
             # This engine answers one prompt at a time.
@@ -263,12 +266,12 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.Served]) -> Co
     return ComparisonText(text, {"cells": cells, "served": served_json}, tuple(_other_models(runs, served)))
 
 
-def _accept_at(run: Results) -> dict[rounds.Place, dict[str, float]]:
+def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
     several = settings_of(run.info["identity"])
     return {
-        place: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, place[-1])}
-        for place, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
+        key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
+        for key, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
     }
 
 

@@ -52,26 +52,27 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[
     """A suite's name, and its settings, on a line of their own, as long as it may be, and its methods below."""
     heads = [("", title), *(_two_lines(column.head) for column in columns)]
     rows = {
-        cell.place: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
+        cell.key: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
         for cell in cells
     }
     widths = _widths(heads, list(rows.values()))
     is_left = [True, *(column.justify == "left" for column in columns)]
     lines = [_line(texts, widths, is_left) for texts in zip(*heads, strict=True)]
-    for suite, members in groupby(cells, key=lambda cell: cell.heading):
-        lines += [suite, *(_line(rows[cell.place], widths, is_left) for cell in members)]
+    for _, group in groupby(cells, key=lambda cell: cell.key[:3]):
+        members = list(group)
+        lines += [members[0].heading, *(_line(rows[cell.key], widths, is_left) for cell in members)]
     return lines
 
 
 def _context_lines(cells: Sequence[Cell]) -> Iterator[str]:
     """As `_table`: suite and method on a line of their own, as long as it may be, and its contexts below."""
     heads = [_two_lines(head) for head in contexts.HEADS]
-    rows = {series.name: list(map(contexts.row, series.cells)) for series in contexts.by_context(cells)}
-    widths = _widths(heads, [row for members in rows.values() for row in members])
+    rows = [(series.name, list(map(contexts.row, series.cells))) for series in contexts.by_context(cells)]
+    widths = _widths(heads, [row for _, members in rows for row in members])
     is_left = [True, *[False] * (len(heads) - 1)]
     yield contexts.TITLE.lower()
     yield from (_line(texts, widths, is_left) for texts in zip(*heads, strict=True))
-    for name, members in rows.items():
+    for name, members in rows:
         yield from (visible(name), *(_line(row, widths, is_left) for row in members))
     yield _wrapped(contexts.LEGEND, "", "  ")
 

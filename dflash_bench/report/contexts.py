@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dflash_bench import labels
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.records import context_name
+from dflash_bench.records import CellKey, context_name
 from dflash_bench.report.tables import markdown, number, with_interval
 from dflash_bench.results.identity import short_names
 
@@ -31,6 +31,8 @@ class Series:
     """For people, with what tells its other settings from those of the run."""
     method: str
     cells: tuple[Cell, ...]
+    key: CellKey
+    """With the id of the settings without a context."""
 
     @property
     def name(self) -> str:
@@ -41,14 +43,16 @@ def by_context(cells: Sequence[Cell]) -> list[Series]:
     """Those with answers at several contexts; none in a run of one."""
     answered = [cell for cell in cells if cell.num_prompts and cell.method != BASELINE]
     others = short_names(list(dict.fromkeys(replace(cell.settings, context=None) for cell in answered)))
-    groups: dict[tuple[str, str], list[Cell]] = {}
+    groups: dict[CellKey, list[Cell]] = {}
+    names = {}
     for cell in answered:
-        other = others[replace(cell.settings, context=None)]
-        suite = labels.under(cell.label, "; ".join(filter(None, [cell.slice, other])))
-        groups.setdefault((suite, cell.method), []).append(cell)
+        other = replace(cell.settings, context=None)
+        key = cell.key._replace(settings_id=other.id)
+        groups.setdefault(key, []).append(cell)
+        names[key] = labels.under(cell.label, "; ".join(filter(None, [cell.slice, others[other]])))
     return [
-        Series(*place, tuple(sorted(members, key=lambda cell: cell.settings.context or 0)))
-        for place, members in groups.items()
+        Series(names[key], key.method, tuple(sorted(members, key=lambda cell: cell.settings.context or 0)), key)
+        for key, members in groups.items()
         if len(members) > 1
     ]
 

@@ -59,7 +59,8 @@ def _about(checked: Checked) -> Iterator[str]:
 def _notes(checked: Checked) -> Iterator[str]:
     if checked.counted_by is not None:
         yield f"counted by {checked.counted_by}: {COUNTED[checked.counted_by]}"
-        yield f"our counts are put its way: {checked.convention}"
+    if checked.rule is not None:
+        yield f"our counts are put its way: {checked.rule.description}"
     if checked.num_prompt_tokens is not None:
         ours, theirs = checked.num_prompt_tokens
         yield f"its prompts have {theirs} tokens, as it rendered them, and ours {ours}"
@@ -209,7 +210,8 @@ def _json(checked: Checked) -> dict[str, Any]:
     base = checked.base
     return {
         "method": checked.method, "about": dict(checked.about), "verdict": checked.verdict,
-        "sentence": sentence(checked), "counted_by": checked.counted_by, "convention": checked.convention,
+        "sentence": sentence(checked), "counted_by": checked.counted_by,
+        "rule": checked.rule and {"id": checked.rule.id, "description": checked.rule.description},
         "uncounted": checked.uncounted, "failed": list(checked.failed),
         "num_prompt_tokens": checked.num_prompt_tokens, **_numbers(base),
         "positions": [asdict(position) for position in base.positions()],

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.load import Load
@@ -21,6 +21,7 @@ from dflash_bench.text import visible
 JSON_FIELDS = (
     "suite",
     "source",
+    "settings_id",
     "settings",
     "method",
     "num_prompts",
@@ -54,12 +55,22 @@ def as_json(
     return {
         "run": str(folder),
         "cells": [_json_cell(cell) for cell in cells],
-        "findings": [
-            asdict(finding) | {"places": [place._asdict() for place in finding.places]} for finding in findings
-        ],
-        **({"loads": _json_value(load.as_json(loads))} if loads else {}),
-        **({"sweeps": _json_value(sweeps.as_json(swept))} if swept else {}),
+        "findings": [_finding_json(finding) for finding in findings],
+        **({"loads": _json_value(load.as_json(loads), exact=("rate",))} if loads else {}),
+        **({"sweeps": _json_value(sweeps.as_json(swept), exact=("value", "best", "not_told_apart"))} if swept else {}),
     }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    """At each place the values that it was seen by."""
+    values = finding.values or ({},) * len(finding.places)
+    places = [
+        place._asdict() | {"values": _json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
+    ]
+    return {
+        "kind": finding.kind, "text": finding.text, "remedy": finding.remedy,
+        "remedy_code": finding.remedy_code or None, "places": places,
+    }  # fmt: skip
 
 
 def document_json(document: Document) -> dict[str, Any]:
@@ -76,21 +87,24 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
     values: dict[str, Any] = {name.replace(".", "_"): cell.value(name) for name in FIGURES}
     values |= {name.replace(".", "_"): cell.figures.get(name) for name in WITH_INTERVAL}
     values |= {name: getattr(cell, name) for name in TALLIES}
-    values |= {"source": cell.source or None, "settings": asdict(cell.settings)}
-    return {name: _json_value(values[name] if name in values else getattr(cell, name)) for name in JSON_FIELDS}
+    values |= {"source": cell.source or None, "settings_id": cell.settings.id, "settings": asdict(cell.settings)}
+    shown = {name: values[name] if name in values else getattr(cell, name) for name in JSON_FIELDS}
+    return cast(dict[str, Any], _json_value(shown, exact=("settings",)))
 
 
-def _json_value(value: Any) -> Any:
-    """Six digits: more than the measurements hold, and the same on every machine."""
+def _json_value(value: Any, exact: Sequence[str] = ()) -> Any:
+    """Six digits: more than the measurements hold, and the same on every machine. What was asked for, under the keys
+    `exact`, stays as it is.
+    """
     match value:
         case Interval(value=middle, low=low, high=high):
             return [_json_value(middle), _json_value(low), _json_value(high)]
         case tuple():
             return list(value)
         case dict():
-            return {name: _json_value(item) for name, item in value.items()}
+            return {name: item if name in exact else _json_value(item, exact) for name, item in value.items()}
         case list():
-            return [_json_value(item) for item in value]
+            return [_json_value(item, exact) for item in value]
         case float():
             return float(f"{value:.6g}")
     return value

@@ -79,7 +79,7 @@ class Document:
     def badges(self, line: Line) -> list[Badge]:
         """What weakens a method's speed-up over all suites; nothing where there is none."""
         speedup, _ = over_all(self.cells, line)
-        return badges.beside_mean(self.findings, str(line.settings), contains_one(speedup)) if speedup else []
+        return badges.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:

@@ -31,8 +31,6 @@ from dflash_bench.report.words import facts, sentences, speedups, tally
 from dflash_bench.text import visible
 
 MOST_ANSWERS = 300
-SPARE = ("prompts", "tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other ms", "failed", "near ties")
-"""Columns that a narrow screen leaves out."""
 TEMPLATE = Path(__file__).parent
 WRONG = (
     "mismatch",
@@ -138,9 +136,10 @@ def _pills(badges: Sequence[Badge], *, in_words: bool) -> str:
 def _table(document: Document, columns: Sequence[Column]) -> str:
     heads = "".join(f"<th{_spare(column)}>{escape(column.one_line)}</th>" for column in columns)
     bodies = []
-    for suite, members in groupby(document.cells, key=lambda cell: cell.heading):
+    for _, group in groupby(document.cells, key=lambda cell: cell.key[:3]):
+        members = list(group)
         rows = "".join(_table_row(cell, columns, document.findings) for cell in members)
-        head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(suite)}</th></tr>'
+        head = f'<tr class="suite"><th colspan="{len(columns) + 1}">{escape(members[0].heading)}</th></tr>'
         bodies.append(f"<tbody>{head}{rows}</tbody>")
     table = f'<table class="figures"><thead><tr><th></th>{heads}</tr></thead>{"".join(bodies)}</table>'
     return f'<div class="wide">{table}</div>'
@@ -199,7 +198,7 @@ def _table_row(cell: Cell, columns: Sequence[Column], findings: Sequence[Finding
 
 
 def _spare(column: Column) -> str:
-    return ' class="spare"' if column.one_line in SPARE else ""
+    return ' class="spare"' if column.is_spare else ""
 
 
 def _findings(document: Document) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_bench import labels
@@ -46,7 +46,8 @@ def table(loads: Sequence[Load]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for load in loads:
         rows.append([f"{labels.under(load.suite, load.setting)} · {load.method}", *[""] * (len(heads) - 1)])
-        rows += [[*_row(level), *([_goodput(level)] if has_goodput else [])] for level in load.levels]
+        rates = labels.number_words(level.rate for level in load.levels if level.rate is not None)
+        rows += [[*_row(level, rates), *([_goodput(level)] if has_goodput else [])] for level in load.levels]
     return heads, rows
 
 
@@ -54,9 +55,9 @@ def _goodput(level: Level) -> str:
     return "" if level.goodput is None else f"{number(level.goodput.per_s)} ({level.goodput.share:.0%})"
 
 
-def _row(level: Level) -> list[str]:
+def _row(level: Level, rates: Mapping[float, str]) -> list[str]:
     return [
-        f"  {level.concurrency if level.rate is None else format(level.rate, 'g')}", f"{level.num_answers:,}",
+        f"  {level.concurrency if level.rate is None else rates[level.rate]}", f"{level.num_answers:,}",
         number(level.tokens_per_s, 1),
         "" if level.over_plain is None else number(level.over_plain),
         "/".join(number(speed, 1) for speed in (level.slowest, level.median, level.fastest)),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash_bench import environment
+from dflash_bench import environment, labels
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import LENGTH, SPEEDUP, Curve, Point, Sweep
 from dflash_bench.kinds import Value
@@ -56,10 +56,20 @@ def heading(sweep: Sweep) -> str:
     return f"{sweep.option} ({sweep.unit})" if sweep.unit else sweep.option
 
 
-def value_text(option: str, value: Value) -> str:
-    if option == "context" and isinstance(value, int):
-        return context_name(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def value_texts(option: str, values: Iterable[Value]) -> dict[Value, str]:
+    """The values of a sweep in words, no two alike."""
+    several = list(dict.fromkeys(values))
+    numbers = labels.number_words(value for value in several if isinstance(value, float))
+    return {
+        value: numbers[value] if isinstance(value, float)
+        else context_name(value) if option == "context" and isinstance(value, int) else str(value)
+        for value in several
+    }  # fmt: skip
+
+
+def _texts_of(option: str, curve: Curve) -> list[str]:
+    words = value_texts(option, (point.value for point in curve.points))
+    return [words[point.value] for point in curve.points]
 
 
 def where(curve: Curve) -> str:
@@ -74,15 +84,16 @@ def table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     for curve in sweep.curves:
         name = f"{where(curve)} · {curve.series}" if several else where(curve)
         rows.append([name, "", "", "", ""])
-        rows += [_row(sweep.option, curve, number, point) for number, point in enumerate(curve.points)]
+        texts = _texts_of(sweep.option, curve)
+        rows += [_row(texts[number], curve, number, point) for number, point in enumerate(curve.points)]
     return [sweep.option, "prompts", f"{LENGTH} [95 %]", f"{SPEEDUP} [95 %]", "best / this [95 %]"], rows
 
 
-def _row(option: str, curve: Curve, number: int, point: Point) -> list[str]:
+def _row(value: str, curve: Curve, number: int, point: Point) -> list[str]:
     mark = BEST if number == curve.best else RIVAL if number in curve.rivals else " "
     ratio = curve.over[number].ratio if number in curve.over else None
     return [
-        f"  {value_text(option, point.value)}", f"{point.num_prompts:,}", with_interval(point.length),
+        f"  {value}", f"{point.num_prompts:,}", with_interval(point.length),
         f"{with_interval(point.speedup)} {mark}", with_interval(ratio) if ratio else "",
     ]  # fmt: skip
 
@@ -92,7 +103,7 @@ def _answer(sweep: Sweep, curve: Curve) -> str:
         return f"{curve.series}: no speed-up over plain decoding is known, so no {sweep.option} can be called the best."
     best = curve.points[curve.best]
     assert best.speedup is not None
-    texts = [value_text(sweep.option, point.value) for point in curve.points]
+    texts = _texts_of(sweep.option, curve)
     parts = [
         f"{curve.series}: {SPEEDUP} is highest at {sweep.option} {texts[curve.best]}, "
         f"{with_interval(best.speedup)} ({where(curve)})"

@@ -14,8 +14,6 @@ from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, formul
 from dflash_bench.report.columns import notes as notes_on
 from dflash_bench.text import visible
 
-IN_LATEX = ("prompts", "al.pooled", "tps.decode", "speedup.decode [95 %]", "exact", "passed %")
-"""Heads of the columns that a paper has room for."""
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "#": r"\#", "$": r"\$", "%": r"\%", "&": r"\&", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
@@ -61,7 +59,7 @@ def latex(
     info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()
 ) -> str:
     r"""A `table` for \usepackage{booktabs}: a suite's name once, and the formulas in the caption."""
-    columns = [column for column in RESULTS if column.one_line in IN_LATEX]
+    columns = [column for column in RESULTS if column.in_paper]
     heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
     caption = [*notes, f"{environment.one_line(info['environment'])}.", *notes_on(cells)]
     caption += [f"{line}." for line in legend(cells, findings)]
@@ -86,10 +84,10 @@ def latex(
 
 def _latex_rows(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for suite, members in groupby(cells, key=lambda cell: cell.heading):
+    for _, members in groupby(cells, key=lambda cell: cell.key[:3]):
         lines.append(r"\midrule")
         for number, cell in enumerate(members):
-            row = ["" if number else suite, cell.method, *(marked(column, cell, findings) for column in columns)]
+            row = ["" if number else cell.heading, cell.method, *(marked(column, cell, findings) for column in columns)]
             lines.append(f"{' & '.join(map(latex_escaped, row))} \\\\")
     return lines
 

@@ -11,10 +11,10 @@ from dflash_bench.analysis.findings import badges
 from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import draft_of
-from dflash_bench.records import OWN_WEIGHTS, Settings, context_name
+from dflash_bench.records import OWN_WEIGHTS, Settings
 from dflash_bench.report.document import Document, Line, over_all
 from dflash_bench.report.tables import number, with_interval
-from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of
+from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of, value_words
 
 GB = 1e9
 
@@ -227,7 +227,7 @@ def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
         for name in NAMES
     }
     changed = {
-        name.replace("_", " "): " and ".join(context_name(v) if name == "context" else f"{v:g}" for v in of_name)
+        name.replace("_", " "): " and ".join(value_words(name, of_name).values())
         for name, of_name in values.items()
         if name != "thinking" and (name == "temperature" or {*of_name} - {getattr(usual, name)})
     }

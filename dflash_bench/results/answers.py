@@ -18,10 +18,8 @@ COLUMNS = ("suite", "prompt_id", "turn", "repeat", "method", "error", "num_hidde
 
 
 class Question(NamedTuple):
-    """`settings` in words."""
-
     suite: str
-    settings: str
+    settings_id: str
     prompt_id: str
     repeat: int
 
@@ -38,8 +36,8 @@ def plain_answers(folder: Path, run_settings: Sequence[Settings], left_out: Mapp
                     suite, prompt_id, repeat, tokens = (
                         batch.column(name)[number] for name in ("suite", "prompt_id", "repeat", "token_ids")
                     )
-                    words = str(run_settings[numbers[number]])
-                    question = Question(suite.as_py(), words, prompt_id.as_py(), repeat.as_py())
+                    settings_id = run_settings[numbers[number]].id
+                    question = Question(suite.as_py(), settings_id, prompt_id.as_py(), repeat.as_py())
                     answers[question] = tokens.values.to_numpy()
     return answers
 

@@ -15,6 +15,7 @@ from dflash_bench.errors import UserError
 from dflash_bench.records import SCHEMA_VERSION, Divergence, Generation, Record, Settings
 from dflash_bench.results.identity import (
     NAMES,
+    SETTINGS_ID,
     Identity,
     columns_of_method,
     columns_of_run,
@@ -51,6 +52,7 @@ COLUMNS = {
     "worker": "int32",
     "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
     "clock_rounds": "int32", "clock_passes": "int32",
+    "settings_id": "string",
 }
 # fmt: on
 PLACES = {
@@ -90,9 +92,13 @@ def of_table(table: Any) -> list[Record]:
     return [record_of(row) for row in table.to_pylist()]
 
 
+def _columns_of(settings: Settings) -> dict[str, Any]:
+    return asdict(settings) | {SETTINGS_ID: settings.id}
+
+
 def _row(record: Record, identity: Identity) -> dict[str, Any]:
     row = columns_of_run(identity) | columns_of_method(identity, record.method)
-    row |= columns_of_suite(identity, record.suite) | asdict(record.settings)
+    row |= columns_of_suite(identity, record.suite) | _columns_of(record.settings)
     row |= {name: getattr(record, name) for name in FLAT}
     row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
     for place, columns in PLACES.items():

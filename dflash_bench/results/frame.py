@@ -18,8 +18,8 @@ from dflash_bench import repetition
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.records import Settings
 from dflash_bench.results import parts, shape, validity, whole
-from dflash_bench.results.identity import NAMES as SETTINGS
-from dflash_bench.results.identity import Identity, settings_numbers, settings_of
+from dflash_bench.results.identity import COLUMNS as SETTINGS
+from dflash_bench.results.identity import SETTINGS_ID, Identity, settings_numbers, settings_of
 from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_json import FILE, Info, carried, check_shape, read_info
@@ -52,8 +52,8 @@ ALLOWED = ("damaged", *whole.REMEDIES)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, `settings` in words, `slice`, `Segments.sums`, `is_loop` (was
-    the answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
+    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `Segments.sums`, `is_loop` (was the
+    answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
 
     name: str
     info: Info
@@ -169,7 +169,7 @@ def _table(batches: Iterable[Any], run_settings: Sequence[Settings], by: str) ->
 
 def _frame(tables: Sequence[Any], run_settings: Sequence[Settings]) -> Any:
     frame = _concatenated(tables).to_pandas(self_destruct=True)
-    frame["settings"] = frame["settings"].cat.set_categories(list(map(str, run_settings)))
+    frame[SETTINGS_ID] = frame[SETTINGS_ID].cat.set_categories([settings.id for settings in run_settings])
     for name in NAMES:  # sorted, so that no sum depends on the order of the rows
         categories = frame[name].cat.categories
         frame[name] = frame[name].cat.set_categories(sorted(categories))
@@ -189,7 +189,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
     segments = Segments.of(batch, by)
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
-    kept["settings"] = _setting_names(settings_numbers(batch, run_settings), run_settings)
+    kept[SETTINGS_ID] = _settings_ids(settings_numbers(batch, run_settings), run_settings)
     kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
     table = pa.table(kept)
     sums = segments.sums()
@@ -215,12 +215,12 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
     return table
 
 
-def _setting_names(numbers: Any, run_settings: Sequence[Settings]) -> Any:
-    """The settings in words, from their index per row; null for settings that are not the run's."""
+def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
+    """From the index of its settings per row; null for settings that are not the run's."""
     import pyarrow as pa
 
     codes = pa.array(numbers.astype(np.int32), mask=numbers < 0)
-    return pa.DictionaryArray.from_arrays(codes, list(map(str, run_settings)))
+    return pa.DictionaryArray.from_arrays(codes, [settings.id for settings in run_settings])
 
 
 def num_tokens(batch: Any) -> dict[str, Any]:

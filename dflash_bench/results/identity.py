@@ -1,25 +1,30 @@
 """What the identity in `run.json` says about a run's rows: the settings they were made under, and what each repeats.
 
-Rows repeat it so that rows of many runs can form one table without mixing up models or temperatures.
+Rows repeat it so that rows of many runs can form one table without mixing up models or temperatures. Everything that
+reads them knows settings by `Settings.id`; their names here are for people alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
 from dflash_bench.errors import UserError
-from dflash_bench.records import Settings
+from dflash_bench.labels import number_words
+from dflash_bench.records import Settings, context_name
 
 Identity = Mapping[str, Any]
 OF_RUN = ("run_id", "model", "target", "dtype", "quantize", "device", "engine", "seed")
 """Columns with the same value in all rows of a run."""
 NAMES = tuple(item.name for item in fields(Settings))
 """Columns of the settings."""
+SETTINGS_ID = "settings_id"
+COLUMNS = (*NAMES, SETTINGS_ID)
+"""What `settings_numbers` reads of a row."""
 OF_SAMPLING = ("top_k", "top_p", "min_p")
 """Settings without effect in greedy decoding."""
 
@@ -29,11 +34,6 @@ def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, 
     run_settings = tuple(Settings(**{name: entry[name] for name in NAMES}) for entry in identity.get("settings", ()))
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
-    alike = [
-        settings for number, settings in enumerate(run_settings) if str(settings) in map(str, run_settings[:number])
-    ]
-    if alike:
-        raise UserError(f"{where} lists two settings that print alike ({alike[0]}), whose rows nothing tells apart")
     return run_settings
 
 
@@ -43,15 +43,46 @@ def settings_to_json(run_settings: Sequence[Settings]) -> list[dict[str, Any]]:
 
 def short_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
     """Names for people that say only what differs, such as "temperature 1, thinking on"; "" if there is only one."""
-    sampled = [settings for settings in run_settings if not settings.greedy]
-    differing = [
-        name for name in NAMES
-        if len({getattr(settings, name) for settings in (sampled if name in OF_SAMPLING else run_settings)}) > 1
-    ]  # fmt: skip
+    return {settings: name_without(settings, run_settings) for settings in run_settings}
+
+
+def full_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
+    """`temperature 1, top p 0.95, thinking on`: the temperature, and what is not left as it is."""
+    usual = Settings()
     return {
-        settings: settings.words([name for name in differing if not (settings.greedy and name in OF_SAMPLING)])
+        settings: _words(
+            settings,
+            [name for name in NAMES if name == "temperature" or getattr(settings, name) != getattr(usual, name)],
+            run_settings,
+        )
         for settings in run_settings
     }
+
+
+def name_without(settings: Settings, run_settings: Sequence[Settings], without: str = "") -> str:
+    """What distinguishes settings from the others of a run, apart from the field `without`."""
+    sampled = [other for other in run_settings if not other.greedy]
+    compared = {name: sampled if name in OF_SAMPLING else run_settings for name in NAMES if name != without}
+    differing = [name for name, those in compared.items() if len({getattr(other, name) for other in those}) > 1]
+    shown = [name for name in differing if not (settings.greedy and name in OF_SAMPLING)]
+    return _words(settings, shown, run_settings)
+
+
+def _words(settings: Settings, names: Sequence[str], among: Sequence[Settings]) -> str:
+    """What these fields are, each number with the digits that tell it from those of the settings `among`."""
+    words = {name: value_words(name, [getattr(one, name) for one in (settings, *among)]) for name in names}
+    return ", ".join(f"{name.replace('_', ' ')} {words[name][getattr(settings, name)]}" for name in names)
+
+
+def value_words(name: str, values: Iterable[float | None]) -> dict[float | None, str]:
+    """Values of the field `name` of settings in words, no two alike."""
+    several = list(dict.fromkeys(values))
+    if name == "thinking":
+        return {value: "not a switch" if value is None else "on" if value else "off" for value in several}
+    if name == "context":
+        return {value: context_name(None if value is None else int(value)) for value in several}
+    numbers = number_words(value for value in several if value is not None)
+    return {value: "none" if value is None else numbers[value] for value in several}
 
 
 def columns_of_run(identity: Identity) -> dict[str, Any]:
@@ -90,12 +121,18 @@ def _server(server: Mapping[str, Any]) -> str:
 
 
 def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
-    """For each row of an Arrow batch or table the index of its settings in `run_settings`, [rows]; -1 if not there."""
+    """For each row of an Arrow batch or table the index of its settings in `run_settings`, [rows]; -1 if not there.
+
+    A row's `settings_id` must be that of its values. Parts before schema 9 have none.
+    """
+    from pyarrow import compute
+
     columns = {name: _as_numbers(batch.column(name)) for name in NAMES}
     numbers = np.full(len(batch), -1, dtype=np.int64)
     for number, settings in enumerate(run_settings):
         same = [columns[name] == _as_number(value) for name, value in asdict(settings).items()]
-        numbers[np.logical_and.reduce(same)] = number
+        own_id = compute.fill_null(compute.equal(batch.column(SETTINGS_ID), settings.id), True)
+        numbers[np.logical_and.reduce([*same, own_id.to_numpy(zero_copy_only=False)])] = number
     return numbers
 
 
@@ -107,7 +144,7 @@ def checked_settings(batch: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def needed_for(run_settings: Sequence[Settings]) -> tuple[str, ...]:
-    return NAMES if len(run_settings) > 1 else ()
+    return COLUMNS if len(run_settings) > 1 else ()
 
 
 def _as_numbers(column: Any) -> Any:

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.methods import is_tree
-from dflash_bench.records import Settings
+from dflash_bench.records import CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 
-Place = tuple[str, str, str]
-"""Suite, settings in words, and method."""
 Histogram = Mapping[tuple[int, int], int]
 """(drafted, accepted) to rounds."""
 WIDEST = 1 << 16
@@ -32,19 +30,19 @@ class AcceptAt:
     conditional: float | None
 
 
-def histograms(part: Path, run_settings: Sequence[Settings], left_out: Any | None = None) -> dict[Place, Histogram]:
+def histograms(part: Path, run_settings: Sequence[Settings], left_out: Any | None = None) -> dict[CellKey, Histogram]:
     """Without answers that failed, and without the rows of the mask `left_out`, [rows]."""
     columns = ["suite", "method", "error", "drafted", "accepted", *needed_for(run_settings)]
     return _counted(parts.batches(part, columns, left_out=left_out), run_settings)
 
 
-def of_run(folder: Path, run_settings: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[Place, Histogram]:
+def of_run(folder: Path, run_settings: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[CellKey, Histogram]:
     """The histograms of a run that `frame.read` has read: a damaged part is therefore one that `--allow` skips."""
-    totals: dict[Place, Counter[tuple[int, int]]] = {}
+    totals: dict[CellKey, Counter[tuple[int, int]]] = {}
     for part in parts.of(folder):
         with suppress(parts.DamagedError):
-            for place, counts in histograms(part, run_settings, left_out.get(part)).items():
-                totals.setdefault(place, Counter()).update(counts)
+            for key, counts in histograms(part, run_settings, left_out.get(part)).items():
+                totals.setdefault(key, Counter()).update(counts)
     return dict(totals)
 
 
@@ -58,8 +56,8 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     ]
 
 
-def _counted(batches: Iterable[Any], run_settings: Sequence[Settings]) -> dict[Place, Histogram]:
-    totals: dict[Place, Counter[tuple[int, int]]] = {}
+def _counted(batches: Iterable[Any], run_settings: Sequence[Settings]) -> dict[CellKey, Histogram]:
+    totals: dict[CellKey, Counter[tuple[int, int]]] = {}
     for batch in batches:
         good = batch.filter(batch.column("error").is_null())
         suites, methods = (good.column(name).dictionary_encode() for name in ("suite", "method"))
@@ -73,7 +71,7 @@ def _counted(batches: Iterable[Any], run_settings: Sequence[Settings]) -> dict[P
             cell, (num_drafted, num_accepted) = kind // WIDEST**2, divmod(kind % WIDEST**2, WIDEST)
             rest, method = divmod(cell, len(methods.dictionary))
             suite, settings = divmod(rest, len(run_settings))
-            words = str(run_settings[settings])
-            place = suites.dictionary[suite].as_py(), words, methods.dictionary[method].as_py()
-            totals.setdefault(place, Counter())[num_drafted, num_accepted] += count
-    return {place: dict(sorted(counts.items())) for place, counts in totals.items()}
+            names = suites.dictionary[suite].as_py(), methods.dictionary[method].as_py()
+            key = CellKey(names[0], "", run_settings[settings].id, names[1])
+            totals.setdefault(key, Counter())[num_drafted, num_accepted] += count
+    return {key: dict(sorted(counts.items())) for key, counts in totals.items()}

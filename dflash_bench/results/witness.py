@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_bench.records import Settings
 from dflash_bench.results import laws, validity
-from dflash_bench.results.identity import NAMES as SETTINGS
+from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers
 from dflash_bench.results.laws import Facts
 

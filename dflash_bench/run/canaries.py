@@ -14,7 +14,7 @@ from typing import Literal
 
 from dflash_bench.records import CODE_SCORERS, Divergence, Generation, Prompt, Record, Served
 from dflash_bench.run import stopwatch
-from dflash_bench.run.stopwatch import Stopwatch
+from dflash_bench.run.stopwatch import Objection, Stopwatch
 from dflash_bench.tasks import scoring
 
 Outcome = Literal["objected", "silent", "untried"]
@@ -82,13 +82,13 @@ class Canaries:
     def timed_beside(self, watch: Stopwatch, request: int, served: Served, *, tells_rounds: bool) -> None:
         """The same of one decoded beside others."""
 
-        def why(one: Generation) -> str | None:
+        def why(one: Generation) -> Objection | None:
             return stopwatch.beside(watch, request, replace(served, generation=one), tells_rounds=tells_rounds)
 
         self._witnessed(served.generation, watch.call_s, tells_rounds, why)
 
     def _witnessed(
-        self, said: Generation, call_s: float, tells_rounds: bool, why: Callable[[Generation], str | None]
+        self, said: Generation, call_s: float, tells_rounds: bool, why: Callable[[Generation], Objection | None]
     ) -> None:
         if said.error is not None:
             return
@@ -98,7 +98,8 @@ class Canaries:
             if spoiled is None:
                 self._excuse("short" if tells_rounds else "served", *kind)
             else:
-                self._note(*kind, (why(spoiled) or "").startswith(kind[0]))
+                objection = why(spoiled)
+                self._note(*kind, objection is not None and objection.witness == kind[0])
 
     def judged(self, record: Record, audit: Audit) -> None:
         """An answer that the judge has read, or has not."""

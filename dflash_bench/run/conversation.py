@@ -68,7 +68,7 @@ class Conversation:
             why = stopwatch.alone(watch, said, tells_rounds=self.backend.tells_rounds)
             if why is None:
                 self.canaries.timed(watch, said, tells_rounds=self.backend.tells_rounds)
-            generation = said if why is None else said.refused(why)
+            generation = said if why is None else said.refused(str(why))
             clock = watch.columns(alone=True)
             record = self.item.record(method, turn, generation, (start_s, self.run.seconds()), clock)
             self.watcher.measured(record, doing)
@@ -197,7 +197,7 @@ def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
             why = stopwatch.beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
             if why is None:
                 first.canaries.timed_beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
-            generation = served.generation if why is None else served.generation.refused(why)
+            generation = served.generation if why is None else served.generation.refused(str(why))
             record = conversation.item.record(method, turn, generation, times, watch.columns(number, alone=False))
             watcher.measured(record, doing)
             records.append((number, record))

@@ -13,6 +13,7 @@ from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models import quantizing
 from dflash_bench.models.presets import Preset
+from dflash_bench.results.identity import full_names
 from dflash_bench.run import remote
 from dflash_bench.run.items import Backend, Witnessed
 from dflash_bench.run.request import Request
@@ -113,10 +114,11 @@ def late(backend: Backend) -> list[str]:
     from dflash_bench.servers.backend import ServerBackend
 
     lags = backend.lags if isinstance(backend, ServerBackend) else {}
+    named = full_names(list(dict.fromkeys(settings for _, settings in lags)))
     return [
-        f"{place}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its times are partly the "
-        "client's; lower --concurrency or --rate, or ask from a faster machine"
-        for place, lag_s in lags.items()
+        f"{method}, {named[settings]}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its "
+        "times are partly the client's; lower --concurrency or --rate, or ask from a faster machine"
+        for (method, settings), lag_s in lags.items()
         if lag_s > LATE_S
     ]
 

@@ -66,8 +66,6 @@ class OptionSpec:
     parse: Callable[[str, str], Any] | None = None
     """The value of a text, which stands at the flag; None: typer reads the field's own type."""
     range: Range | None = None
-    is_printed: bool = False
-    """Numbers that tables print with six digits, which then are how answers are told apart."""
     check: Callable[[Any], object] | None = None
     """Raises UserError for a value that makes no sense."""
     needs: tuple[Condition, ...] = ()
@@ -173,14 +171,6 @@ def _refuse_out_of_range(spec: OptionSpec, allowed: Range, values: Sequence[floa
         raise UserError(f"{spec.flag} {allowed.error.format(values=_listed(wrong))}")
     if len(set(values)) < len(values):
         raise UserError(f"{spec.flag} names one twice: {_listed(values)}")
-    printed: dict[str, float] = {}
-    for value in values if spec.is_printed else ():
-        first = printed.setdefault(f"{value:g}", value)
-        if first != value:
-            raise UserError(
-                f"{spec.flag} {first!r} and {value!r} both print as {value:g}, and nothing would tell their answers "
-                "apart; give one of them, or values that differ within six digits"
-            )
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -318,7 +318,6 @@ class ServerOptions:
         default=(),
         metavar="R[,R...]",
         parse=numbers,
-        is_printed=True,
         range=Range(_above_zero, "is a number of answers per second above 0, not {values}"),
         needs=(condition(SERVERS.holds, "without --server: the engine here takes the next prompt when it can"),),
         conflicts=(
@@ -344,7 +343,6 @@ class DecodingOptions:
         default=(0.0,),
         metavar="T[,T...]",
         parse=numbers,
-        is_printed=True,
         range=Range(lambda value: math.isfinite(value) and value >= 0, "takes numbers from 0 up, not {values}"),
     )
     top_k: tuple[int, ...] = _answers(
@@ -360,7 +358,6 @@ class DecodingOptions:
         default=(),
         metavar="P[,P...]",
         parse=numbers,
-        is_printed=True,
         range=_SHARE,
         needs=(TRUNCATES,),
     )
@@ -369,7 +366,6 @@ class DecodingOptions:
         default=(),
         metavar="P[,P...]",
         parse=numbers,
-        is_printed=True,
         range=_SHARE,
         needs=(TRUNCATES,),
     )
@@ -378,7 +374,6 @@ class DecodingOptions:
         default=(),
         metavar="R[,R...]",
         parse=numbers,
-        is_printed=True,
         range=Range(_above_zero, "is a number above 0 other than 1, which changes nothing; not {values}"),
         conflicts=(
             Condition(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dflash_bench.records import CLOCK_S, CLOCK_SHARE, Generation, Served
 
@@ -152,59 +153,73 @@ class Stopwatch:
         }
 
 
-def alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What a witness of the runner's has against an answer."""
+
+    witness: Literal["clock", "counter"]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.witness}: {self.why}"
+
+
+def alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> Objection | None:
     """What is wrong with an answer that was decoded alone, by what was heard; None if nothing is."""
     if said.error is not None:
         return None
     call = Span(watch.call_s, 0.0)
     if said.prefill_s + said.decode_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
         told = 1000 * (said.prefill_s + said.decode_s)
-        return f"clock: the answer is said to have taken {told:.1f} ms, but asking for it took {call}"
+        return Objection("clock", f"the answer is said to have taken {told:.1f} ms, but asking for it took {call}")
     if not tells_rounds:
         return None
     answer = watch.answers.get(0)
     if answer is None or answer.first is None:
-        return "counter: the runner heard of no token"
+        return Objection("counter", "the runner heard of no token")
     return _counted(answer, said) or _passes(answer) or _timed(answer, said)
 
 
-def beside(watch: Stopwatch, request: int, served: Served, *, tells_rounds: bool) -> str | None:
+def beside(watch: Stopwatch, request: int, served: Served, *, tells_rounds: bool) -> Objection | None:
     """The same of an answer decoded beside others: its interval must lie in the runner's."""
     said = served.generation
     if said.error is not None:
         return None
     call, took = Span(watch.call_s, 0.0), served.end_s - served.start_s
     if served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
-        return f"clock: the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
+        why = f"the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
+        return Objection("clock", why)
     if said.prefill_s + said.decode_s > took * (1 + CLOCK_SHARE) + CLOCK_S:
         told = 1000 * (said.prefill_s + said.decode_s)
-        return f"clock: the answer is said to have taken {told:.1f} ms within {1000 * took:.1f} ms"
+        return Objection("clock", f"the answer is said to have taken {told:.1f} ms within {1000 * took:.1f} ms")
     if not tells_rounds:
         return None
     answer = watch.answers.get(request)
     if answer is None or answer.first is None:
-        return "counter: the runner heard of no token"
+        return Objection("counter", "the runner heard of no token")
     if not answer.decode.at_least(said.decode_s):
         return _late("decoding", said.decode_s, answer.decode)
     return _counted(answer, said)
 
 
-def _counted(answer: Heard, said: Generation) -> str | None:
+def _counted(answer: Heard, said: Generation) -> Objection | None:
     if said.token_ids != tuple(answer.tokens):
-        return f"counter: the runner heard other tokens ({len(answer.tokens)}) than these ({len(said.token_ids)})"
+        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(said.token_ids)})"
+        return Objection("counter", why)
     if said.emitted is not None and said.emitted != tuple(answer.counts[1:]):
-        return f"counter: the runner heard of {answer.num_rounds} rounds, and not of these {len(said.emitted)}"
+        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(said.emitted)}"
+        return Objection("counter", why)
     return None
 
 
-def _passes(answer: Heard) -> str | None:
+def _passes(answer: Heard) -> Objection | None:
     passes = answer.num_passes
     if passes is None or passes == answer.num_rounds:
         return None
-    return f"counter: the target was asked for {passes} passes in {answer.num_rounds} rounds"
+    return Objection("counter", f"the target was asked for {passes} passes in {answer.num_rounds} rounds")
 
 
-def _timed(answer: Heard, said: Generation) -> str | None:
+def _timed(answer: Heard, said: Generation) -> Objection | None:
     times: Mapping[str, tuple[float, Span]] = {
         "decoding": (said.decode_s, answer.decode), "prefill": (said.prefill_s, answer.prefill)
     }  # fmt: skip
@@ -214,5 +229,6 @@ def _timed(answer: Heard, said: Generation) -> str | None:
     return None
 
 
-def _late(what: str, seconds: float, span: Span) -> str:
-    return f"clock: {what} is said to have taken {1000 * seconds:.1f} ms, but took {span} by the runner's clock"
+def _late(what: str, seconds: float, span: Span) -> Objection:
+    why = f"{what} is said to have taken {1000 * seconds:.1f} ms, but took {span} by the runner's clock"
+    return Objection("clock", why)

@@ -75,7 +75,7 @@ class ServerBackend:
         """Are servers to render chats themselves, where they could be sent token ids?"""
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
-        self.lags: dict[str, float] = {}
+        self.lags: dict[tuple[str, Settings], float] = {}
         """By method and settings, how late this process was; see `Server.lag_s`."""
         self.servers: dict[str, Server] = {}
         try:
@@ -183,8 +183,7 @@ class ServerBackend:
             timed = [self._in_words(one, ask) for one, ask in zip(answers, asks, strict=True)]
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
-        place = f"{method}, {settings}"
-        self.lags[place] = max(self.lags.get(place, 0.0), server.lag_s)
+        self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
         return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
 
     def _in_words(self, timed: Timed, ask: Ask) -> Timed:

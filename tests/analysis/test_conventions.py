@@ -62,12 +62,15 @@ def test_a_stop_token_at_the_end_of_a_cut_draft_is_accepted_by_llamacpp() -> Non
 
 def test_an_answer_of_one_token_has_no_rounds() -> None:
     answer = Decoded(1, (), 3, 8)
-    for ways in CONVENTIONS.values():
-        assert {(way(answer).rounds, way(answer).accepted) for way in ways} == {(0, 0)}
+    for rules in CONVENTIONS.values():
+        counts = [rule.convert(answer) for rule in rules]
+        assert {(one.rounds, one.accepted) for one in counts} == {(0, 0)}
 
 
 def test_all_ways_of_counting_have_a_convention() -> None:
     assert CONVENTIONS.keys() == COUNTED.keys()
+    known = {rule for rules in CONVENTIONS.values() for rule in rules}
+    assert len({rule.id for rule in known}) == len({rule.description for rule in known}) == len(known)
 
 
 def test_counts_are_the_same_as_far_as_both_tell() -> None:

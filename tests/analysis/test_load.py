@@ -22,7 +22,7 @@ SPEEDUPS = {1: Interval(3.0, 2.8, 3.2), 4: Interval(1.5, 1.2, 1.8), 16: Interval
 
 def answer(method: str, concurrency: int, start: float, end: float, **changes: Any) -> dict[str, Any]:
     usual = {
-        "suite": "gsm8k", "method": method, "settings": str(Settings(concurrency=concurrency)), "error": None,
+        "suite": "gsm8k", "method": method, "settings_id": Settings(concurrency=concurrency).id, "error": None,
         "start_s": start, "end_s": end, "prefill_s": 0.5, "decode_s": end - start - 0.5, "num_tokens": 11,
         "decode_tokens": 10, "repeat": 0, "turn": 0,
     }  # fmt: skip
@@ -81,7 +81,7 @@ def test_goodput_is_per_second_of_the_methods_own_time() -> None:
 
 def test_in_an_open_loop_the_pause_before_the_next_answer_is_due_belongs_to_the_load() -> None:
     one = Settings(rate=3.0)
-    per_s, tokens_per_s = goodput_of([row | {"settings": str(one)} for row in in_waves(1)], one)
+    per_s, tokens_per_s = goodput_of([row | {"settings_id": one.id} for row in in_waves(1)], one)
     assert per_s == pytest.approx(12 / 4.0) and tokens_per_s == pytest.approx(12 * 11 / 3.0)
 
 

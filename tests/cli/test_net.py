@@ -314,42 +314,5 @@ def test_nothing_is_downloaded_for_a_folder_that_cannot_be_written(
     assert "nothing was downloaded" in one_line(main, "fetch", "smollm2", "--cache", tmp_path / "file")
 
 
-# Settings that print alike.
-
-ALIKE = [
-    ("--temperature", "0.7,0.7000001", "0.7 and 0.7000001 both print as 0.7"),
-    ("--temperature", "1,0.99999999", "1.0 and 0.99999999 both print as 1"),
-    ("--top-p", "0.9,0.9000001", "0.9 and 0.9000001 both print as 0.9"),
-    ("--min-p", "0.1,0.10000001", "0.1 and 0.10000001 both print as 0.1"),
-    ("--repetition-penalty", "1.1,1.1000001", "1.1 and 1.1000001 both print as 1.1"),
-]
-
-
-@pytest.mark.parametrize(("flag", "values", "said"), ALIKE)
-@pytest.mark.parametrize("over", [False, True])
-def test_settings_that_print_alike_are_refused_before_anything_is_measured(
-    over: bool, flag: str, values: str, said: str, main: Main
-) -> None:
-    Path("p.jsonl").write_text('{"prompt": "Hi"}\n')
-    words = ["--over", f"{flag[2:].replace('-', '_')}={values}"] if over else [flag, values]
-    hot = [] if flag == "--temperature" else ["--temperature", "1"]
-    assert said in one_line(main, "run", "--prompts", "p.jsonl", "--out", "new", *words, *hot)
-    assert not Path("new").exists()
-
-
-def test_rates_that_print_alike_are_refused(main: Main) -> None:
-    Path("p.jsonl").write_text('{"prompt": "Hi"}\n')
-    words = ["--server", "plain=http://127.0.0.1:9", "--rate", "2,2.0000001"]
-    assert "--rate 2.0 and 2.0000001" in one_line(main, "run", "--prompts", "p.jsonl", "--out", "new", *words)
-
-
-def test_a_stored_run_with_such_settings_is_one_line_to_read(main: Main, run: Path) -> None:
-    info = json.loads((run / "run.json").read_text())
-    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "thinking": None}
-    info["identity"]["settings"] = [{"temperature": one, **settings} for one in (0.7, 0.7000001)]
-    (run / "run.json").write_text(json.dumps(info))
-    assert "two settings that print alike" in one_line(main, "report", run)
-
-
 def test_the_entry_point_is_the_nets() -> None:
     assert cli.net is net

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.analysis.changes import Difference
 from dflash_bench.analysis.crosscheck import Checked
 from dflash_bench.crosscheck import session
 from dflash_bench.crosscheck.request import Asked
@@ -127,17 +128,16 @@ def differences(engine: Path, server: Path) -> tuple[str, ...]:
     """
     allowed = [word for name in OTHERWISE for word in ("--allow", name)]
     compared = json.loads(bench("compare", engine, server, *allowed, "--json"))
-    told = "allowed although it differs: "
-    return tuple(note.removeprefix(told) for note in compared["notes"] if note.startswith(told))
+    return tuple(str(Difference(**difference)) for difference in compared["differences"])
 
 
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:
     """Of these methods, or of all."""
     read = frame.read(folder)
-    by_words = {str(settings): settings for settings in settings_of(read.info["identity"])}
-    for (words, method), rows in read.rows.groupby(["settings", "method"], observed=True, sort=False):
+    by_id = {settings.id: settings for settings in settings_of(read.info["identity"])}
+    for (settings_id, method), rows in read.rows.groupby(["settings_id", "method"], observed=True, sort=False):
         if method in methods or not methods:
-            yield _line(engine, method, by_words[words], rows)
+            yield _line(engine, method, by_id[settings_id], rows)
 
 
 def _line(engine: str, method: str, settings: Settings, rows: Any) -> Line:

@@ -14,7 +14,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_bench.errors import UserError
+from dflash_bench.errors import DraftProblem, UserError
 from dflash_bench.methods import METHODS
 from dflash_bench.models import files
 from dflash_bench.models.inspection import as_json, inspect, text
@@ -81,7 +81,7 @@ def test_medusa_heads_are_described_too(copied: Path) -> None:
     assert "block size     drafts 4 tokens a round" in lines and lines[-1] == "fits           nano"
     assert not any(line.startswith(("tapped", "embedding", "rotary")) for line in lines)
     assert inspect(str(NANO / "medusa"), str(copied / "target")).problems == (
-        "hidden size 128, but the target's is 32; use heads made for this target",
+        DraftProblem("hidden_size", "hidden size 128, but the target's is 32", "use heads made for this target"),
     )
 
 
@@ -93,7 +93,7 @@ def test_a_language_model_is_a_draft_too(copied: Path) -> None:
     name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
     save_file(tensors | {name: tensors[name][:900].clone()}, copied / "target" / "model.safetensors")
     (problem,) = inspect(str(NANO / "draft-model"), str(copied / "target")).problems
-    assert problem.startswith("vocabulary of 1024, the target's is ")
+    assert problem.what.startswith("vocabulary of 1024, the target's is ")
 
 
 def test_layers_that_only_the_target_decides_are_a_formula_until_it_is_given(copied: Path) -> None:
@@ -117,8 +117,8 @@ def test_everything_that_does_not_fit_is_a_line_of_its_own(copied: Path) -> None
     expected = ("vocabulary of 1000", "taps layer 7", "made for a target of 9", "mask id 5000", "missing tensor fc.we",
                 "surplus tensor extra", "norm.weight is [31]")  # fmt: skip
     assert len(problems) == len(expected)
-    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
-    assert all(";" in problem or ":" in problem for problem in problems)
+    assert all(problem.what.startswith(start) for problem, start in zip(problems, expected, strict=True))
+    assert all(problem.remedy for problem in problems) and len({problem.code for problem in problems}) == 7
 
 
 def test_weights_are_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,10 @@ def test_weights_are_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_can_be_said(copied: Path) -> None:
     assert command("inspect", str(copied / "dflash"), "--target", str(copied)).returncode == 0
     told = command("inspect", str(copied / "dflash"), "--target", "nano", "--json")
-    assert told.returncode == 1 and "hidden size 32, but the target's is 128" in json.loads(told.stdout)["problems"][0]
+    assert (
+        told.returncode == 1
+        and "hidden size 32, but the target's is 128" in json.loads(told.stdout)["problems"][0]["what"]
+    )
     edit(copied / "target", architectures=["SomethingElse"])
     foreign = command("inspect", str(copied / "target"))
     assert foreign.returncode == 2 and foreign.stdout == "" and len(foreign.stderr.splitlines()) == 1
@@ -148,7 +151,7 @@ def test_a_draft_with_another_tokenizer_does_not_fit(copied: Path) -> None:
     content["model"]["vocab"] |= {tokens[300]: 301, tokens[301]: 300}
     (draft / "tokenizer.json").write_text(json.dumps(content))
     (problem,) = inspect(str(draft), str(target)).problems
-    assert problem.startswith("made for another tokenizer: 2 of 1000 ids differ; 300 is ")
+    assert problem.what.startswith("made for another tokenizer: 2 of 1000 ids differ; 300 is ")
     assert inspect(str(draft)).problems == ()
 
 
@@ -156,7 +159,7 @@ def test_a_target_without_a_tokenizer_does_not_fit(copied: Path) -> None:
     for path in (copied / "target").glob("tokenizer*"):
         path.unlink()
     (problem,) = inspect(str(copied / "dflash"), str(copied / "target")).problems
-    assert "has no tokenizer that reads text" in problem
+    assert "has no tokenizer that reads text" in problem.what
 
 
 def test_another_verifier_is_a_line(copied: Path) -> None:

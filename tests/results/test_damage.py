@@ -163,4 +163,4 @@ def test_without_a_target_a_file_is_held_to_what_it_says_itself(
     damage: Change, message: str, changed: Callable[[str, Change], Path]
 ) -> None:
     problems = inspect(str(changed("dflash", damage))).problems
-    assert len(problems) == 1 and problems[0].startswith(message)
+    assert len(problems) == 1 and problems[0].what.startswith(message)

@@ -175,7 +175,7 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Record, Generation, Settings) for field in fields(kind)}
     places = {column for of_place in columns.PLACES.values() for column in of_place.values()}
-    of_run = {*OF_RUN, "method_name", "method_options", "draft", "source"}
+    of_run = {*OF_RUN, "method_name", "method_options", "draft", "source", "settings_id"}
     assert set(columns.COLUMNS) == names - {"generation", "settings", *columns.PLACES} | places | of_run
 
 

@@ -24,7 +24,7 @@ from dflash_bench.report.answers import read_answers
 from dflash_bench.report.contexts import by_context
 from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
-from dflash_bench.results.identity import settings_to_json, short_names
+from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.run import contexts
 from dflash_bench.run.items import Plan, asked_of
 from dflash_bench.run.option import context_lengths
@@ -56,7 +56,8 @@ def source(number: int = 8, num_turns: int = 1, **fields: Any) -> Loaded:
 def test_contexts_are_written_as_they_are_named() -> None:
     assert context_lengths("none,1k,1000,4096", "--context") == (None, 1024, 1000, 4096)
     assert [context_name(tokens) for tokens in (None, 1024, 1000, 4096)] == ["none", "1k", "1000", "4k"]
-    assert str(replace(NONE, context=4096)) == "temperature 0, thinking off, context 4k"
+    longer = replace(NONE, context=4096)
+    assert full_names([longer])[longer] == "temperature 0, thinking off, context 4k"
     assert short_names([NONE, LONG]) == {NONE: "context none", LONG: "context 4k"}
 
 

@@ -24,7 +24,7 @@ from dflash_bench.report import plots, read_document
 from dflash_bench.report.compared import compared
 from dflash_bench.report.plots.material import Material
 from dflash_bench.results import asked, frame, store
-from dflash_bench.results.identity import settings_to_json, short_names
+from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.results.run_json import read_info
 from dflash_bench.run.items import Plan
 
@@ -65,7 +65,7 @@ def rewritten(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def test_settings_are_told_apart_by_what_differs_and_nothing_else() -> None:
-    assert str(SAMPLED) == "temperature 1, top p 0.9, thinking off"
+    assert full_names([SAMPLED])[SAMPLED] == "temperature 1, top p 0.9, thinking off"
     assert short_names([SAMPLED]) == {SAMPLED: ""}
     assert short_names([GREEDY, SAMPLED]) == {GREEDY: "temperature 0", SAMPLED: "temperature 1"}
     wider = replace(SAMPLED, top_p=1.0)

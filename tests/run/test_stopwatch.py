@@ -19,7 +19,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.records import Generation, Record, Served
 from dflash_bench.results import store
 from dflash_bench.run import session, stopwatch
-from dflash_bench.run.stopwatch import Span, Stopwatch
+from dflash_bench.run.stopwatch import Objection, Span, Stopwatch
 
 Main = Callable[..., tuple[int, str, str]]
 Change = Callable[[Generation], Generation]
@@ -263,7 +263,8 @@ def test_a_process_that_is_held_up_between_two_readings_denies_nothing(clock: li
 
 
 def test_passes_that_are_more_than_rounds_are_counted(clock: list[float]) -> None:
-    assert (stopwatch.alone(heard(SAID, clock, 2), SAID, tells_rounds=True) or "").startswith("counter: the target")
+    objection = stopwatch.alone(heard(SAID, clock, 2), SAID, tells_rounds=True)
+    assert objection is not None and objection.witness == "counter" and objection.why.startswith("the target")
     assert stopwatch.alone(heard(SAID, clock, 0), SAID, tells_rounds=True)
 
 
@@ -271,7 +272,7 @@ def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) ->
     watch = Stopwatch()
     with watch:
         clock[0] += 0.08
-    assert stopwatch.alone(watch, SAID, tells_rounds=True) == "counter: the runner heard of no token"
+    assert stopwatch.alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner heard of no token")
     assert stopwatch.alone(watch, SAID, tells_rounds=False) is None
     assert stopwatch.alone(watch, replace(SAID, decode_s=0.07), tells_rounds=False)
     assert stopwatch.beside(watch, 0, Served(SAID, 0.0, 0.081), tells_rounds=False) is None

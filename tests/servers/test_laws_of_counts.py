@@ -30,8 +30,8 @@ def decoded(number: int) -> Iterator[Decoded]:
 @pytest.mark.parametrize("by", sorted(LAWS))
 def test_no_true_count_is_refused(by: str) -> None:
     for answer in decoded(23):
-        for convention in CONVENTIONS[by]:
-            counts = convention(answer)
+        for rule in CONVENTIONS[by]:
+            counts = rule.convert(answer)
             most = None if counts.at is None else sum(bool(number) for number in counts.at)
             why = contradiction(
                 by, answer.num_tokens, counts.rounds, counts.drafted, counts.accepted,
@@ -46,7 +46,7 @@ def test_rounds_that_are_merged_or_made_up_are_refused(by: str) -> None:
     whole = [one for one in decoded(24) if sum(one.accepted) + len(one.accepted) == one.num_tokens - 1]
     num = 0
     for answer in whole:
-        counts = CONVENTIONS[by][0](answer)
+        counts = CONVENTIONS[by][0].convert(answer)
         if counts.rounds < 4 or len(answer.accepted) < 4:
             continue
         num += 1

@@ -12,8 +12,8 @@ from typing import Any
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import loops, machines, over_time, pace, serving, speed, witnesses
-from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Seen, answers
-from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, tokens_a_round
+from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Remedy, Seen, answers
+from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, option_of, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.methods import has_draft, is_lossy, is_probe, is_tree
 from dflash_bench.records import CODE_SCORERS, Divergence
@@ -30,22 +30,23 @@ TRUNCATED = 0.10
 def findings(
     rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None, info: Mapping[str, Any] | None = None
 ) -> list[Finding]:
-    """First what is wrong, then what is weak; cells with the same kind and remedy share one finding.
+    """First what is wrong, then what is weak; cells with the same kind and remedy, by their codes, share one finding.
 
     `info` is what `run.json` holds besides the identity.
     """
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
-    first = tuple(rows[["suite", "settings"]].iloc[int(rows["order"].to_numpy().argmin())])
+    first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
     cases = [
         _case(
-            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, str(cell.settings)) == first,
+            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first,
             info or {},
         ) for cell in cells
     ]  # fmt: skip
     alike: dict[tuple[object, ...], list[Seen]] = {}
     for seen in (check(case) for check in CHECKS for case in cases):
         if seen is not None:
-            alike.setdefault((seen.kind, seen.remedy, seen.place if seen.is_own else None), []).append(seen)
+            remedy = seen.remedy.code, seen.remedy.about
+            alike.setdefault((seen.kind, *remedy, seen.place if seen.is_own else None), []).append(seen)
     return [_finding(group) for group in alike.values()]
 
 
@@ -53,21 +54,24 @@ def _finding(alike: Sequence[Seen]) -> Finding:
     first, *others = alike
     also = f"; also {_wheres(others)}" if others else ""
     places = tuple(seen.place for seen in alike)
-    return Finding(first.kind, f"{_wheres([first])}: {first.text}{also}", first.remedy, places)
+    return Finding(
+        first.kind, f"{_wheres([first])}: {first.text}{also}", first.remedy.text, places,
+        first.remedy.code, tuple(seen.values for seen in alike),
+    )  # fmt: skip
 
 
 def _wheres(others: Sequence[Seen]) -> str:
     """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
-    by_suite: dict[str, list[str]] = {}
+    by_suite: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for seen in others:
-        by_suite.setdefault(seen.label, []).append(seen.place.method)
-    return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.items())
+        by_suite.setdefault((seen.place.suite, seen.place.settings_id), (seen.label, []))[1].append(seen.place.method)
+    return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.values())
 
 
 def _case(
     rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool, info: Mapping[str, Any]
 ) -> Case:
-    of_cell = metrics.select(rows, cell.place)
+    of_cell = metrics.select(rows, cell.key)
     return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run, info)
 
 
@@ -76,20 +80,20 @@ def _mismatch(case: Case) -> Seen | None:
     if not len(wrong):
         return None
     tally = f"{len(wrong)} of {answers(case.good)}"
+    counts = {"num_answers": len(wrong), "num_all": len(case.good)}
     audited = wrong[wrong["audit"] == "mismatch"]
     if len(audited):
         text = f"{tally} are not the published model's own output; the first is {_departure(audited.iloc[0], 'audit')}"
-        return case.seen(
-            "mismatch", text, "rounding does not explain this: it is a bug in the engine; do not use these numbers"
-        )
+        remedy = "rounding does not explain this: it is a bug in the engine; do not use these numbers"
+        return case.seen("mismatch", text, Remedy("engine", remedy), **counts)
     at = _departure(wrong.iloc[0], "divergence")
     if case.is_baseline:
         text = f"plain decoding disagrees with itself in {tally}; the first is {at}"
-        return case.seen(
-            "mismatch", text, "the control failed: use --dtype float32, or find out what makes plain decoding random"
-        )
+        remedy = "the control failed: use --dtype float32, or find out what makes plain decoding random"
+        return case.seen("mismatch", text, Remedy("control", remedy), **counts)
     text = f"{tally} differ from the plain answer; the first is {at}"
-    return case.seen("mismatch", text, "rounding does not explain this: it is a bug; do not use these numbers")
+    remedy = "rounding does not explain this: it is a bug; do not use these numbers"
+    return case.seen("mismatch", text, Remedy("method", remedy), **counts)
 
 
 def _departure(row: Any, kind: str) -> str:
@@ -108,19 +112,21 @@ def _failed(case: Case) -> Seen | None:
     text = (
         f"{len(errors)} of {answers(case.rows)} failed and are left out of all numbers; the first error: {first[:160]}"
     )
-    return case.seen("failed", text, "fix the cause and run again with a new --out")
+    remedy = "fix the cause and run again with a new --out"
+    return case.seen("failed", text, remedy, num_answers=len(errors), num_all=len(case.rows), error=first)
 
 
 def _no_baseline(case: Case) -> Seen | None:
     if case.has_plain or not case.cell.num_prompts:
         return None
     text = "there are no plain answers (ar) to compare with, so there is no speed-up"
-    remedy = "finish the run with --resume, or run it again"
+    remedy = Remedy("unfinished", "finish the run with --resume, or run it again")
     if not metrics.has_baseline(case.identity):
-        remedy = "give a server that drafts nothing, too: --server plain=URL"
+        remedy = Remedy("plain_server", "give a server that drafts nothing, too: --server plain=URL")
         if not case.good["audit"].notna().any():
             text += ", and nothing says whether these answers are the model's own"
-            remedy += "; and --model or --target with the same weights, so that a judge reads the answers"
+            judge = f"{remedy.text}; and --model or --target with the same weights, so that a judge reads the answers"
+            remedy = Remedy("plain_server_and_judge", judge)
     return case.seen("no_baseline", text, remedy)
 
 
@@ -131,7 +137,8 @@ def _near_ties(case: Case) -> Seen | None:
     gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
     apart = "" if isnan(gap) else f", at most {gap:.2g} logits apart"
     text = f"{len(ties)} of {answers(case.good)} chose the other of two tokens that only rounding separates{apart}"
-    return case.seen("near_tie", text, "rounding explains this; --dtype float32 avoids it")
+    remedy = "rounding explains this; --dtype float32 avoids it"
+    return case.seen("near_tie", text, remedy, num_answers=len(ties), num_all=len(case.good), gap=_known(gap))
 
 
 def _lossy(case: Case) -> Seen | None:
@@ -147,12 +154,13 @@ def _nothing_drafted(case: Case) -> Seen | None:
         return None
     num_rounds = int(case.good["num_rounds"].sum())
     where = f"{num_rounds} rounds" if num_rounds else answers(case.good)
-    remedy = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
+    more = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
+    remedy = Remedy("more_tokens", more, option_of(case.cell.method))
     if not has_draft(case.cell.method):
         remedy = REPEATS
     if case.identity.get("servers"):
-        remedy = "start its server with a draft, and read in its log whether it loaded it"
-    return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy)
+        remedy = Remedy("draft_of_server", "start its server with a draft, and read in its log whether it loaded it")
+    return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy, num_rounds=num_rounds)
 
 
 def _other_mode(case: Case) -> Seen | None:
@@ -162,7 +170,9 @@ def _other_mode(case: Case) -> Seen | None:
         return None
     mode = {True: "on", False: "off"}
     text = f"thinking is {mode[thinking]} in this run, but the draft was trained with thinking {mode[trained]}"
-    return case.seen("other_mode", text, f"add --thinking {'on' if trained else 'off'}, or use another draft")
+    remedy = f"add --thinking {'on' if trained else 'off'}, or use another draft"
+    code = "thinking_on" if trained else "thinking_off"
+    return case.seen("other_mode", text, Remedy(code, remedy), thinking=thinking, trained_thinking=trained)
 
 
 def _unpinned(case: Case) -> Seen | None:
@@ -171,7 +181,8 @@ def _unpinned(case: Case) -> Seen | None:
         return None
     commits = [str((case.identity.get("revisions") or {}).get(part)) for part in parts]
     text = f"{' and '.join(parts)} came from the hub by names that can move; here they were {' and '.join(commits)}"
-    return case.seen_in_suite("unpinned", text, "to measure the same again, give these commits: ID@COMMIT")
+    remedy = "to measure the same again, give these commits: ID@COMMIT"
+    return case.seen_in_suite("unpinned", text, remedy, commits=dict(zip(parts, commits, strict=True)))
 
 
 def _other_target(case: Case) -> Seen | None:
@@ -179,7 +190,8 @@ def _other_target(case: Case) -> Seen | None:
     if not verifier or not target or last_part(verifier) == last_part(target):
         return None
     text = f"the draft was made for {verifier}, but this run's target is {target}"
-    return case.seen("other_target", text, f"expect lower acceptance than with --target {verifier}")
+    remedy = Remedy("other_target", f"expect lower acceptance than with --target {verifier}", (str(verifier),))
+    return case.seen("other_target", text, remedy, verifier=verifier, target=target)
 
 
 def last_part(name: str) -> str:
@@ -197,8 +209,9 @@ def _saturated(case: Case) -> Seen | None:
         return None
     text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) accept the whole draft"
     limit = ", if the draft was trained for more" if has_draft(case.cell.method) else ""
-    remedy = tokens_a_round(case.cell, "more") + limit
-    return case.seen("saturated", text, remedy)
+    code = "more_tokens_if_trained" if has_draft(case.cell.method) else "more_tokens"
+    remedy = Remedy(code, tokens_a_round(case.cell, "more") + limit, option_of(case.cell.method))
+    return case.seen("saturated", text, remedy, num_whole=num_whole, num_rounds=num_drafting)
 
 
 def _truncated(case: Case) -> Seen | None:
@@ -206,14 +219,19 @@ def _truncated(case: Case) -> Seen | None:
     if not case.is_first or num_cut <= TRUNCATED * len(case.good):
         return None
     text = f"{num_cut} of {answers(case.good)} were cut at the token limit"
-    return case.seen_in_suite("truncated", text, "raise --max-new-tokens")
+    return case.seen_in_suite("truncated", text, "raise --max-new-tokens", num_answers=num_cut, num_all=len(case.good))
 
 
 def _few_prompts(case: Case) -> Seen | None:
     if not case.is_first or case.cell.num_prompts >= MIN_PROMPTS:
         return None
     text = f"only {case.cell.num_prompts} prompts, too few to trust the interval"
-    return case.seen_in_suite("few_prompts", text, f"raise --limit to {MIN_PROMPTS} or more, or leave it out")
+    remedy = f"raise --limit to {MIN_PROMPTS} or more, or leave it out"
+    return case.seen_in_suite("few_prompts", text, remedy, num_prompts=case.cell.num_prompts)
+
+
+def _known(value: float) -> float | None:
+    return None if isnan(value) else float(value)
 
 
 def _code(case: Case) -> Seen | None:

@@ -35,13 +35,13 @@ BADGES = {
 
 def beside(findings: Iterable[Finding], cell: Cell) -> list[Badge]:
     """The badges of one cell's speed-up."""
-    places = {(cell.suite, str(cell.settings), method) for method in (cell.method, "")}
+    places = {cell.key._replace(slice="", method=method) for method in (cell.method, "")}
     return _of({finding.kind for finding in findings if places.intersection(finding.places)})
 
 
-def beside_mean(findings: Iterable[Finding], settings: str, is_unclear: bool) -> list[Badge]:
+def beside_mean(findings: Iterable[Finding], settings_id: str, is_unclear: bool) -> list[Badge]:
     """The badges of a method's mean over suites under these settings; `is_unclear` if its interval contains 1."""
-    here = [finding for finding in findings if any(place.settings == settings for place in finding.places)]
+    here = [finding for finding in findings if any(place.settings_id == settings_id for place in finding.places)]
     kinds = {finding.kind for finding in here} - {"unclear"}
     return _of(kinds | ({"unclear"} if is_unclear else set()))
 

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
 from dflash_bench.methods import draft_of
+from dflash_bench.records import CellKey
 
 MIN_PROMPTS = 20
 
 
-class Place(NamedTuple):
-    """`settings` in words; `method` is empty if all methods of the suite share the fault under these settings."""
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """`code` says which of the remedies of a kind of finding it is, `about` for what: those with both are one."""
 
-    suite: str
-    settings: str
-    method: str
+    code: str
+    text: str
+    about: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """`kind` is its code; `text` and `remedy` are for people."""
+
     kind: str
     text: str
     remedy: str
-    places: tuple[Place, ...] = ()
+    places: tuple[CellKey, ...] = ()
+    """Where it was seen; without a method if all methods of the suite share the fault under these settings."""
+    remedy_code: str = ""
+    """Which of the remedies of its kind; empty for a kind that has only one."""
+    values: tuple[Mapping[str, Any], ...] = ()
+    """By place the numbers and names that it was seen by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,9 @@ class Seen:
     label: str
     """The suite for people, with the settings if the run has several."""
     text: str
-    remedy: str
-    place: Place
+    remedy: Remedy
+    place: CellKey
+    values: Mapping[str, Any]
     is_own: bool = False
     """Is its text worth reading at each place, so that none is left out for another with the same remedy?"""
 
@@ -81,15 +91,19 @@ class Case:
         num_drafting, num_kept = (float(self.good[name].sum()) for name in ("num_drafting", "num_first_kept"))
         return num_kept / num_drafting if num_drafting else None
 
-    def seen(self, kind: str, text: str, remedy: str) -> Seen:
-        return self._seen_by(self.cell.method, kind, text, remedy)
+    def seen(self, kind: str, text: str, remedy: str | Remedy, **values: Any) -> Seen:
+        """A `remedy` without a code is the only one of its kind."""
+        return self._seen_by(self.cell.method, kind, text, remedy, values)
 
-    def seen_in_suite(self, kind: str, text: str, remedy: str, *, is_own: bool = False) -> Seen:
-        return self._seen_by("", kind, text, remedy, is_own)
+    def seen_in_suite(self, kind: str, text: str, remedy: str | Remedy, *, is_own: bool = False, **values: Any) -> Seen:
+        return self._seen_by("", kind, text, remedy, values, is_own)
 
-    def _seen_by(self, method: str, kind: str, text: str, remedy: str, is_own: bool = False) -> Seen:
-        place = Place(self.cell.suite, str(self.cell.settings), method)
-        return Seen(kind, self.cell.heading, text, remedy, place, is_own)
+    def _seen_by(
+        self, method: str, kind: str, text: str, remedy: str | Remedy, values: Mapping[str, Any], is_own: bool = False
+    ) -> Seen:
+        remedy = remedy if isinstance(remedy, Remedy) else Remedy("", remedy)
+        place = self.cell.key._replace(slice="", method=method)
+        return Seen(kind, self.cell.heading, text, remedy, place, values, is_own)
 
 
 def answers(rows: Any) -> str:

@@ -34,14 +34,14 @@ def loops(case: Case) -> Seen | None:
         f"{'; '.join(_of_methods(case, here, looping))}"
     )
     remedy = "read these answers, check the chat template, --dtype and --repetition-penalty, and trust what is left"
-    return case.seen_in_suite("loops", text, remedy, is_own=True)
+    counts = {"num_answers": int(looping.sum()), "num_all": len(here)}
+    return case.seen_in_suite("loops", text, remedy, is_own=True, **counts)
 
 
 def _of_suite(case: Case) -> Any:
     """The rows of all methods, under the same settings."""
-    place = case.cell.place
-    names = ("suite", "slice", "settings")
-    return case.run[np.logical_and.reduce([case.run[name] == getattr(place, name) for name in names])]
+    names = ("suite", "slice", "settings_id")
+    return case.run[np.logical_and.reduce([case.run[name] == getattr(case.cell.key, name) for name in names])]
 
 
 def _of_methods(case: Case, here: Any, looping: Any) -> Iterator[str]:

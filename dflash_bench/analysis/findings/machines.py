@@ -15,7 +15,8 @@ def shared_machine(case: Case) -> Seen | None:
         f"{number} workers measured on one machine at the same time and shared its memory and caches: times are longer "
         "than alone, and not equally so for all methods; tokens, acceptance and verdicts are the same"
     )
-    return case.seen_in_suite("shared_machine", text, "for speeds leave --workers out, or use one worker a machine")
+    remedy = "for speeds leave --workers out, or use one worker a machine"
+    return case.seen_in_suite("shared_machine", text, remedy, num_workers=number)
 
 
 def unlike_machines(case: Case) -> Seen | None:
@@ -26,7 +27,9 @@ def unlike_machines(case: Case) -> Seen | None:
         f"workers ran on {len(kinds)} kinds of machines ({'; '.join(kinds)}): times and speeds are a mixture; each "
         "prompt's speed-up compares times of one machine"
     )
-    return case.seen_in_suite("unlike_machines", text, "for absolute speeds use machines of one kind")
+    return case.seen_in_suite(
+        "unlike_machines", text, "for absolute speeds use machines of one kind", num_kinds=len(kinds)
+    )
 
 
 def shared_weights(case: Case) -> Seen | None:
@@ -49,4 +52,4 @@ def fallback(case: Case) -> Seen | None:
     remedy = (
         "plain decoding is slower in this way, and speed-ups over it are higher; --engine transformers if wanted so"
     )
-    return case.seen_in_suite("fallback", text, remedy)
+    return case.seen_in_suite("fallback", text, remedy, reason=str(reason))

@@ -24,7 +24,8 @@ def first_is_slow(case: Case) -> Seen | None:
         return None
     times = steps[0] / np.median(known)
     text = f"the first answer took {1000 * steps[0]:.3g} ms per step, {times:.1f} times the median"
-    return case.seen("slow_first", text, "the warm-up was too short; a higher --repeats gives this answer less weight")
+    remedy = "the warm-up was too short; a higher --repeats gives this answer less weight"
+    return case.seen("slow_first", text, remedy, over_median=float(times))
 
 
 def outliers(case: Case) -> Seen | None:
@@ -41,7 +42,9 @@ def outliers(case: Case) -> Seen | None:
     times = steps[worst] / np.median(steps[known])
     where = f"prompt {over_time['prompt_id'].iloc[worst]} turn {over_time['turn'].iloc[worst]}"
     text = f"{slow.sum()} of {answers(case.good)} took far longer per step; worst {where}, {times:.1f} times the median"
-    return case.seen("outliers", text, "the numbers include them; keep the machine free of other work and run again")
+    remedy = "the numbers include them; keep the machine free of other work and run again"
+    counts = {"num_answers": int(slow.sum()), "num_all": len(case.good)}
+    return case.seen("outliers", text, remedy, over_median=float(times), **counts)
 
 
 def _seconds_per_step(good: Any) -> Any:
@@ -64,4 +67,5 @@ def drift(case: Case) -> Seen | None:
         return None
     change = f"from {1000 * first:.3g} to {1000 * last:.3g} ms per token ({last / first - 1:+.0%})"
     text = f"the machine's speed drifted from the first to the last quarter, {change}"
-    return case.seen_in_suite("drift", text, "let the machine cool, stop other work, set --threads, and run again")
+    remedy = "let the machine cool, stop other work, set --threads, and run again"
+    return case.seen_in_suite("drift", text, remedy, first_s_per_token=first, last_s_per_token=last)

@@ -18,4 +18,4 @@ def slow_plain(case: Case) -> Seen | None:
         f"{1000 * pace.round_s:.3g} ms, and a pass over one token {1000 * pace.pass_s:.3g} ms"
     )
     remedy = "keep the machine free of other work, and run again; if it stays, find out what the rest of a round is"
-    return case.seen_in_suite("slow_plain", text, remedy)
+    return case.seen_in_suite("slow_plain", text, remedy, round_s=pace.round_s, pass_s=pace.pass_s)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.analysis import metrics, stats
-from dflash_bench.analysis.findings.case import Case, Seen, answers
-from dflash_bench.analysis.terms import Place
+from dflash_bench.analysis.findings.case import Case, Remedy, Seen, answers
+from dflash_bench.records import CellKey
 
 DERIVED = frozenset(("llamacpp.timings", "sglang.derived"))
 """Counts of rounds that are not told, but worked out."""
@@ -32,7 +32,8 @@ def plain_drafts(case: Case) -> Seen | None:
     if not case.is_baseline or not drafted:
         return None
     text = f"the server for plain decoding drafted {int(drafted)} tokens: it is no plain decoding"
-    return case.seen("plain_drafts", text, "start that server without speculation, and run again; use no speed-up here")
+    remedy = "start that server without speculation, and run again; use no speed-up here"
+    return case.seen("plain_drafts", text, remedy, num_drafted=int(drafted))
 
 
 def other_servers(case: Case) -> Seen | None:
@@ -44,7 +45,7 @@ def other_servers(case: Case) -> Seen | None:
     if then == now:
         return None
     text = f"plain decoding was measured on {then}, and this on {now}: the speed-up is partly one of the servers"
-    return case.seen("other_servers", text, "measure both on the same version of one server")
+    return case.seen("other_servers", text, "measure both on the same version of one server", plain=then, own=now)
 
 
 def unjudged(case: Case) -> Seen | None:
@@ -57,17 +58,17 @@ def unjudged(case: Case) -> Seen | None:
         f"{len(others)} of {answers(case.good)} differ from {whose}, first prompt {first['prompt_id']} turn "
         f"{first['turn']}, and nothing here could judge whether rounding explains it"
     )
-    remedy = "give --model or --target with the same weights, and --dtype as the server computes"
+    remedy = Remedy("judge", "give --model or --target with the same weights, and --dtype as the server computes")
     if first["num_hidden_tokens"] == first["num_hidden_tokens"]:  # not NaN
-        remedy = "use a server that returns token ids, which can be judged"
-    return case.seen("unjudged", text, remedy)
+        remedy = Remedy("token_ids", "use a server that returns token ids, which can be judged")
+    return case.seen("unjudged", text, remedy, num_answers=len(others), num_all=len(case.good))
 
 
 def worse_answers(case: Case) -> Seen | None:
     """Right answers, of the prompts that both answered: a lossless method must not lose any but by chance."""
     if case.is_baseline:
         return None
-    by_question = _right(case.run, case.cell.place._replace(method="ar")), _right(case.run, case.cell.place)
+    by_question = _right(case.run, case.cell.key._replace(method="ar")), _right(case.run, case.cell.key)
     plain, own = by_question[0].align(by_question[1], join="inner")
     lost, gained = int((own < plain).sum()), int((own > plain).sum())
     p = stats.mcnemar(lost, gained)
@@ -79,15 +80,19 @@ def worse_answers(case: Case) -> Seen | None:
         f"answers got worse: {lost} of {len(own)} prompts that plain decoding gets right are wrong, and {gained} the "
         f"other way ({100 * change.value:+.1f} points [{low:+.1f}, {high:+.1f}], McNemar p = {p:.2g})"
     )
-    remedy = "give --model or --target with the same weights, so that a judge says where its tokens leave the model's"
+    remedy = Remedy(
+        "judge",
+        "give --model or --target with the same weights, so that a judge says where its tokens leave the model's",
+    )
     if not case.identity.get("servers"):
-        remedy = "read what 'compare' says of exactness: a lossless method gives the target's own answers"
-    return case.seen("worse_answers", text, remedy)
+        exactness = "read what 'compare' says of exactness: a lossless method gives the target's own answers"
+        remedy = Remedy("exactness", exactness)
+    return case.seen("worse_answers", text, remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
 
 
-def _right(rows: Any, place: Place) -> Any:
+def _right(rows: Any, key: CellKey) -> Any:
     """Of each prompt that was scored how many answers are right, a series by prompt."""
-    cell = metrics.without_errors(metrics.select(rows, place))
+    cell = metrics.without_errors(metrics.select(rows, key))
     scored = cell[cell["passed"].notna()]
     return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
 
@@ -97,7 +102,8 @@ def compared_by_text(case: Case) -> Seen | None:
     if not len(hidden):
         return None
     text = f"{len(hidden)} of {answers(case.good)} were compared by their text, as the server names no tokens"
-    return case.seen("compared_by_text", text, "other tokens can make the same text; only token ids show it")
+    remedy = "other tokens can make the same text; only token ids show it"
+    return case.seen("compared_by_text", text, remedy, num_answers=len(hidden), num_all=len(case.good))
 
 
 def reused_prompts(case: Case) -> Seen | None:
@@ -110,7 +116,8 @@ def reused_prompts(case: Case) -> Seen | None:
         "the first token, and tps.e2e, are too good"
     )
     remedy = CACHE_REMEDIES.get(_dialect(case), "switch the server's prefix cache off")
-    return case.seen("reused_prompts", text, remedy)
+    counts = {"num_answers": len(hits), "num_all": len(case.good), "num_tokens": tokens}
+    return case.seen("reused_prompts", text, _for_dialect(case, remedy, CACHE_REMEDIES), **counts)
 
 
 def uncounted(case: Case) -> Seen | None:
@@ -122,7 +129,8 @@ def uncounted(case: Case) -> Seen | None:
         _dialect(case),
         "speed and exactness need no counts; vLLM, SGLang, llama.cpp, TensorRT-LLM and lmdeploy have them",
     )
-    return case.seen("uncounted", text, remedy)
+    counts = {"num_answers": len(missing), "num_all": len(case.good)}
+    return case.seen("uncounted", text, _for_dialect(case, remedy, COUNT_REMEDIES), **counts)
 
 
 def derived_rounds(case: Case) -> Seen | None:
@@ -137,7 +145,13 @@ def derived_rounds(case: Case) -> Seen | None:
         f"limit cut the last round; {num_cut} were cut"
     )
     remedy = COUNT_REMEDIES.get(_dialect(case), "a newer version of the server tells them")
-    return case.seen("derived_rounds", text, remedy)
+    counts = {"num_answers": len(derived), "num_all": len(case.good), "num_cut": num_cut}
+    return case.seen("derived_rounds", text, _for_dialect(case, remedy, COUNT_REMEDIES), counted_by=str(by), **counts)
+
+
+def _for_dialect(case: Case, text: str, known: Mapping[str, str]) -> Remedy:
+    dialect = _dialect(case)
+    return Remedy(dialect if dialect in known else "other_server", text)
 
 
 def _server(case: Case, method: str) -> Mapping[str, Any]:

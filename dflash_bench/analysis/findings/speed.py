@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_bench.analysis.findings.case import Case, Seen
+from dflash_bench.analysis.findings.case import Case, Remedy, Seen
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.methods import METHODS, has_draft, is_probe, name_of
@@ -17,16 +17,23 @@ SPEED_REMEDIES = {
     "verify": "{fewer}: on this device, verifying so many tokens at once costs too much",
     "other": "the time is not spent in the models: try --threads 1, and keep the machine free of other work",
 }
-SERVED = (
-    "start its server with fewer drafted tokens, or measure the same draft here to see where a round spends its time"
+SERVED = Remedy(
+    "fewer_tokens_of_server",
+    "start its server with fewer drafted tokens, or measure the same draft here to see where a round spends its time",
 )
-TRAINED = "check that the draft was trained for this model: revision, chat template, tapped layers"
-TRAINED_ON_THIS = (
+TRAINED = Remedy(
+    "check_training", "check that the draft was trained for this model: revision, chat template, tapped layers"
+)
+TRAINED_ON_THIS = Remedy(
+    "check_texts",
     "check that it was trained for exactly this target, chat template and thinking mode, and on texts like these "
-    "prompts; drafting fewer tokens a round will not help"
+    "prompts; drafting fewer tokens a round will not help",
 )
-REPEATS = "this method repeats earlier text, and these answers repeat little: use a method with a trained draft"
-KNOWS_NOT = "drafting fewer tokens a round will not help: use a draft trained on text like this"
+REPEATS = Remedy(
+    "trained_draft",
+    "this method repeats earlier text, and these answers repeat little: use a method with a trained draft",
+)
+KNOWS_NOT = Remedy("other_texts", "drafting fewer tokens a round will not help: use a draft trained on text like this")
 
 
 def dead_draft(case: Case) -> Seen | None:
@@ -34,7 +41,7 @@ def dead_draft(case: Case) -> Seen | None:
     if case.is_baseline or al is None or al >= DEAD_AL or never_drafts(case) or is_probe(case.cell.method):
         return None
     text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
-    return case.seen("dead_draft", text, TRAINED if has_draft(case.cell.method) else REPEATS)
+    return case.seen("dead_draft", text, TRAINED if has_draft(case.cell.method) else REPEATS, al_pooled=al)
 
 
 def unknown_text(case: Case) -> Seen | None:
@@ -48,7 +55,8 @@ def unknown_text(case: Case) -> Seen | None:
         f"the draft does not know this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
         f"(accept_at[1] {first_kept:.2f}, al.pooled {al:.2f})"
     )
-    return case.seen("unknown_text", text, TRAINED_ON_THIS if has_draft(case.cell.method) else REPEATS)
+    remedy = TRAINED_ON_THIS if has_draft(case.cell.method) else REPEATS
+    return case.seen("unknown_text", text, remedy, first_kept=first_kept, al_pooled=al)
 
 
 def slower_than_plain(case: Case) -> Seen | None:
@@ -57,7 +65,7 @@ def slower_than_plain(case: Case) -> Seen | None:
     if case.is_baseline or speedup is None or (speedup.value if speedup.high is None else speedup.high) >= 1:
         return None
     text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(case.cell)}"
-    return case.seen("slower", text, _how_faster(case))
+    return case.seen("slower", text, _how_faster(case), speedup_decode=speedup.value)
 
 
 def unclear(case: Case) -> Seen | None:
@@ -68,7 +76,8 @@ def unclear(case: Case) -> Seen | None:
         f"speedup.decode {speedup.value:.2f} may be faster or slower than plain decoding: "
         f"its interval, {speedup.low:.2f} to {speedup.high:.2f}, contains 1"
     )
-    return case.seen("unclear", text, "raise --limit, or leave it out")
+    bounds = {"low": speedup.low, "high": speedup.high}
+    return case.seen("unclear", text, "raise --limit, or leave it out", speedup_decode=speedup.value, **bounds)
 
 
 def contains_one(speedup: Interval) -> bool:
@@ -82,7 +91,8 @@ def wide_interval(case: Case) -> Seen | None:
     if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or contains_one(speedup):
         return None
     text = f"speedup.decode {speedup.value:.2f} is only known to ± {half:.2f} ({half / speedup.value:.0%})"
-    return case.seen("wide_interval", text, "raise --limit, or add suites")
+    values = {"speedup_decode": speedup.value, "half_width": half}
+    return case.seen("wide_interval", text, "raise --limit, or add suites", **values)
 
 
 def _why_slow(cell: Cell) -> str:
@@ -98,7 +108,7 @@ def _why_slow(cell: Cell) -> str:
     return f"al.pooled {al:.2f} is {compared} break_even_al {needed:.2f}{besides}; {largest}"
 
 
-def _how_faster(case: Case) -> str:
+def _how_faster(case: Case) -> Remedy:
     cell = case.cell
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
     if case.first_kept is not None and case.first_kept < FIRST_KEPT and (needed is None or al is None or al < needed):
@@ -106,22 +116,35 @@ def _how_faster(case: Case) -> str:
     if case.identity.get("servers"):
         return SERVED
     if not parts or al is None or needed is None:
-        return f"{tokens_a_round(cell, 'fewer')}, and run a local model to see where a round spends its time"
-    remedy = SPEED_REMEDIES[max(parts, key=lambda name: parts[name]) if al < needed else "other"]
-    return remedy.format(fewer=tokens_a_round(cell, "fewer"))
+        fewer = f"{tokens_a_round(cell, 'fewer')}, and run a local model to see where a round spends its time"
+        return Remedy("fewer_tokens", fewer, option_of(cell.method))
+    part = max(parts, key=lambda name: parts[name]) if al < needed else "other"
+    text = SPEED_REMEDIES[part].format(fewer=tokens_a_round(cell, "fewer"))
+    return Remedy(f"cost_of_{part}", text, () if part == "other" else option_of(cell.method))
 
 
 def tokens_a_round(cell: Cell, how_many: str) -> str:
     return f"draft {how_many} tokens a round{_how(cell.method)}"
 
 
-def _how(label: str) -> str:
-    """How a user says how many; nothing for a method that the table does not know, or that decides by itself."""
+def option_of(label: str) -> tuple[str, ...]:
+    """The method and the option that says how many tokens it drafts, which is empty where it is its count.
+
+    Nothing for a method that the table does not know, or that decides by itself.
+    """
     kind = METHODS.get(name_of(label))
     is_tree = kind is not None and any(option.name == "nodes" for option in kind.options)
     if kind is None or not (kind.count or is_tree):
+        return ()
+    return label.partition(":")[0], "" if kind.count else "nodes"
+
+
+def _how(label: str) -> str:
+    """How a user says how many; nothing where nobody can."""
+    if not (known := option_of(label)):
         return ""
-    return f" (--method {label.partition(':')[0]}:{'N' if kind.count else 'nodes=N'})"
+    method, option = known
+    return f" (--method {method}:{f'{option}=N' if option else 'N'})"
 
 
 def _parts(cell: Cell) -> dict[str, float]:

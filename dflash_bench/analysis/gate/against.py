@@ -16,28 +16,27 @@ from dflash_bench.analysis.terms import COLUMN
 from dflash_bench.errors import UserError
 from dflash_bench.results.frame import Results
 
+DEVICE = "device"
+"""The kind of difference that is another machine."""
 COUNTED = {"exact": ("exact", "compared"), "passed": ("passed", "scored")}
 
 
 def unlike(runs: Sequence[Results], baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """Notes on what differs. Another machine is not refused: fewer figures are judged then, and a note says so."""
-    pairs = [changes.refuse_unlike(baseline.as_results(), run, (*allow, "device")) for run in runs]
-    allowed_differences = list(dict.fromkeys(text for of_run in pairs for text in of_run))
-    other = [text for text in allowed_differences if text.startswith("device")]
-    if not other:
-        return allowed_differences
+    pairs = [changes.refuse_unlike(baseline.as_results(), run, (*allow, DEVICE)) for run in runs]
+    allowed_differences = list(dict.fromkeys(difference for of_run in pairs for difference in of_run))
+    other = [difference for difference in allowed_differences if difference.kind == DEVICE]
+    notes = [str(difference) for difference in allowed_differences if difference not in other]
     ratios = "only time-free figures and speed-up ratios are judged"
-    return [text for text in allowed_differences if text not in other] + [
-        f"the baseline is from another machine: {ratios} ({other[0]})"
-    ]
+    return [*notes, *(f"the baseline is from another machine: {ratios} ({difference})" for difference in other[:1])]
 
 
 def thinner(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """A note if runs have fewer prompts than the baseline. Raises UserError if they have fewer than half of them."""
     counts = [
-        (cell_name(then[0]), len(changes.on_common_prompts(*then, *cells[place])[0]), then[0].num_prompts)
-        for place, then in baseline.cells.items()
-        if place in cells
+        (cell_name(then[0]), len(changes.on_common_prompts(*then, *cells[key])[0]), then[0].num_prompts)
+        for key, then in baseline.cells.items()
+        if key in cells
     ]
     fewer = [f"{cell} {number} of {wanted}" for cell, number, wanted in counts if number < wanted]
     more = f" and {len(fewer) - 4} more cells" if len(fewer) > 4 else ""
@@ -51,21 +50,21 @@ def against(
     runs: Sequence[Results], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
 ) -> list[Check]:
     name = runs[0].name
-    missing = [cell_name(of_runs[0]) for place, of_runs in baseline.cells.items() if place not in cells]
+    missing = [cell_name(of_runs[0]) for key, of_runs in baseline.cells.items() if key not in cells]
     if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
         raise UserError(
             f"the baseline has cells that {name} does not have: {', '.join(missing)}; --allow cells skips them"
         )
     then = baseline.as_results()
-    same_machine = not any(kind == "device" for run in runs for kind, _ in changes.differences(then, run))
+    same_machine = not any(one.kind == DEVICE for run in runs for one in changes.differences(then, run))
     exact = all(run.info["identity"]["dtype"] == "float32" for run in runs)
     kinds = [kind for kind in limits if _is_judged(kind, baseline.with_timings, same_machine)]
     return [
         check
-        for place, before in baseline.cells.items()
-        if place in cells
+        for key, before in baseline.cells.items()
+        if key in cells
         for check in against_cell(
-            before, cells[place], kinds, limits, run_names(runs), exact and before[0].settings.greedy
+            before, cells[key], kinds, limits, run_names(runs), exact and before[0].settings.greedy
         )
     ]
 
@@ -98,7 +97,10 @@ def against_cell(
         # Where nothing is random, each run is judged by itself.
         parts = [("", sides[1])] if is_random else [(n, sides[1][at : at + 1]) for at, n in enumerate(names)]
         for run, after_sums in parts:
-            place = {"suite": suite, "setting": after[0].setting, "method": method, "kind": kind, "run": run}
+            place = {
+                "suite": suite, "settings_id": after[0].settings.id, "setting": after[0].setting, "method": method,
+                "kind": kind, "run": run,
+            }  # fmt: skip
             yield from _judged(place, sides[0], after_sums, limits[kind], is_random)
 
 

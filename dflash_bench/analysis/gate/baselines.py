@@ -16,9 +16,9 @@ import numpy as np
 from dflash_bench import reading
 from dflash_bench.analysis import changes
 from dflash_bench.analysis.metrics import FIGURES, Cell
-from dflash_bench.analysis.terms import COLUMN, TERMS, Place
+from dflash_bench.analysis.terms import COLUMN, TERMS
 from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import SCHEMA_VERSION, Settings
+from dflash_bench.records import SCHEMA_VERSION, CellKey, Settings
 from dflash_bench.results import shape
 from dflash_bench.results.columns import SCHEMA, refuse_other_schema
 from dflash_bench.results.frame import Results
@@ -50,8 +50,8 @@ LIMITS = {
 ABSOLUTE = ("tps.decode",)
 """Gated only if the limits name it: no test can tell a busy or throttled machine from a slower program."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
-Runs = Mapping[Place, tuple[Cell, ...]]
-"""By place, a cell for each run."""
+Runs = Mapping[CellKey, tuple[Cell, ...]]
+"""By what identifies it, a cell for each run."""
 
 
 SHAPE: dict[str, Any] = {
@@ -101,16 +101,16 @@ def refuse_twins(runs: Sequence[Path]) -> None:
         raise UserError("a run given twice says nothing about the noise between runs; give each run once")
 
 
-def by_place(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
-    """The cells of all runs by place. Raises UserError if one run has a suite and method that another does not."""
-    first, *others = [{cell.place: cell for cell in cells} for cells in cells_of_runs]
+def by_key(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
+    """The cells of all runs by key. Raises UserError if one run has a suite and method that another does not."""
+    first, *others = [{cell.key: cell for cell in cells} for cells in cells_of_runs]
     for run, cells in zip(runs[1:], others, strict=True):
         if odd := sorted(set(first) ^ set(cells)):
-            place, has = odd[0], run if odd[0] in cells else runs[0]
+            key, has = odd[0], run if odd[0] in cells else runs[0]
             lacks = runs[0] if has is run else run
-            name = cell_name((cells if has is run else first)[place])
+            name = cell_name((cells if has is run else first)[key])
             raise UserError(f"{has.name} has {name} but {lacks.name} does not; give runs of the same command")
-    return {place: (cell, *(cells[place] for cells in others)) for place, cell in first.items()}
+    return {key: (cell, *(cells[key] for cells in others)) for key, cell in first.items()}
 
 
 def cell_name(cell: Cell) -> str:
@@ -122,7 +122,7 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
     """Writes a baseline. Raises UserError for runs without plain answers, and for runs that differ."""
     for other in runs[1:]:
         changes.refuse_unlike(runs[0], other, ())
-    cells = by_place(runs, [changes.summarised(results) for results in runs])
+    cells = by_key(runs, [changes.summarised(results) for results in runs])
     judged = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
     counts = ["answers", "paired"] if with_timings else ["answers"]
     kept = list(dict.fromkeys([*counts, *(term for figure in judged for term in (*figure.top, *figure.bottom))]))
@@ -209,7 +209,7 @@ def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
     named = short_names(settings_of(stored["identity"], name))
     stored_cells = [_cells_of_json(cell, named) for cell in stored["cells"]]
     limits = _limits(name, stored["limits"])
-    cells = {runs[0].place: runs for runs in stored_cells}
+    cells = {runs[0].key: runs for runs in stored_cells}
     return Baseline(name, info, bool(stored["with_timings"]), limits, cells, dict(stored["prompt_hashes"]))
 
 

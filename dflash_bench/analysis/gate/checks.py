@@ -73,7 +73,7 @@ def checked(
     cells = [changes.summarised(results) for results in read]
     outcome = _with_sources(judge(read, cells, expected, user_limits, allow), read[0])
     outcome = replace(outcome, notes=(*outcome.notes, *untried))
-    return Checked(with_failed_answers(outcome) if "failed" in allow else outcome, baselines.by_place(read, cells))
+    return Checked(with_failed_answers(outcome) if "failed" in allow else outcome, baselines.by_key(read, cells))
 
 
 def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]:
@@ -113,7 +113,7 @@ def judge(
     limits: Mapping[str, Limit] | None = None, allow: Sequence[str] = (),
 ) -> GateOutcome:  # fmt: skip
     """Raises UserError for a baseline of other cells or prompts, runs that differ, and if nothing can be judged."""
-    cells = baselines.by_place(runs, cells_of_runs)
+    cells = baselines.by_key(runs, cells_of_runs)
     notes = [text for run in runs for text in run.missing]
     unlike = (text for pair in combinations(runs, 2) for text in changes.refuse_unlike(*pair, allow))
     notes += [f"allowed although it differs: {text}" for text in dict.fromkeys(unlike)]
@@ -148,8 +148,11 @@ def judge(
 
 def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
     """What no run may have, whatever the baseline; `run` is its name if there are several."""
-    place: dict[str, Any] = {"suite": cell.suite, "setting": cell.setting, "method": cell.method, "run": run}
-    num_wrong = int(mismatched(select(results.rows, cell.place)).sum())
+    place: dict[str, Any] = {
+        "suite": cell.suite, "settings_id": cell.settings.id, "setting": cell.setting, "method": cell.method,
+        "run": run,
+    }  # fmt: skip
+    num_wrong = int(mismatched(select(results.rows, cell.key)).sum())
     wrong = f"{num_wrong} answers are not the published model's own output" if num_wrong else ""
     if not is_lossy(cell.method):
         yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=wrong)
@@ -178,14 +181,14 @@ def _pace(results: Results, cell: Cell, run: str) -> Iterator[Check]:
     """Plain decoding, one answer at a time, that is far slower than its own forward passes."""
     if cell.method != BASELINE or cell.settings.is_shared:
         return
-    pace = width_curve.pace_of(results.info, without_errors(select(results.rows, cell.place)))
+    pace = width_curve.pace_of(results.info, without_errors(select(results.rows, cell.key)))
     if pace is None:
         return
     slow = pace.ratio > TOO_SLOW_PLAIN
     reason = "plain decoding is slower than its own forward passes allow: speed-ups are flattered" if slow else ""
     yield Check(
-        suite=cell.suite, setting=cell.setting, method=cell.method, kind="pass/round", run=run, is_floor=True,
-        found=1 / pace.ratio, expected=1 / TOO_SLOW_PLAIN, failed=slow, reason=reason,
+        suite=cell.suite, settings_id=cell.settings.id, setting=cell.setting, method=cell.method, kind="pass/round",
+        run=run, is_floor=True, found=1 / pace.ratio, expected=1 / TOO_SLOW_PLAIN, failed=slow, reason=reason,
     )  # fmt: skip
 
 
@@ -204,7 +207,8 @@ def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, 
     highest = max(interval.value if interval.high is None else interval.high for interval in intervals if interval)
     slow = highest < 1
     yield Check(
-        suite=cells[0].suite, setting=cells[0].setting, method=cells[0].method, kind=FLOORED, is_floor=True, expected=1,
+        suite=cells[0].suite, settings_id=cells[0].settings.id, setting=cells[0].setting, method=cells[0].method,
+        kind=FLOORED, is_floor=True, expected=1,
         found=float(np.exp(np.mean([np.log(interval.value) for interval in intervals if interval]))),
         p=1.0 if difference is None else difference.p, failed=slow,
         reason="slower than plain decoding" if slow else "", **against.of_noise(noise),
@@ -212,7 +216,7 @@ def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, 
 
 
 def _before(cells: Sequence[Cell], baseline: Baseline | None) -> Sequence[Cell]:
-    return baseline.cells.get(cells[0].place, ()) if baseline else ()
+    return baseline.cells.get(cells[0].key, ()) if baseline else ()
 
 
 def _floors(
@@ -229,8 +233,8 @@ def _floors(
             low = value < limit.at_least
             reason = f"below at_least {limit.at_least:g} of the limits" if low else ""
             yield Check(
-                suite=cell.suite, setting=cell.setting, method=cell.method, kind=kind, run=run, is_floor=True,
-                found=value, expected=limit.at_least, failed=low, reason=reason,
+                suite=cell.suite, settings_id=cell.settings.id, setting=cell.setting, method=cell.method, kind=kind,
+                run=run, is_floor=True, found=value, expected=limit.at_least, failed=low, reason=reason,
             )  # fmt: skip
 
 

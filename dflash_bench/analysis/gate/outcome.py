@@ -19,6 +19,8 @@ class Check:
     source: str = ""
     """Where the suite's prompts came from, as the run recorded it."""
     method: str
+    settings_id: str = ""
+    """Empty for what concerns a whole run, or rows whose settings are not its own."""
     setting: str = ""
     """What distinguishes the settings from the others of the run; empty if there is only one."""
     kind: str

@@ -16,7 +16,7 @@ from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import name_of
 from dflash_bench.records import Settings
-from dflash_bench.results.identity import settings_of
+from dflash_bench.results.identity import full_names, settings_of
 
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
@@ -70,8 +70,7 @@ class Beside:
 
     published: Published
     suite: str
-    settings: str
-    """In words."""
+    settings_id: str
     method: str
     num_drafts: int | None
     own: float | None
@@ -138,14 +137,14 @@ def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) 
             f"{label}: embedded prompts are this project's own samples, so there are no published figures for them; "
             "run again with --data hub, or --data FOLDER with the hub's rows"
         )
-    settings_by_name = {str(settings): settings for settings in settings_of(identity)}
+    by_id = {settings.id: settings for settings in settings_of(identity)}
     comparisons = []
     for cell in cells:
-        settings = settings_by_name[cell.settings]
+        settings = by_id[cell.settings_id]
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
         num_drafts = identity.get("methods", {}).get(cell.method, {}).get("num_drafts")
         comparisons += [
-            Beside(figure, cell.suite, cell.settings, cell.method, num_drafts, values.get(figure.formula))
+            Beside(figure, cell.suite, cell.settings_id, cell.method, num_drafts, values.get(figure.formula))
             for figure in load_figures()
             if (figure.target_model, figure.dataset, figure.temperature) == (target, cell.suite, settings.temperature)
             and settings == Settings(settings.temperature, thinking=settings.thinking)
@@ -156,15 +155,16 @@ def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) 
         names = ", ".join(
             f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in cells
         )
-        conditions = " or ".join(map(_conditions, settings_by_name.values()))
+        conditions = " or ".join(_conditions(settings, list(by_id.values())) for settings in by_id.values())
         raise UserError(f"nothing was published for {target} {conditions} on {names}")
     return comparisons
 
 
-def _conditions(settings: Settings) -> str:
+def _conditions(settings: Settings, run_settings: Sequence[Settings]) -> str:
     plain = Settings(settings.temperature, thinking=settings.thinking)
-    others = "" if settings == plain else f" ({settings})"
-    return f"{'with' if settings.thinking else 'without'} thinking at temperature {settings.temperature:g}{others}"
+    others = "" if settings == plain else f" ({full_names(run_settings)[settings]})"
+    temperature = labels.number_words(one.temperature for one in run_settings)[settings.temperature]
+    return f"{'with' if settings.thinking else 'without'} thinking at temperature {temperature}{others}"
 
 
 def _is_embedded(identity: Mapping[str, Any], suite: str) -> bool:

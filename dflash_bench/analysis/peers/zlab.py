@@ -28,8 +28,7 @@ FORMULAS = {
 @dataclass(frozen=True, slots=True)
 class Official:
     suite: str
-    settings: str
-    """In words."""
+    settings_id: str
     method: str
     num_responses: int
     al: float | None
@@ -47,17 +46,17 @@ def official(rows: Any) -> list[Official]:
         tpot=(good["decode_s"] - untimed) / good["num_tokens"],
         al=(good["num_accepted"] / good["num_rounds"] + 1).where(good["num_rounds"] > 0),
     )
-    places = ["suite", "settings", "method"]
+    places = ["suite", "settings_id", "method"]
     means = good.groupby(places, observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
     figures = []
-    for (suite, settings, method), cell in means.iterrows():
-        of_plain = suite, settings, BASELINE
+    for (suite, settings_id, method), cell in means.iterrows():
+        of_plain = suite, settings_id, BASELINE
         plain = float(means.loc[of_plain, ("tpot", "mean")]) if of_plain in means.index else None
         tpot, al = float(cell["tpot", "mean"]), float(cell["al", "mean"])
         figures.append(
             Official(
-                suite, settings, method, int(cell["tpot", "size"]), None if al != al else al, 1 / tpot if tpot else 0.0,
-                plain / tpot if plain and tpot else None,
+                suite, settings_id, method, int(cell["tpot", "size"]), None if al != al else al,
+                1 / tpot if tpot else 0.0, plain / tpot if plain and tpot else None,
             )
         )  # fmt: skip
     return figures

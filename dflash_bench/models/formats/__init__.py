@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_bench.errors import UserError, unknown
+from dflash_bench.errors import DraftProblem, UserError, unknown
 from dflash_bench.models import files
 from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.folders import read_config
@@ -73,8 +73,8 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     return form, replace(checkpoint, tensors=fields.with_whole_map(checkpoint.config, checkpoint.tensors))
 
 
-def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[str]:
-    """Everything that prevents running it, a line each. Without a target, what the file alone shows."""
+def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:
+    """Everything that prevents running it. Without a target, what the file alone shows."""
     yield from checks.misfits(checkpoint.config, target or checks.own_target(checkpoint.config))
     yield from checks.unsound_tensors(checkpoint, form.layer)
 

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from dflash_bench.errors import UserError
+from dflash_bench.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models.common import frequencies
 from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
@@ -90,23 +90,31 @@ def skeleton(config: DraftConfig) -> DraftModel:
         return DFlashDraft(config) if isinstance(config, DFlashConfig) else Eagle3Draft(config)
 
 
-def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[str]:
+MISSING, SURPLUS = "missing_tensor", "surplus_tensor"
+COPY = "copy the checkpoint again"
+
+
+def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[DraftProblem]:
     """Each tensor that is missing, surplus, of the wrong shape or of the wrong type, by its name in the file."""
     expected, stored = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
     left_out = {HEAD} if checkpoint.target_head else set()
     for name in sorted(expected.keys() - stored.keys() - left_out):
-        yield f"missing tensor {_in_file(name, layer)}: copy the checkpoint again, or see if config.json belongs to it"
+        remedy = f"{COPY}, or see if config.json belongs to it"
+        yield DraftProblem(MISSING, f"missing tensor {_in_file(name, layer)}", remedy)
     for name in sorted(stored.keys() - expected.keys()):
-        yield f"surplus tensor {_in_file(name, layer)}: config.json has no place for it; the draft is of another kind"
+        what = f"surplus tensor {_in_file(name, layer)}: config.json has no place for it"
+        yield DraftProblem(SURPLUS, what, "the draft is of another kind")
     for name in sorted(expected.keys() & stored.keys()):
         tensor, shape = stored[name], list(expected[name].shape)
         if list(tensor.shape) != shape:
-            yield (
+            what = (
                 f"{_in_file(name, layer)} is {list(tensor.shape)}, config.json says {shape}: "
-                "they do not belong together; copy the checkpoint again"
+                "they do not belong together"
             )
+            yield DraftProblem("tensor_shape", what, COPY)
         elif (tensor.dtype in FLOATS) != expected[name].is_floating_point() or tensor.is_complex():
-            yield f"{_in_file(name, layer)} holds {tensor.dtype}: quantised drafts are not supported; use the original"
+            what = f"{_in_file(name, layer)} holds {tensor.dtype}: quantised drafts are not supported"
+            yield DraftProblem("tensor_type", what, "use the original")
     if "d2t" in stored and "t2d" in stored:
         yield from _unsound_map(checkpoint.config, stored["d2t"], stored["t2d"])
 
@@ -115,14 +123,16 @@ def _in_file(name: str, layer: str) -> str:
     return layer + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[str]:
+def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[DraftProblem]:
     ids = torch.arange(len(d2t)) + d2t
     if d2t.tolist() == t2d.nonzero().flatten().tolist():
-        yield "d2t holds the target's ids, and not what is added to the draft's: subtract 0, 1, 2, ... from it"
+        what = "d2t holds the target's ids, and not what is added to the draft's"
+        yield DraftProblem("map_of_ids", what, "subtract 0, 1, 2, ... from it")
     elif not ((ids >= 0) & (ids < config.vocab_size)).all():
-        yield f"d2t points outside the target's vocabulary of {config.vocab_size}: it belongs to another target"
+        what = f"d2t points outside the target's vocabulary of {config.vocab_size}"
+        yield DraftProblem("map_outside", what, "it belongs to another target")
     elif ids.tolist() != t2d.nonzero().flatten().tolist():
-        yield "d2t and t2d name different tokens: copy the checkpoint again"
+        yield DraftProblem("maps_differ", "d2t and t2d name different tokens", COPY)
 
 
 def own_target(config: DraftConfig) -> TargetShape:
@@ -131,37 +141,37 @@ def own_target(config: DraftConfig) -> TargetShape:
     return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
 
 
-def misfits(config: DraftConfig, target: TargetShape) -> Iterator[str]:
+def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
     """Every reason why a draft cannot serve a target."""
     width = config.target_hidden_size or config.hidden_size
     if width != target.hidden_size:
-        yield f"hidden size {width}, but the target's is {target.hidden_size}; use a draft made for this target"
+        what = f"hidden size {width}, but the target's is {target.hidden_size}"
+        yield DraftProblem("hidden_size", what, ANOTHER_DRAFT)
     elif config.hidden_size != width:
         yield from _missing_vocabulary(config)
     if config.vocab_size != target.vocab_size:
-        yield f"vocabulary of {config.vocab_size}, but the target's is {target.vocab_size}; use a draft made for it"
+        what = f"vocabulary of {config.vocab_size}, but the target's is {target.vocab_size}"
+        yield DraftProblem("vocabulary", what, ANOTHER_DRAFT)
     outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
     if outside:
-        yield (
+        what = (
             f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} "
-            "(the last cannot be tapped); use a draft made for this target"
+            "(the last cannot be tapped)"
         )
+        yield DraftProblem("tapped_layer", what, ANOTHER_DRAFT)
     if config.num_target_layers not in (None, target.num_layers):
-        yield (
-            f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}; "
-            "use a draft made for this target"
-        )
+        what = f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}"
+        yield DraftProblem("target_depth", what, ANOTHER_DRAFT)
     if isinstance(config, DFlashConfig) and config.mask_token_id >= target.vocab_size:
-        yield (
-            f"mask id {config.mask_token_id} is outside the target's embedding of {target.vocab_size} rows; "
-            "use a target whose embedding is padded"
-        )
+        what = f"mask id {config.mask_token_id} is outside the target's embedding of {target.vocab_size} rows"
+        yield DraftProblem("mask_id", what, "use a target whose embedding is padded")
 
 
-def _missing_vocabulary(config: DraftConfig) -> Iterator[str]:
+def _missing_vocabulary(config: DraftConfig) -> Iterator[DraftProblem]:
     """A draft whose hidden size differs from its target's cannot share the target's embedding and head."""
     if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
-        yield (
+        what = (
             f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "
-            "but it lacks its own embedding or head; ask its publisher for them"
+            "but it lacks its own embedding or head"
         )
+        yield DraftProblem("no_vocabulary", what, "ask its publisher for them")

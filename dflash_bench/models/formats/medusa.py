@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_bench.errors import UserError
+from dflash_bench.errors import DraftProblem, UserError
 from dflash_bench.models import files
 from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats.checkpoint import Json, TargetShape, Tensors
@@ -41,14 +41,15 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
     return heads.eval()
 
 
-def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[str]:
+def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[DraftProblem]:
     """What shows that they were made for another target."""
-    for name, size, expected in (
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
+    for code, name, size, expected in (
+        ("hidden_size", "hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", "vocabulary", config.vocab_size, target.vocab_size),
     ):
         if size != expected:
-            yield f"{name} {size}, but the target's is {expected}; use heads made for this target"
+            what = f"{name} {size}, but the target's is {expected}"
+            yield DraftProblem(code, what, "use heads made for this target")
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensors]:

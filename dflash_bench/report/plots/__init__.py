@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.analysis.changes import Difference
 from dflash_bench.analysis.profiling import Place
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.reading import require_output
@@ -57,8 +58,8 @@ def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
     return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
 
-def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[str] = ()) -> Path:
-    """`unlike`, as "kind: what", is how the runs differ; the plot says so."""
+def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[Difference] = ()) -> Path:
+    """`unlike` is how the runs differ; the plot says so."""
     return _write(lambda runs: trend(runs, unlike), runs, folder / f"trend.{kind}")
 
 

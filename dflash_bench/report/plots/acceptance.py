@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE
-from dflash_bench.report.plots.material import Group, Material
+from dflash_bench.report.plots.material import Group, Material, key_of
 from dflash_bench.report.plots.style import NothingToPlotError, finish, looks, name_axes, panels, top_of
 from dflash_bench.results.rounds import Histogram, accept_at
 
@@ -19,12 +19,12 @@ def histogram(material: Material) -> Any:
     """The share of rounds that accept so many tokens, and its mean plus one, al.pooled."""
     groups, look = _groups_with_rounds(material), looks(material.methods)
     figure, axes_of = panels(groups, 2.3, material.label, sharex=True, sharey=True)
-    methods = [m for m in material.drafting if any((*group, m) in material.histograms for group in groups)]
+    methods = [m for m in material.drafting if any(key_of(group, m) in material.histograms for group in groups)]
     width = 0.84 / len(methods)
     for group, axes in axes_of.items():
         for at, method in enumerate(methods):
             counts: Counter[int] = Counter()
-            for (_, kept), number in material.histograms.get((*group, method), {}).items():
+            for (_, kept), number in material.histograms.get(key_of(group, method), {}).items():
                 counts[kept] += number
             xs, shares = np.array(sorted(counts)), np.array([counts[kept] for kept in sorted(counts)], dtype=float)
             axes.bar(xs + (at - (len(methods) - 1) / 2) * width, 100 * shares / (shares.sum() or 1), width,
@@ -41,7 +41,7 @@ def positions(material: Material) -> Any:
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
-            shares = _reached(material.histograms.get((*group, method), {}), method)
+            shares = _reached(material.histograms.get(key_of(group, method), {}), method)
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             axes.plot([k for k, _, _ in shares], [100 * p for _, p, _ in shares], label=method, **style)
             conditional = [(k, 100 * p) for k, _, p in shares if p is not None]
@@ -62,17 +62,18 @@ def positions(material: Material) -> Any:
 
 def output(material: Material) -> Any:
     """al.pooled by how many tokens are out already, with its interval."""
-    intervals_of = {place: by for place, by in material.along.items() if place[-1] != BASELINE}
+    intervals_of = {key: by for key, by in material.along.items() if key.method != BASELINE}
     if not intervals_of:
         raise NothingToPlotError("the backend does not report rounds")
     look = looks(material.methods)
-    groups = [group for group in material.groups if any(place[:2] == group for place in intervals_of)]
+    groups = [group for group in material.groups if any((key.suite, key.settings_id) == group for key in intervals_of)]
     stretches = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
             points = [
-                (stretches.index(name), interval) for name, interval in intervals_of.get((*group, method), {}).items()
+                (stretches.index(name), interval)
+                for name, interval in intervals_of.get(key_of(group, method), {}).items()
             ]
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
@@ -94,7 +95,9 @@ def output(material: Material) -> Any:
 
 
 def _groups_with_rounds(material: Material) -> list[Group]:
-    with_rounds = {place[:2] for place, counts in material.histograms.items() if place[-1] != BASELINE and counts}
+    with_rounds = {
+        (key.suite, key.settings_id) for key, counts in material.histograms.items() if key.method != BASELINE and counts
+    }
     if not with_rounds:
         raise NothingToPlotError("the backend does not report rounds")
     return [group for group in material.groups if group in with_rounds]

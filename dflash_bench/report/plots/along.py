@@ -11,10 +11,9 @@ import numpy as np
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import BASELINE, FIGURES
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.records import Settings
+from dflash_bench.records import CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
-from dflash_bench.results.rounds import Place
 from dflash_bench.results.slices import stretch_name, stretch_of
 
 COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")
@@ -31,18 +30,18 @@ def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -
 
 
 def intervals(
-    sums: Sequence[Any], several: Sequence[Settings], widest: Mapping[Place, float]
-) -> dict[Place, dict[str, Interval]]:
-    """al.pooled by place, then by stretch of the answer, with its interval over prompts, up to the `widest` block."""
-    by_place: dict[Place, dict[str, Interval]] = {}
+    sums: Sequence[Any], several: Sequence[Settings], widest: Mapping[CellKey, float]
+) -> dict[CellKey, dict[str, Interval]]:
+    """al.pooled by cell, then by stretch of the answer, with its interval over prompts, up to the `widest` block."""
+    by_cell: dict[CellKey, dict[str, Interval]] = {}
     pooled = stats.ratio([0], [1])
     for (suite, method, settings, stretch), rows in _added(sums).groupby(level=[0, 1, 3, 4]):
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
-            place = suite, str(several[settings]), method
-            possible = FIGURES["al.pooled"].possible(interval, widest.get(place, float("inf")))
-            by_place.setdefault(place, {})[stretch_name(int(stretch))] = possible
-    return by_place
+            key = CellKey(suite, "", several[settings].id, method)
+            possible = FIGURES["al.pooled"].possible(interval, widest.get(key, float("inf")))
+            by_cell.setdefault(key, {})[stretch_name(int(stretch))] = possible
+    return by_cell
 
 
 def _added(frames: Sequence[Any]) -> Any:

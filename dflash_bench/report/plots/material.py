@@ -13,7 +13,7 @@ from dflash_bench.analysis.peers import published, zlab
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweeps import Sweep
 from dflash_bench.errors import UserError
-from dflash_bench.records import Settings
+from dflash_bench.records import CellKey, Settings
 from dflash_bench.report.document import Document
 from dflash_bench.report.plots import along
 from dflash_bench.results import parts, rounds
@@ -21,7 +21,15 @@ from dflash_bench.results.identity import settings_of
 from dflash_bench.results.run_json import Info
 
 Group = tuple[str, str]
-"""A suite, and settings in words."""
+"""A suite, and the id of settings."""
+
+
+def group_of(cell: Cell) -> Group:
+    return cell.suite, cell.settings.id
+
+
+def key_of(group: Group, method: str) -> CellKey:
+    return CellKey(group[0], "", group[1], method)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Material:
     @property
     def groups(self) -> list[Group]:
         """What has a panel of its own: each suite under each settings."""
-        return list(dict.fromkeys((cell.suite, str(cell.settings)) for cell in self.cells))
+        return list(dict.fromkeys(map(group_of, self.cells)))
 
     @property
     def loads(self) -> Sequence[Load]:
@@ -61,30 +69,28 @@ class Material:
 
     def label(self, group: Group) -> str:
         """The suite, and on a line of its own what tells its settings from the others of the run."""
-        cell = next(cell for cell in self.cells if (cell.suite, str(cell.settings)) == group)
+        cell = next(cell for cell in self.cells if group_of(cell) == group)
         return "\n".join(filter(None, [cell.label, cell.setting]))
 
     def cell(self, group: Group, method: str) -> Cell | None:
-        return next(
-            (cell for cell in self.cells if (cell.suite, str(cell.settings), cell.method) == (*group, method)), None
-        )
+        return next((cell for cell in self.cells if (*group_of(cell), cell.method) == (*group, method)), None)
 
     @cached_property
     def settings(self) -> tuple[Settings, ...]:
         return settings_of(self.info["identity"])
 
     @cached_property
-    def along(self) -> Mapping[rounds.Place, Mapping[str, Interval]]:
-        """al.pooled by place, then by stretch of the answer."""
+    def along(self) -> Mapping[CellKey, Mapping[str, Interval]]:
+        """al.pooled by cell, then by stretch of the answer."""
         sums_of_parts = []
         for part in parts.of(self.document.folder):
             with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
                 sums_of_parts.append(along.sums(part, self.settings, self.document.results.left_out.get(part)))
-        widest = {(cell.suite, str(cell.settings), cell.method): cell.widest for cell in self.cells}
+        widest = {cell.key: cell.widest for cell in self.cells}
         return along.intervals(sums_of_parts, self.settings, widest)
 
     @cached_property
-    def histograms(self) -> Mapping[rounds.Place, rounds.Histogram]:
+    def histograms(self) -> Mapping[CellKey, rounds.Histogram]:
         return rounds.of_run(self.document.folder, self.settings, self.document.results.left_out)
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.terms import COLUMN
-from dflash_bench.report.plots.material import Group, Material
+from dflash_bench.report.plots.material import Group, Material, group_of
 from dflash_bench.report.plots.style import (
     INK,
     MUTED,
@@ -98,7 +98,7 @@ def _are_slanted(labels: Sequence[str]) -> bool:
 
 
 def _of(cell: Cell) -> tuple[str, str, str]:
-    return cell.suite, str(cell.settings), cell.method
+    return (*group_of(cell), cell.method)
 
 
 def _place(material: Material, group: int, method: str) -> float:
@@ -121,13 +121,13 @@ def _published_marks(axes: Any, material: Material, groups: list[Group]) -> list
         figure
         for figure in material.published
         if figure.published.formula == "speedup.zlab"
-        and (figure.suite, figure.settings) in groups
+        and (figure.suite, figure.settings_id) in groups
         and figure.is_as_long
     ]
     configs = list(dict.fromkeys(figure.published.config for figure in figures))
     handles = {}
     for figure in figures:
-        place = _place(material, groups.index((figure.suite, figure.settings)), figure.method)
+        place = _place(material, groups.index((figure.suite, figure.settings_id)), figure.method)
         x = place + 0.3 * BARS / len(material.drafting)
         config = figure.published.config
         style = {"linestyle": "none", "zorder": 4}
@@ -149,9 +149,9 @@ def rounds(material: Material) -> Any:
         raise NothingToPlotError("the backend does not report where a round spends its time")
     figure, axes = _one(0.7 + 0.34 * len(cells))
     # A suite's name once: with its source it is long.
-    headings = [cell.heading for cell in cells]
+    groups = [cell.key[:3] for cell in cells]
     labels = [
-        visible(cell.method) if cell.heading in headings[:at] else f"{cell.heading}  {visible(cell.method)}"
+        visible(cell.method) if groups[at] in groups[:at] else f"{cell.heading}  {visible(cell.method)}"
         for at, cell in enumerate(cells)
     ]
     left = np.zeros(len(cells))

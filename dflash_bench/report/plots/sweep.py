@@ -19,7 +19,7 @@ from dflash_bench.report.plots.style import (
     panels,
     top_of,
 )
-from dflash_bench.report.sweeps import value_text
+from dflash_bench.report.sweeps import value_texts
 
 FIGURES = {LENGTH: lambda point: point.length, SPEEDUP: lambda point: point.speedup}
 
@@ -95,7 +95,7 @@ def _line(axes: Any, swept: Sweep, curve: Curve, figure_id: str, number: int) ->
 
 def _name_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     place = _places(swept)
-    axes.set_xticks(list(place.values()), [value_text(swept.option, value) for value in place])
+    axes.set_xticks(list(place.values()), list(value_texts(swept.option, place).values()))
     axes.set_xlabel(f"{swept.option} ({swept.unit})" if swept.unit else swept.option)
     axes.set_ylabel(figure_id)
     if figure_id == SPEEDUP:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_bench import labels
-from dflash_bench.report.plots.material import Group, Material
+from dflash_bench.analysis.changes import Difference
+from dflash_bench.report.plots.material import Group, Material, group_of
 from dflash_bench.report.plots.style import NothingToPlotError, bars_note, errors, finish, looks, panels
+from dflash_bench.results.identity import name_without
 
 FIGURES = ("speedup.decode", "al.pooled")
 
 
-def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
-    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` as "kind: what"."""
+def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
+    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` is how runs differ."""
     over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
     groups = list(dict.fromkeys(group for run in over_time for group in run.groups))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
@@ -30,15 +32,16 @@ def trend(runs: Sequence[Material], unlike: Sequence[str] = ()) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
     handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    kinds = dict.fromkeys(difference.partition(":")[0] for difference in unlike)
+    kinds = dict.fromkeys(difference.kind for difference in unlike)
     note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
 
 
 def _title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
-    """Where runs differ in their sources, it names each."""
-    cells = [cell for run in runs for cell in run.cells if (cell.suite, str(cell.settings)) == group]
-    setting = next((cell.setting for cell in cells if cell.setting), "")
+    """Where runs differ in their sources, it names each; and the settings where any run has others."""
+    cells = [cell for run in runs for cell in run.cells if group_of(cell) == group]
+    everywhere = list(dict.fromkeys(cell.settings for run in runs for cell in run.cells))
+    setting = name_without(cells[0].settings, everywhere)
     label = f"{labels.named(group[0], *(cell.source for cell in cells))} · {figure_id}"
     return "\n".join(filter(None, [label, setting]))
 
