@@ -42,18 +42,18 @@ def doctor(
 
     Exit status 1: a cause was found.
     """
+    from dflash_bench.api.measuring import request_of
+    from dflash_bench.api.tools import examine
     from dflash_bench.bars import status
-    from dflash_bench.doctor import diagnosis, text
-    from dflash_bench.run.request import Request
+    from dflash_bench.doctor import text
 
-    request = Request(
-        suites=tuple(suite or ()), methods=tuple(method or ()), model=model, target=target, drafts=tuple(draft or ()),
-        data=data, prompts=prompts, limit=limit, max_new_tokens=max_new_tokens, threads=threads, device=device,
-        device_map=device_map, dtype=dtype, attention=attention, quantize=quantize, thinking=thinking,
-        trust_remote_code=trust_remote_code,
+    request = request_of(
+        suite=suite, method=method, model=model, target=target, draft=draft, data=data, prompts=prompts, limit=limit,
+        max_new_tokens=max_new_tokens, threads=threads, device=device, device_map=device_map, dtype=dtype,
+        attention=attention, quantize=quantize, thinking=thinking, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with status() as tell:
-        found = diagnosis.perform(request, tell)
+        found = examine(request, tell)
     say(json.dumps(text.as_json(found), indent=1, allow_nan=False) if as_json else text.text(found))
     if found.has_cause:
         sys.exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -90,9 +89,10 @@ def run(
     from dflash_bench.analysis.findings import findings, witnesses
     from dflash_bench.analysis.load import loads
     from dflash_bench.analysis.sweeps import sweeps
-    from dflash_bench.models import presets
+    from dflash_bench.api import measuring
     from dflash_bench.results import frame
-    from dflash_bench.run import session, sweeping
+    from dflash_bench.run import sweeping
+    from dflash_bench.run.progress import Progress
     from dflash_bench.run.request import Request
 
     if no_thinking:
@@ -124,12 +124,9 @@ def run(
             raise unknown("thing to allow", name, ["failed"])
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
-    folder = (
-        out
-        or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
-    )
+    folder = out or measuring.default_folder(request)
     try:
-        session.perform(request, folder, resume, note)
+        measuring.measure(request, folder, resume, note, progress=Progress)
     except KeyboardInterrupt:
         note(_stopped(folder))
         sys.exit(130)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dflash_bench import plugins
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
 from dflash_bench.models import presets
@@ -71,7 +72,9 @@ def check(request: Request) -> None:
 def check_access(request: Request) -> None:
     """Raises UserError for an unknown dialect, and for servers that could not be asked in this way."""
     if request.dialect is not None and request.dialect not in DIALECTS:
-        raise unknown("dialect", request.dialect, list(DIALECTS))
+        added = plugins.found(plugins.DIALECTS)
+        if request.dialect not in added:
+            raise unknown("dialect", request.dialect, [*DIALECTS, *added])
     _check_timeout(request)
     access_of(request)
 
