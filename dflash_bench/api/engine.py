@@ -198,6 +198,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         from dflash_bench.models import chat
 
+        self._require_open()
         if not isinstance(prompt, str) and all(not isinstance(one, Message | Mapping) for one in prompt):
             return _checked(prompt, self._target.vocab_size)
         if self.tokenizer is None:
@@ -275,9 +276,11 @@ class Engine(AbstractContextManager["Engine"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drafter(self, method: Method) -> Drafter:
+    def _require_open(self) -> None:
         if not hasattr(self, "_target"):
             raise UserError("this engine was closed; open another one")
+
+    def _drafter(self, method: Method) -> Drafter:
         if method.label not in self._drafters:
             self._drafters[method.label] = self._built(method)
         return self._drafters[method.label]
