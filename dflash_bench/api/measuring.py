@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -138,6 +139,8 @@ def measure(
 
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
+    # What tqdm says where a notebook has no widgets; none of its bars is shown.
+    warnings.filterwarnings("ignore", message="IProgress not found")
     folder = out or default_folder(request)
     session.perform(request, folder, resume, tell, **{"progress": progress(), **shown})
     return folder

@@ -27,7 +27,7 @@ OF_ANSWERS = (
 """The columns of `Run.answers`."""
 OF_ROUNDS = (
     "suite", "prompt_id", "turn", "repeat", "method", "settings", "round", "position",
-    "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "round_s",
+    "drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "round_s",
 )  # fmt: skip
 """The columns of `Run.rounds`."""
 _PLACE = ("suite", "prompt_id", "turn", "repeat", "method")
@@ -51,7 +51,7 @@ class Run:
         """For the command line and for reports; not part of what is promised."""
 
     def __repr__(self) -> str:
-        return f"<dflash_bench.Run {str(self.folder)!r}>"
+        return f"<dflash_bench.Run {self.folder.name!r}>"
 
     def __str__(self) -> str:
         from dflash_bench.report import FORMATS
@@ -98,8 +98,8 @@ class Run:
         """A pandas DataFrame with a row a round, the rounds of an answer in their order; of failed answers, none.
 
         Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens
-        of the answer before this round; the first token comes from prefill), drafted_ids (an array of the tokens that
-        were drafted; of a tree all its nodes), accepted (how many of them were kept), emitted (tokens that the round
+        of the answer before this round; the first token comes from prefill), drafted (how many tokens were drafted; of
+        a tree all its nodes), drafted_ids (an array of them, or None where they were not stored), accepted (how many of them were kept), emitted (tokens that the round
         added), draft_s, verify_s, round_s (seconds). Empty for servers, which hide their rounds.
         """
         import pandas as pd
@@ -234,15 +234,15 @@ def _rounds_of(batch: Any, words: list[str]) -> Any:
         return answers
     answers = answers.assign(
         drafted_ids=[
-            np.split(ids if ids is not None else np.zeros(0, np.int32), np.cumsum(counts)[:-1]) if len(counts) else []
+            [None] * len(counts) if ids is None else np.split(ids, np.cumsum(counts)[:-1])[: len(counts)]
             for ids, counts in zip(answers["drafted_ids"], answers["drafted"], strict=True)
         ],
         position=[1 + np.cumsum(emitted) - emitted for emitted in answers["emitted"]],
         round=[np.arange(len(emitted)) for emitted in answers["emitted"]],
     )
-    lists = ["drafted_ids", "position", "round", *_LISTS[1:]]
+    lists = ["drafted_ids", "position", "round", *_LISTS]
     table = answers[[*_PLACE, "settings", *lists]].explode(lists, ignore_index=True).dropna(subset=["round"])
-    whole, real = ("round", "position", "accepted", "emitted"), ("draft_s", "verify_s", "round_s")
+    whole, real = ("round", "position", "drafted", "accepted", "emitted"), ("draft_s", "verify_s", "round_s")
     return table.astype(dict.fromkeys(whole, "int64") | dict.fromkeys(real, "float64"))
 
 
