@@ -34,14 +34,14 @@ class Compared:
     def table(self) -> Any:
         """A tidy pandas DataFrame with a row a figure that changed: "after" divided by "before".
 
-        Columns: suite, settings, before, after (a run and a method each), metric, value (a ratio: 1 is no change), low,
+        Columns: suite, method (between runs), settings, before, after (runs, or methods of the one run), metric, value (a ratio: 1 is no change), low,
         high (95 % interval, or NaN), p (adjusted for their number, or NaN), n (prompts that both answered).
         """
         import pandas as pd
 
-        columns = ["suite", "settings", "before", "after", "metric", "value", "low", "high", "p", "n"]
+        columns = ["suite", "method", "settings", "before", "after", "metric", "value", "low", "high", "p", "n"]
         rows = [
-            (*(one[name] for name in ("suite", "setting", "before", "after")), metric,
+            (*one["suite"].partition(" ")[::2], *(one[name] for name in ("setting", "before", "after")), metric,
              *change["ratio"], change["p"], one["num_prompts"])
             for one in self.data.get("changes", ())
             for metric, change in one["ratios"].items()

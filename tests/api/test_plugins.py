@@ -23,13 +23,13 @@ from dflash_bench.tasks.scoring import SCORERS
 
 Main = Callable[..., tuple[int, str, str]]
 Install = Callable[[str, str, dict[str, str]], None]
-DRAFTER = '''
+DRAFTER = """
 from dflash_bench.kinds import Kind, Option
 
 echo = Kind("echo", "the last token again and again", None, "chain", True,
             (Option("n", "tokens drafted a round", 3, 1, 63, "tokens"),), count="n", module="my_echo.drafting")
-'''
-DRAFTING = '''
+"""
+DRAFTING = """
 from dflash_bench.engine.drafters.hosted import HostDrafter
 
 
@@ -43,15 +43,15 @@ class EchoDrafter(HostDrafter):
 
 def build(models, target, method):
     return EchoDrafter(method.number("n"), target.device)
-'''
-SCORER = '''
+"""
+SCORER = """
 from dflash_bench.tasks.scoring.answers import Score
 
 
 def shouting(prompt, text):
     return Score(text[:20] or None, text.isupper())
-'''
-DIALECT = '''
+"""
+DIALECT = """
 from dataclasses import replace
 
 from dflash_bench.servers.dialects.dialect import owner
@@ -65,7 +65,7 @@ def identify(pages):
 
 
 mine = replace(VLLM, name="mine", identify=identify)
-'''
+"""
 
 
 @pytest.fixture

@@ -49,9 +49,7 @@ def test_each_is_there_and_described() -> None:
             assert all(inspect.getdoc(one) for one in described if one not in (thing.__init__,)), name
 
 
-@pytest.mark.xfail(
-    bool(TAKEN), reason=f"subpackages are called as public names are: {', '.join(TAKEN)}", strict=True
-)
+@pytest.mark.xfail(bool(TAKEN), reason=f"subpackages are called as public names are: {', '.join(TAKEN)}", strict=True)
 def test_no_module_takes_a_public_names_place() -> None:
     done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

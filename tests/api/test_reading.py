@@ -152,7 +152,9 @@ def test_a_comparison_has_its_table(run: db.Run, folder: Path, tmp_path: Path) -
     after = db.load(stored(tmp_path / "after", slower(answers(), 1.5)))
     compared = db.compare(run, after)
     table = compared.table.set_index(["metric", "after"])
-    (change,) = [row for row in compared.table.itertuples() if row.metric == "speedup.decode" and "dflash" in row.after]
+    (change,) = [
+        row for row in compared.table.itertuples() if row.metric == "speedup.decode" and row.method == "dflash"
+    ]
     assert change.value == pytest.approx(1 / 1.5, rel=1e-3)
     assert change.n == 24 and change.low < change.value < change.high
     assert len(table) and str(compared) == compared.text
@@ -185,8 +187,11 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         db.load(tmp_path)
 
 
-def test_reading_loads_neither_torch_nor_transformers(folder: Path, tmp_path: Path) -> None:
-    other = stored(tmp_path / "other", slower(answers(), 1.2))
+def test_reading_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    # Texts that the tokenizer of nano denies would be read once more, by transformers itself.
+    unknown = {"model": "mine", "target": "mine"}
+    folder = stored(tmp_path / "one", answers(), **unknown)
+    other = stored(tmp_path / "other", slower(answers(), 1.2), **unknown)
     code = f"""
 import sys
 import dflash_bench as db
