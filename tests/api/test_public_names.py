@@ -96,7 +96,7 @@ def test_options_become_what_the_command_makes_of_them(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_one_line() -> None:
-    with pytest.raises(api.UserError, match="unknown option 'temprature'; known: .*temperature"):
+    with pytest.raises(api.UserError, match=r"unknown option 'temprature'; known: .*temperature"):
         request_of(temprature=1)
 
 
