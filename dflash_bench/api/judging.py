@@ -34,8 +34,9 @@ class Compared:
     def table(self) -> Any:
         """A tidy pandas DataFrame with a row a figure that changed: "after" divided by "before".
 
-        Columns: suite, method (between runs), settings, before, after (runs, or methods of the one run), metric, value (a ratio: 1 is no change), low,
-        high (95 % interval, or NaN), p (adjusted for their number, or NaN), n (prompts that both answered).
+        Columns: suite, method (between runs), settings, before, after (runs, or methods of the one run), metric, value
+        (a ratio: 1 is no change), low, high (95 % interval, or NaN), p (adjusted for their number, or NaN), n (prompts
+        that both answered).
         """
         import pandas as pd
 

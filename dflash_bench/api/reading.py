@@ -97,10 +97,11 @@ class Run:
     def rounds(self) -> Any:
         """A pandas DataFrame with a row a round, the rounds of an answer in their order; of failed answers, none.
 
-        Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens
-        of the answer before this round; the first token comes from prefill), drafted (how many tokens were drafted; of
-        a tree all its nodes), drafted_ids (an array of them, or None where they were not stored), accepted (how many of them were kept), emitted (tokens that the round
-        added), draft_s, verify_s, round_s (seconds). Empty for servers, which hide their rounds.
+        Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens of
+        the answer before this round; the first token comes from prefill), drafted (how many tokens were drafted; of a
+        tree all its nodes), drafted_ids (an array of them, or None where they were not stored), accepted (how many of
+        them were kept), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for servers,
+        which hide their rounds.
         """
         import pandas as pd
 
