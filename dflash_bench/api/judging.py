@@ -28,6 +28,7 @@ class Compared:
 
     @property
     def notes(self) -> list[str]:
+        """What must be known to whoever reads the figures, a sentence each."""
         return list(self.data["notes"])
 
     @cached_property
@@ -102,6 +103,7 @@ class CheckResult:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """What was allowed, could not be tried, or limits what was judged, a sentence each."""
         return self.found.outcome.notes
 
     @cached_property
