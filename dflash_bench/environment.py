@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import __version__
+from dflash_bench import __version__, plugins
 
 COMMAND_TIMEOUT_S = 10.0
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "datasets", "torchao", "bitsandbytes")
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "python": platform.python_version(),
         # Our own version is that of the running code: the metadata of a checkout can be older.
-        "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES},
+        "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES} | plugins.used(),
         "git": _git(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "gpus": _gpus(),

@@ -67,6 +67,8 @@ class Kind:
     """Options that say one thing in several ways, so that only one of them may be given."""
     is_probe: bool = False
     """Does it measure the engine apart from any draft's quality? Then nothing is wrong with what it has accepted."""
+    module: str | None = None
+    """Where its `build(models, target, method)` stands; None: in the file of its name in `engine/drafters/`."""
 
     def option(self, name: str) -> Option:
         """Raises UserError for an unknown one."""

@@ -10,8 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dflash_bench import plugins
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.kinds import Kind, Option, Value
+from dflash_bench.plugins import Registry
 
 MAX_BLOCK = 64
 MAX_DRAFTS = MAX_BLOCK - 1
@@ -33,7 +35,7 @@ def _drafted(name: str, default: int) -> Option:
     return Option("n", f"tokens drafted a round at most, the same as {name}:N", default, 1, MAX_DRAFTS, "tokens")
 
 
-METHODS: dict[str, Kind] = {
+_OWN: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("ar", "plain decoding, one token per forward pass; always runs, as the baseline", None, "none", True),
@@ -170,8 +172,20 @@ METHODS: dict[str, Kind] = {
         ),
     )
 }  # fmt: skip
-WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in METHODS.values() if kind.weights))
+WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in _OWN.values() if kind.weights))
 """What drafts are made for: `--draft` takes these, with a label or without."""
+
+
+def _of_plugin(name: str, found: object) -> Kind:
+    """Raises TypeError for what is no method, or needs a draft that nothing here can load."""
+    if not isinstance(found, Kind) or found.name != name or found.module is None:
+        raise TypeError(f"it must be a dflash_bench.kinds.Kind named '{name}', with the module of its build()")
+    if found.weights not in (None, *WEIGHTS):
+        raise TypeError(f"weights is '{found.weights}'; it can be None, {', '.join(WEIGHTS)}")
+    return found
+
+
+METHODS: Registry[Kind] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ ABSURD = [
     ("report/tables.py", "dflash_bench.report.html"),
     ("doctor/probes.py", "dflash_bench.crosscheck.causes"),
     ("crosscheck/causes.py", "dflash_bench.report.tables"),
+    ("run/session.py", "dflash_bench.api.reading"),
+    ("plugins.py", "dflash_bench.methods"),
 ]
 
 

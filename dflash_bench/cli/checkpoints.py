@@ -67,9 +67,10 @@ def inspect(
 
     Says which format it is in and lists what is wrong with it (exit status 1). Reads headers, not weights.
     """
+    from dflash_bench import api
     from dflash_bench.models import inspection
 
-    seen = inspection.inspect(checkpoint, target)
+    seen = api.inspect(checkpoint, target)
     say(json.dumps(inspection.as_json(seen), indent=1) if as_json else inspection.text(seen))
     if seen.problems:
         sys.exit(1)

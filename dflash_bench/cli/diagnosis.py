@@ -28,11 +28,12 @@ def doctor(request: Request, as_json: options.AsJson = False) -> None:
 
     Exit status 1: a cause was found.
     """
+    from dflash_bench.api.tools import examine
     from dflash_bench.bars import status
-    from dflash_bench.doctor import diagnosis, text
+    from dflash_bench.doctor import text
 
     with status() as tell:
-        found = diagnosis.perform(request, tell)
+        found = examine(request, tell)
     say(json.dumps(text.as_json(found), indent=1, allow_nan=False) if as_json else text.text(found))
     if found.has_cause:
         sys.exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -41,19 +40,17 @@ def run(
     from dflash_bench.analysis.findings import findings, witnesses
     from dflash_bench.analysis.load import loads
     from dflash_bench.analysis.sweeps import sweeps
-    from dflash_bench.models import presets
+    from dflash_bench.api import measuring
     from dflash_bench.results import frame
-    from dflash_bench.run import session, sweeping
+    from dflash_bench.run import sweeping
+    from dflash_bench.run.progress import Progress
 
     if ctx.info_name == "sweep" and not request.over:
         raise UserError(f"nothing to sweep over: give {sweeping.EXAMPLE}")
     check_options(output)
-    folder = (
-        output.out
-        or Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{presets.name(request.name).rpartition('/')[2]}"
-    )
+    folder = output.out or measuring.default_folder(request)
     try:
-        session.perform(request, folder, output.resume, note)
+        measuring.measure(request, folder, output.resume, note, progress=Progress)
     except KeyboardInterrupt:
         note(_stopped(folder))
         sys.exit(130)

@@ -48,13 +48,10 @@ def compare(
 
     Always on the same prompts. With several runs, the first is "before" and the others are "after".
     """
-    from dflash_bench.report.compared import compared
+    from dflash_bench.api.judging import comparison
 
-    comparison = compared(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
-    say(
-        json.dumps(comparison.json, indent=1, allow_nan=False) if as_json else comparison.text,
-        end="\n" if as_json else "",
-    )
+    compared = comparison(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
+    say(json.dumps(compared.data, indent=1, allow_nan=False) if as_json else str(compared), end="\n" if as_json else "")
 
 
 @app.command(cls=Command)
@@ -118,11 +115,10 @@ def check(
 
     Stored texts are compared with what the target's tokenizer makes of the tokens, if it is on this disk.
     """
-    from dflash_bench.analysis.gate.checks import checked
+    from dflash_bench import api
     from dflash_bench.report import gate as formats
-    from dflash_bench.rereading import reread
 
-    result = checked(runs, baseline, limits, tuple(allow or ()), lambda results: reread(results, rescore))
+    result = api.check(runs, baseline, limits, allow or (), rescore).found
     _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
     _save(summary, "a", lambda: formats.summary(result.outcome))
     _save(benchmark, "w", lambda: formats.benchmark(result.cells))
@@ -178,7 +174,8 @@ def report(
 
     As a table, Markdown, JSON, CSV or LaTeX, or as an HTML page.
     """
-    from dflash_bench.report import FORMATS, MOST_ANSWERS, read_document, table_by, write_page
+    from dflash_bench import api
+    from dflash_bench.report import FORMATS, table_by
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
@@ -186,12 +183,13 @@ def report(
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
     if by is not None and (html is not None or kind not in (None, "table")):
         raise UserError("--by splits the table; leave out --html and --format, or use compare --by --json")
-    document = read_document(run, allow or ())
+    finished = api.load(run, allow or ())
+    document = finished.document
     if by is not None:
         say(table_by(document, by), end="")
         return
     if html is not None:
-        write_page(document, html, answers or MOST_ANSWERS, tokenizer)
+        finished.report(html, answers, tokenizer)
         note(f"wrote {html}")
     if html is None or kind is not None:
         say(FORMATS[kind or "table"](document), end="")
@@ -203,9 +201,9 @@ def card(
     allow: options.AllowParts = None,
 ) -> None:
     """Print a run's result in eleven lines, to share."""
-    from dflash_bench import report
+    from dflash_bench import api, report
 
-    say(report.card(report.read_document(run, allow or ())), end="")
+    say(report.card(api.load(run, allow or ()).document), end="")
 
 
 @app.command(cls=Command)

@@ -55,7 +55,7 @@ def open_backend(
     if trees and not target.reads_trees:
         kind = target.config.model_type
         raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
-    drafters = {method.label: _drafter(models, target, method, preset) for method in methods}
+    drafters = {method.label: build_drafter(models, target, method, preset) for method in methods}
     pack_like(target, drafters.values(), models.drafts.values())
     witness.require_unchanged()
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
@@ -106,19 +106,25 @@ def _sha256_of_files(method: Method) -> Iterator[str]:
                 yield hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
+def build_drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
     """By the file of the method's name; what a preset says holds for its own draft, which has no label."""
-    module = import_module(f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}")
+    own = f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}"
+    module = import_module(method.kind.module or own)
     count = (preset.num_drafts or {}).get(method.name) if method.tag is None else None
     drafter: Drafter = module.build(models, target, method.with_count(count))
     return drafter
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends an answer: the generation config's, which may list several, and the tokenizer's."""
+    """Every id that ends an answer: the generation config's, which may list several, and the tokenizer's, if any."""
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(i for i in [*listed, tokenizer.eos_token_id] if i is not None)
+    return frozenset(i for i in [*listed, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+
+
+def seed_of(seed: int, repeat: int, prompt: Sequence[int]) -> int:
+    """Of the random numbers of one answer, by the run's seed, the answer's repeat and its prompt."""
+    return zlib.crc32(repr((seed, repeat, list(prompt))).encode())
 
 
 class LocalBackend:
@@ -277,7 +283,7 @@ class LocalBackend:
         return generations
 
     def _seed(self, prompt: Sequence[int], repeat: int) -> int:
-        return zlib.crc32(repr((self.seed, repeat, list(prompt))).encode())
+        return seed_of(self.seed, repeat, prompt)
 
     def _with_thinking(self, generation: Generation, prompt: Sequence[int], settings: Settings) -> Generation:
         if settings.thinking is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from dflash_bench.models.folders import read_config
 from dflash_bench.models.formats import TargetShape
 from dflash_bench.models.language import PLAIN, Placement
 from dflash_bench.models.presets import Preset, preset, require_drafts
+
+TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
+"""A target that has none of these files has no tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,12 @@ def load(
     device: str,
     dtype: torch.dtype | str,
     placement: Placement = PLAIN,
+    needs_tokenizer: bool = True,
 ) -> Models:
     """The target and these drafts (`dflash`, `dflash@a`); dtype "auto" is the target checkpoint's, for the drafts too.
 
-    Raises UserError for whatever is missing, damaged or does not fit.
+    Where no tokenizer is needed, a target without one has None. Raises UserError for whatever is missing, damaged or
+    does not fit.
     """
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, drafts)
@@ -73,13 +78,29 @@ def load(
     place = str(gguf.converted(Path(chosen.target))) if gguf.is_file(chosen.target) else chosen.target
     checkpoint = hub.fetch(place, code=placement.trust_remote_code)
     language.check(checkpoint.folder, placement)
-    tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code)
+    tokenizer = None
+    if needs_tokenizer or any((checkpoint.folder / name).exists() for name in TOKENIZERS):
+        tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code)
     source = Source(checkpoint.folder, device, dtype, placement, _free_bytes(device, placement.spread))
     target = language.load(checkpoint.folder, device, dtype, placement)
+    models = Models(target, tokenizer, {}, {"target": checkpoint.revision}, {}, source)
+    return _with_drafts(models, fetched)
+
+
+def with_draft(models: Models, chosen: Preset, name: str) -> Models:
+    """The same with this draft of the preset as well. Raises UserError as `load` does."""
+    if name in models.drafts:
+        return models
+    require_drafts(chosen, [name])
+    return _with_drafts(models, {name: networks.fetch(name, chosen.drafts[name])})
+
+
+def _with_drafts(models: Models, fetched: Mapping[str, hub.LocalCheckpoint]) -> Models:
+    target = models.target
     config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
     shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
-    vocabulary = tokenizer.get_vocab() if fetched else {}
-    loaded, verifiers = {}, {}
+    vocabulary = models.tokenizer.get_vocab() if fetched and models.tokenizer is not None else {}
+    loaded, verifiers = dict(models.drafts), dict(models.verifiers)
     for name, draft in fetched.items():
         if problem := pairing.other_tokenizer(draft.folder, vocabulary):
             raise UserError(f"{draft.folder}: {problem}")
@@ -87,8 +108,8 @@ def load(
         loaded[name] = networks.load(name, draft.folder, shape, target.dtype, str(embedding.device), head)
         if named := pairing.verifier(read_config(draft.folder)):
             verifiers[name] = named
-    revisions = {"target": checkpoint.revision} | {name: draft.revision for name, draft in fetched.items()}
-    return Models(target, tokenizer, loaded, revisions, verifiers, source)
+    revisions = models.revisions | {name: draft.revision for name, draft in fetched.items()}
+    return replace(models, drafts=loaded, revisions=revisions, verifiers=verifiers)
 
 
 def _free_bytes(device: str, spread: bool) -> int | None:

@@ -100,6 +100,14 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
     return re.sub(r"\{\{(\w+)\}\}", lambda placeholder: parts[placeholder[1]], template)
 
 
+def excerpt(document: Document) -> str:
+    """What a notebook shows of a run: its verdict, the first table and the findings, by the page's own parts."""
+    said = "".join(f"<p>{escape(text)}</p>" for text in [*document.notes, *sentences(document)])
+    below = "".join(f"<p><small>{escape(line)}</small></p>" for line in _below(document))
+    found = f"<h4>Findings</h4>{_findings(document)}" if document.findings else ""
+    return f"<h3>{escape(_title(document))}</h3>{said}{_table(document, RESULTS)}{below}{found}"
+
+
 def _title(document: Document) -> str:
     model = document.results.info["identity"]["model"]
     return (

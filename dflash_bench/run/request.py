@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from dflash_bench import plugins
 from dflash_bench.errors import UserError
 from dflash_bench.records import Audit, is_greedy
 from dflash_bench.run.option import (
@@ -268,7 +269,7 @@ class ServerOptions:
         "What the servers speak: vllm, sglang, llamacpp, tensorrt_llm, lmdeploy, mlx or openai (any compatible "
         "server). Default: what their pages say; mlx must be named.",
         metavar="NAME",
-        choices=lambda: DIALECTS,
+        choices=lambda: (*DIALECTS, *plugins.found(plugins.DIALECTS)),
         needs=(SERVERS,),
         conflicts=(LAUNCHED,),
     )

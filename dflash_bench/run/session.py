@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,26 @@ from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.suites import Loaded, chats
 
 
-def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], object]) -> None:
-    """Run or continue, into `folder`; `tell` gets notes for the user. Raises UserError before anything is written."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who wants a run: where notes go, what shows how far it is, and what it was asked for with, in words."""
+
+    tell: Callable[[str], object]
+    progress: Callable[..., Progress] = Progress
+    words: str | None = None
+    """None: the command line."""
+
+
+def perform(
+    request: Request,
+    folder: Path,
+    resume: bool,
+    tell: Callable[[str], object],
+    progress: Callable[..., Progress] = Progress,
+    words: str | None = None,
+) -> None:
+    """Run or continue, into `folder`, for a `Caller` of these parts. Raises UserError before anything is written."""
+    caller = Caller(tell, progress, words)
     request, methods, model = methods_and_model(request)
     if request.workers is not None:
         require_ray()
@@ -54,31 +73,29 @@ def perform(request: Request, folder: Path, resume: bool, tell: Callable[[str], 
     with ExitStack() as stack:
         if request.launch is None:
             prepared, backend = _opened(resolved, stack)
-            _run(resolved, prepared, backend, folder, resume, tell)
+            _run(resolved, prepared, backend, folder, resume, caller)
         else:
-            _run_launched(resolved, stack, folder, resume, tell)
+            _run_launched(resolved, stack, folder, resume, caller)
 
 
-def _run_launched(
-    resolved: Resolved, stack: ExitStack, folder: Path, resume: bool, tell: Callable[[str], object]
-) -> None:
+def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
     """Servers of this run are stopped with it, and one that dies says why."""
     from dflash_bench.run import launching
 
     launching.check(resolved.request, resolved.methods)
     resolved = launching.with_dtype(resolved)
-    launched, addresses = launching.launch(resolved, folder, stack, tell)
+    launched, addresses = launching.launch(resolved, folder, stack, caller.tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = prepare(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
     try:
-        _run(resolved, prepared, backend, folder, resume, tell, lambda: launching.keep_logs(launched, folder))
+        _run(resolved, prepared, backend, folder, resume, caller, lambda: launching.keep_logs(launched, folder))
     except UserError as error:
         if deaths := launched.died():
             raise UserError("; ".join([*deaths, str(error)])) from error
         raise
     for death in launched.died():
-        tell(f"note: {death}")
+        caller.tell(f"note: {death}")
 
 
 def _opened(resolved: Resolved, stack: ExitStack) -> tuple[Prepared, Backend | Pool]:
@@ -103,15 +120,15 @@ def _run(
     backend: Backend | Pool,
     folder: Path,
     resume: bool,
-    tell: Callable[[str], object],
+    caller: Caller,
     begun: Callable[[], object] = lambda: None,
 ) -> None:
     """`begun` is called when the run's folder is there."""
-    request, model = resolved.request, resolved.model
+    request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
     plan = _plan(resolved, settings, prepared)
-    info = _info(resolved, plan, backend, prepared)
+    info = _info(resolved, plan, backend, prepared, caller)
     pins = [
         f"{part} is not pinned: it is {prepared.commits[part]} now, and another one when the hub's changes"
         for part in prepared.unpinned(resolved)
@@ -129,20 +146,20 @@ def _run(
         if not request.asks_servers:
             run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, Pool):
-            with Progress(plan.num_generations, len(run.stored)) as progress:
+            with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 captured, tried = pooling.execute(plan, backend, run, progress)
             heard = _heard(backend.witnessed(), run, tell)
             run.mark_finished({"captures": captured, **heard, **_tried(run, Canaries(), tell, tried)})
             return
         canaries = Canaries()
         if request.budget is None:
-            with Progress(plan.num_generations, len(run.stored)) as progress:
+            with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 runner.execute(plan, backend, run, progress, canaries=canaries)
             heard = _heard(witnessed(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
             run.mark_finished(at_end | heard | _tried(run, canaries, tell))
         else:
-            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, tell)
+            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller)
     for note in late(backend) if request.asks_servers else ():
         tell(f"note: {note}")
 
@@ -168,17 +185,17 @@ def _execute_within(
     backend: Backend,
     run: store.Run,
     canaries: Canaries,
-    tell: Callable[[str], object],
+    caller: Caller,
 ) -> None:
     """What there is time for; the run then holds just that."""
     end_s = run.seconds() + budget_s - run.spent_s
-    with Progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
+    with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
         runner.execute(plan, backend, run, progress, budget.items(plan, run, budget_s), canaries=canaries)
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
-        tell(f"note: there was no time for {suite}; raise --for")
-    heard = _heard(witnessed(backend), run, tell)
-    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, tell)})
+        caller.tell(f"note: there was no time for {suite}; raise --for")
+    heard = _heard(witnessed(backend), run, caller.tell)
+    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, caller.tell)})
 
 
 def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -219,7 +236,9 @@ def _at_end(backend: Backend) -> dict[str, Any]:
     return {"captures": captured_of(backend), **pass_of(backend)}
 
 
-def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared) -> dict[str, Any]:
+def _info(
+    resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Prepared, caller: Caller
+) -> dict[str, Any]:
     """What `run.json` holds."""
     forwards: Mapping[str, Any] | None = None
     if isinstance(backend, Pool):
@@ -231,7 +250,7 @@ def _info(resolved: Resolved, plan: Plan, backend: Backend | Pool, prepared: Pre
         "identity": _identity(resolved, plan, backend, prepared),
         "options": to_json(resolved.request),
         "environment": machine,
-        "command": command(sys.argv[1:]),
+        "command": caller.words or command(sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": items.to_store(plan),
         "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,

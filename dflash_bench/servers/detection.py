@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_bench import plugins
 from dflash_bench.errors import UserError, unknown
 from dflash_bench.methods import Method
+from dflash_bench.plugins import Registry
 from dflash_bench.servers import counters
 from dflash_bench.servers.address import Access, Address
 from dflash_bench.servers.client import AnswerError, Client, StatusError
@@ -24,8 +26,18 @@ from dflash_bench.servers.dialects.tensorrt_llm import TENSORRT_LLM
 from dflash_bench.servers.dialects.vllm import VLLM
 from dflash_bench.servers.heard import table, whole
 
-DIALECTS: dict[str, Dialect] = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, TENSORRT_LLM, LMDEPLOY, MLX, OPENAI)}
+OWN = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, TENSORRT_LLM, LMDEPLOY, MLX, OPENAI)}
 """The most particular first: all of them have the pages of the last."""
+
+
+def _of_plugin(name: str, found: object) -> Dialect:
+    """Raises TypeError for what is no dialect."""
+    if not isinstance(found, Dialect) or found.name != name:
+        raise TypeError(f"it must be a dflash_bench.servers.dialects.dialect.Dialect named '{name}'")
+    return found
+
+
+DIALECTS: Registry[Dialect] = Registry(plugins.DIALECTS, OWN, _of_plugin)
 MOST_NAMED = 20
 CONNECT_TIMEOUT_S = 120.0
 """For all pages that say what a server is."""
@@ -98,7 +110,8 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
 
 
 async def _connected(address: Address, client: Client, dialect: Dialect | None, model: str | None) -> Server:
-    wanted = [dialect] if dialect else list(DIALECTS.values())
+    # A plug-in knows its own server best.
+    wanted = [dialect] if dialect else [*(DIALECTS[name] for name in DIALECTS.added), *OWN.values()]
     paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))
     pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
     chosen, about = _recognised(client, wanted, pages)

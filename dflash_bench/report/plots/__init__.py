@@ -14,13 +14,13 @@ from dflash_bench.report.contexts import by_context
 from dflash_bench.report.plots import acceptance, context, load, speed, sweep
 from dflash_bench.report.plots.material import Material
 from dflash_bench.report.plots.profile import profile
-from dflash_bench.report.plots.style import NothingToPlotError, encoded, inline, with_style
+from dflash_bench.report.plots.style import NothingToPlotError, drawn_into, encoded, inline, with_style
 from dflash_bench.report.plots.training import History, training
 from dflash_bench.report.plots.trend import trend
 
 __all__ = [
-    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "names_for", "svg", "write_plot",
-    "write_profile", "write_training", "write_trend",
+    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "drawn", "names_for", "svg",
+    "write_plot", "write_profile", "write_training", "write_trend",
 ]  # fmt: skip
 
 KINDS = ("png", "svg")
@@ -71,6 +71,14 @@ def write_training(histories: Mapping[str, History], path: Path) -> Path:
 def write_profile(places: Sequence[Place], title: str, path: Path) -> Path:
     """What forwards cost by their width; `title` says of which target, and whether it is estimated."""
     return _write(lambda places: profile(places, title), places, path)
+
+
+def drawn(material: Material, name: str, into: Any = None) -> Any:
+    """A figure, or, with `into` (a matplotlib SubFigure), that one. Raises as `write_plot`, and UserError."""
+    if name not in PLOTS:
+        raise unknown("plot", name, list(PLOTS))
+    with drawn_into(into):
+        return with_style(PLOTS[name], material)
 
 
 def svg(material: Material, name: str) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import nan
 from typing import Any, TypeVar
 
@@ -48,6 +50,19 @@ Panel = TypeVar("Panel", bound=Hashable)
 """What tells one panel of a plot from another, such as a suite under settings."""
 
 
+_canvas: ContextVar[Any] = ContextVar("canvas", default=None)
+
+
+@contextmanager
+def drawn_into(canvas: Any) -> Iterator[None]:
+    """Plots go into this part of someone's figure, and not into one of their own; None changes nothing."""
+    token = _canvas.set(canvas)
+    try:
+        yield
+    finally:
+        _canvas.reset(token)
+
+
 class NothingToPlotError(Exception):
     """The rows do not hold what a plot shows; says what is missing."""
 
@@ -74,7 +89,7 @@ def panels(
     fitting = list(names[:MOST_PANELS])
     across = min(len(fitting), 2)
     down = -(-len(fitting) // across)
-    figure = Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
+    figure = _canvas.get() or Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, **shared)
     for axes in grid.flat[len(fitting) :]:
         axes.set_visible(False)

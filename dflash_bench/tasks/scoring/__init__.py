@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+from dflash_bench import plugins
 from dflash_bench.errors import UserError, unknown
+from dflash_bench.plugins import Registry
 from dflash_bench.records import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.scoring import code, formulas, numbers
@@ -56,12 +58,20 @@ _TEXT_SCORERS: dict[str, Scorer] = {
     "gsm8k_number": numbers.number,
     "math": formulas.math,
 }
-SCORERS: dict[str, Callable[..., Score]] = {
-    **_TEXT_SCORERS,
-    "humaneval": code.humaneval,
-    "mbpp": code.mbpp,
-    "none": _score_nothing,
-}
+
+
+def _of_plugin(name: str, found: object) -> Scorer:
+    """Raises TypeError for what cannot be called."""
+    if not callable(found):
+        raise TypeError("it must be a function of a prompt and a text, which returns a Score")
+    return found
+
+
+SCORERS: Registry[Callable[..., Score]] = Registry(
+    plugins.SCORERS,
+    {**_TEXT_SCORERS, "humaneval": code.humaneval, "mbpp": code.mbpp, "none": _score_nothing},
+    _of_plugin,
+)
 COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
     "mbpp": {"test_list": list, "test_imports": list},

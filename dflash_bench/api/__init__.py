@@ -1,0 +1,40 @@
+"""The public Python API, which the command line uses, too.
+
+What `dflash_bench.__all__` names stays as it is described here within a major version: arguments, attributes, columns
+and units. Everything else in the package may change with any release. Errors that you can do something about are
+`UserError`, in one line that says what is wrong and what to do. Nothing is printed; in a notebook a bar shows how far a
+run is. Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_bench.api.engine import Engine, Reply, ReplyStream
+    from dflash_bench.api.judging import CheckResult, Compared, check, compare
+    from dflash_bench.api.measuring import run
+    from dflash_bench.api.reading import Run, load
+    from dflash_bench.api.tools import crosscheck, doctor, inspect, profile, train
+    from dflash_bench.errors import UserError
+
+__all__ = [
+    "CheckResult", "Compared", "Engine", "Reply", "ReplyStream", "Run", "UserError",
+    "check", "compare", "crosscheck", "doctor", "inspect", "load", "profile", "run", "train",
+]  # fmt: skip
+_HOMES = {
+    "api.engine": ("Engine", "Reply", "ReplyStream"),
+    "api.judging": ("CheckResult", "Compared", "check", "compare"),
+    "api.measuring": ("run",),
+    "api.reading": ("Run", "load"),
+    "api.tools": ("crosscheck", "doctor", "inspect", "profile", "train"),
+    "errors": ("UserError",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"dflash_bench.{home}"), name)
+    raise AttributeError(f"module 'dflash_bench.api' has no attribute '{name}'")

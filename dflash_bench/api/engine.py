@@ -1,0 +1,374 @@
+"""`db.Engine`: one target in this process, which answers one prompt at a time with any method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from dflash_bench import methods
+from dflash_bench.errors import UserError
+from dflash_bench.records import FinishReason, Generation, Message
+
+if TYPE_CHECKING:
+    from dflash_bench.engine.drafter import Drafter
+    from dflash_bench.engine.sampling import Sampling
+    from dflash_bench.engine.sequences import Limits, Round
+    from dflash_bench.methods import Method
+
+Chat = Sequence[Message | Mapping[str, str]]
+Asked = str | Chat | Sequence[int]
+"""A user's message, a chat, or token ids."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What decoding makes of a character whose last bytes are still to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyRound:
+    """One round: the target verified what was drafted. Times are in seconds, and None until the reply has ended."""
+
+    drafted: tuple[int, ...]
+    """The ids of the drafted tokens; of a tree those of all its nodes. Empty in plain decoding."""
+    accepted: int
+    """How many of them were kept."""
+    token_ids: tuple[int, ...]
+    """What the round added: accepted + 1 tokens, fewer where a stop or the limit cut it."""
+    parents: tuple[int, ...] | None = None
+    """Of a tree, for each drafted token the place of the one that it follows, -1 for the last token before; else None.
+    """
+    draft_s: float | None = None
+    verify_s: float | None = None
+    seconds: float | None = None
+    """From the end of the round before to the end of this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer. Its first token comes from reading the prompt; all others from `rounds`."""
+
+    text: str
+    """Without special tokens; empty for a target without a tokenizer."""
+    token_ids: tuple[int, ...]
+    """[T], a stop token at the end included."""
+    rounds: tuple[ReplyRound, ...]
+    method: str
+    finish_reason: FinishReason
+    """stop or length."""
+    num_prompt_tokens: int
+    prefill_s: float
+    """Seconds until the first token."""
+    decode_s: float
+    """Seconds from the first token to the last, the draft's own prefill included."""
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens a round: the mean of accepted + 1 over rounds, al.pooled of this answer; None without a round."""
+        return sum(one.accepted + 1 for one in self.rounds) / len(self.rounds) if self.rounds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one round gave, as soon as it was there; `round` is None for the first token, which no round gave."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    round: ReplyRound | None
+
+
+class ReplyStream(Iterator[Piece]):
+    """The pieces of an answer, one a round; joined, their texts are the reply's, but for what ends in mid-character.
+
+    Read to its end, it has the `reply`. One that is not read on ends when its engine begins another answer.
+    """
+
+    def __init__(self, pieces: Iterator[Piece | Reply]) -> None:
+        self._pieces = pieces
+        self._reply: Reply | None = None
+
+    def __iter__(self) -> ReplyStream:
+        return self
+
+    def __next__(self) -> Piece:
+        piece = next(self._pieces)
+        if isinstance(piece, Reply):
+            self._reply = piece
+            raise StopIteration
+        return piece
+
+    @property
+    def reply(self) -> Reply:
+        """Raises UserError before the stream was read to its end."""
+        if self._reply is None:
+            raise UserError("this answer has not ended: read the stream to its end, before the engine begins another")
+        return self._reply
+
+    def close(self) -> None:
+        """Ends it here."""
+        self._pieces.close()  # type: ignore[attr-defined]
+
+
+class Engine(AbstractContextManager["Engine"]):
+    """A target and its drafts in this process, for one prompt at a time; a draft is loaded when it is first used.
+
+        with db.Engine("nano") as engine:
+            print(engine.generate("2+2?", method="dflash").text)
+
+    Nothing is judged: whether answers are the model's own is what `db.run` finds out.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        target: str | Path | None = None,
+        drafts: Mapping[str, str | Path] | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        threads: int | None = None,
+        attention: str | None = None,
+        engine: str | None = None,
+        quantize: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`model` is a name that `dflash-bench models` lists, or a folder with target/ and drafts (default: nano).
+
+        In its place, or in the place of its parts, `target` is a folder or hub id, and `drafts` maps dflash, eagle3,
+        ... to folders or hub ids. The rest is as for `dflash-bench run`: device cpu or cuda (a GPU if there is one,
+        but for nano), dtype float32 (the CPU's default), bfloat16 (a GPU's), float16 or auto, `threads` of torch in
+        this process (default 1). A target without tokenizer files takes token ids alone.
+
+        Raises UserError for what is missing, damaged, does not fit together or into memory, or has no effect.
+        """
+        from dflash_bench.models import presets
+        from dflash_bench.run.opening import prepared
+        from dflash_bench.run.option import check_options
+        from dflash_bench.run.request import Request
+
+        texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())
+        request = Request(
+            model=None if model is None else str(model), target=None if target is None else str(target), device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, quantize=quantize,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        check_options(request)
+        self.preset = presets.combine(request.model, request.target, presets.parse_drafts(texts))
+        self._request = request
+        self._load(*prepared(_wanted(request))[:2])
+
+    def _load(self, device: str, dtype: str) -> None:
+        import torch
+
+        from dflash_bench.engine.capturing import capture_passes
+        from dflash_bench.engine.clock import clock_for
+        from dflash_bench.engine.local import stop_ids
+        from dflash_bench.engine.networks import target_of
+        from dflash_bench.models.language import Placement
+        from dflash_bench.models.loading import load
+
+        request = self._request
+        placement = Placement(
+            attention=request.attention, trust_remote_code=request.trust_remote_code, quantize=request.quantize
+        )
+        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+        self._models = load(self.preset, [], device, kind, placement, needs_tokenizer=False)
+        self._target = target_of(self._models.target, request.engine, packs=True)
+        self._drafters: dict[str, Drafter] = {}
+        self._open: Iterator[object] | None = None
+        self._clock = clock_for(self._target.device)
+        self._stop_ids = stop_ids(self._models.target, self._models.tokenizer)
+        capture_passes(self._target, (), None)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's own, of transformers; None where there is none."""
+        return self._models.tokenizer
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end an answer if none are given."""
+        return self._stop_ids
+
+    def encode(self, prompt: Asked, thinking: bool = False) -> list[int]:
+        """The token ids [P] that a prompt comes to: text is a user's message, and chats are rendered by the template.
+
+        Messages have a role (system, user or assistant) and content. `thinking` is for templates with such a switch.
+        Raises UserError for text where there is no tokenizer, and for an empty prompt or an id that is no token.
+        """
+        from dflash_bench.models import chat
+
+        self._require_open()
+        if not isinstance(prompt, str) and all(not isinstance(one, Message | Mapping) for one in prompt):
+            return _checked(prompt, self._target.vocab_size)
+        if self.tokenizer is None:
+            raise UserError(f"{self.preset.target} has no tokenizer, so it takes token ids alone, not text")
+        messages = [Message("user", prompt)] if isinstance(prompt, str) else [_message(one) for one in prompt]
+        return chat.encoded(self.tokenizer, messages, thinking)
+
+    @overload
+    def generate(
+        self, prompt: Asked, method: str = ..., *, max_new_tokens: int | None = ...,
+        stop_ids: Iterable[int] | None = ..., temperature: float = ..., seed: int = ..., thinking: bool = ...,
+        stream: Literal[False] = ...,
+    ) -> Reply: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Asked, method: str = ..., *, max_new_tokens: int | None = ...,
+        stop_ids: Iterable[int] | None = ..., temperature: float = ..., seed: int = ..., thinking: bool = ...,
+        stream: Literal[True],
+    ) -> ReplyStream: ...  # fmt: skip
+
+    def generate(
+        self,
+        prompt: Asked,
+        method: str = "ar",
+        *,
+        max_new_tokens: int | None = None,
+        stop_ids: Iterable[int] | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        thinking: bool = False,
+        stream: bool = False,
+    ) -> Reply | ReplyStream:
+        """Answers a prompt: text, messages, or token ids, as `encode` takes them.
+
+        `method` is written as for `dflash-bench run`, such as dflash:8; ar is plain decoding. The answer ends after one
+        of `stop_ids` (default: the model's), after `max_new_tokens` (default: the model's in the table of models, or
+        2048), or where the context is full. At `temperature` 0 the likeliest token is taken; above it tokens are drawn
+        with random numbers that belong to `seed`, prompt and place, so that every lossless method draws the same.
+
+        Returns a `Reply`, or with `stream` a `ReplyStream`. Raises UserError for an unknown method, one whose draft is
+        not there, a prompt that leaves no room, values out of range, and NaN or infinite logits.
+        """
+        from dflash_bench.engine.local import seed_of
+        from dflash_bench.engine.sampling import Sampling
+        from dflash_bench.engine.sequences import Limits
+
+        most = self.preset.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if most < 1:
+            raise UserError(f"max_new_tokens is a number from 1 up, not {most}")
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise UserError(f"temperature is a number from 0 up, not {temperature}")
+        ids = self.encode(prompt, thinking)
+        chosen = methods.parse(method)
+        limits = Limits(most, self._stop_ids if stop_ids is None else frozenset(stop_ids))
+        drafter = self._drafter(chosen)
+        if self._open is not None:
+            self._open.close()  # type: ignore[attr-defined]
+        pieces = self._pieces(chosen, drafter, ids, limits, Sampling(temperature, seed_of(seed, 0, ids)))
+        self._open = pieces
+        answer = ReplyStream(pieces)
+        if stream:
+            return answer
+        for _ in answer:
+            pass
+        return answer.reply
+
+    def close(self) -> None:
+        """Forgets the weights; also at the end of `with`. The engine answers nothing more."""
+        if self._open is not None:
+            self._open.close()  # type: ignore[attr-defined]
+        self._drafters.clear()
+        del self._target, self._models
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if not hasattr(self, "_target"):
+            raise UserError("this engine was closed; open another one")
+
+    def _drafter(self, method: Method) -> Drafter:
+        if method.label not in self._drafters:
+            self._drafters[method.label] = self._built(method)
+        return self._drafters[method.label]
+
+    def _built(self, method: Method) -> Drafter:
+        from dflash_bench.engine.capturing import capture_passes
+        from dflash_bench.engine.local import build_drafter
+        from dflash_bench.engine.networks import pack_like
+        from dflash_bench.models.loading import with_draft
+
+        if method.kind.shape == "tree" and not self._target.reads_trees:
+            raise UserError(f"method {method.label}: recurrent layers read no trees; use a chain, such as dflash")
+        if self.tokenizer is None and any(option.is_file for option in method.kind.options):
+            raise UserError(f"method {method.label} needs the target's tokenizer, and {self.preset.target} has none")
+        if method.draft is not None:
+            self._models = with_draft(self._models, self.preset, method.draft)
+        drafter = build_drafter(self._models, self._target, method, self.preset)
+        pack_like(self._target, [drafter], [] if method.draft is None else [self._models.draft_of(method)])
+        capture_passes(self._target, [*self._drafters.values(), drafter], None)
+        return drafter
+
+    def _pieces(
+        self, method: Method, drafter: Drafter, prompt: list[int], limits: Limits, sampling: Sampling
+    ) -> Iterator[Piece | Reply]:
+        """Round by round, and then the whole."""
+        import torch
+
+        from dflash_bench.engine.decoding import decode
+        from dflash_bench.engine.drafter import Foresees
+        from dflash_bench.engine.generations import Decoded
+
+        decoded, told = Decoded(prompt), 0
+        if isinstance(drafter, Foresees):
+            drafter.foresee([prompt], limits, sampling, None)
+        try:
+            for step in decode(self._target, drafter, [prompt], limits, sampling, self._clock):
+                decoded.add(0, step)
+                text = self._text(decoded.tokens).rstrip(UNFINISHED)
+                new, told = text[told:], max(told, len(text))
+                first = len(decoded.rounds) == 1
+                yield Piece(new, tuple(step.emitted[0] or ()), None if first else _round(step))
+        except torch.cuda.OutOfMemoryError as error:
+            raise UserError("out of GPU memory; ask for fewer tokens, or use a smaller dtype") from error
+        text = self._text(decoded.tokens)
+        yield _reply(method, decoded.generation(self._clock, text, limits.stop_ids, None), decoded.rounds)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _wanted(request: Any) -> Any:
+    from dflash_bench.run.opening import wanted_of
+
+    return wanted_of(request)
+
+
+def _checked(prompt: Any, vocab_size: int) -> list[int]:
+    ids = list(map(int, prompt))
+    if not ids:
+        raise UserError("an empty prompt: give text, messages or at least one token id")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"token id {token} is none of this model's, which are 0 to {vocab_size - 1}")
+    return ids
+
+
+def _message(said: Message | Mapping[str, str] | int) -> Message:
+    if isinstance(said, Message):
+        return said
+    if isinstance(said, Mapping) and said.keys() >= {"role", "content"}:
+        return Message(said["role"], said["content"])
+    raise UserError(f"a message has role and content, as {{'role': 'user', 'content': '2+2?'}}; not {said!r}")
+
+
+def _round(step: Round, **seconds: float) -> ReplyRound:
+    parents = None if step.drafted_parents is None else tuple(step.drafted_parents[0])
+    return ReplyRound(tuple(step.drafted_ids[0]), step.accepted[0], tuple(step.emitted[0] or ()), parents, **seconds)
+
+
+def _reply(method: Method, said: Generation, steps: Sequence[tuple[int, Round]]) -> Reply:
+    assert said.draft_s is not None and said.verify_s is not None and said.round_s is not None
+    rounds = (
+        _round(step, draft_s=draft_s, verify_s=verify_s, seconds=round_s)
+        for (_, step), draft_s, verify_s, round_s in zip(
+            steps[1:], said.draft_s, said.verify_s, said.round_s, strict=True
+        )
+    )
+    return Reply(
+        said.text, said.token_ids, tuple(rounds), method.label, said.finish_reason, said.num_prompt_tokens,
+        said.prefill_s, said.decode_s,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Runs held against each other and against a baseline. Loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.api.reading import Run
+from dflash_bench.errors import UserError
+
+if TYPE_CHECKING:
+    from dflash_bench.analysis.gate.checks import Checked
+    from dflash_bench.analysis.gate.outcome import Check
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What changed between runs, on the prompts that they have in common. `str` is the text of `dflash-bench compare`.
+
+    `notes` must be known to whoever reads the figures, and `data` is all of it as JSON holds it.
+    """
+
+    text: str
+    data: dict[str, Any]
+
+    @property
+    def notes(self) -> list[str]:
+        """What must be known to whoever reads the figures, a sentence each."""
+        return list(self.data["notes"])
+
+    @cached_property
+    def table(self) -> Any:
+        """A tidy pandas DataFrame with a row a figure that changed: "after" divided by "before".
+
+        Columns: suite, method (between runs), settings, before, after (runs, or methods of the one run), metric, value
+        (a ratio: 1 is no change), low, high (95 % interval, or NaN), p (adjusted for their number, or NaN), n (prompts
+        that both answered).
+        """
+        import pandas as pd
+
+        columns = ["suite", "method", "settings", "before", "after", "metric", "value", "low", "high", "p", "n"]
+        rows = [
+            (*one["suite"].partition(" ")[::2], *(one[name] for name in ("setting", "before", "after")), metric,
+             *change["ratio"], change["p"], one["num_prompts"])
+            for one in self.data.get("changes", ())
+            for metric, change in one["ratios"].items()
+        ]  # fmt: skip
+        return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(["value", "low", "high", "p"], float))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        from dflash_bench.report.html import escape
+
+        return f"<pre>{escape(self.text)}</pre>"
+
+
+def compare(*runs: Run | str | Path, by: str = "suite", allow: Sequence[str] = ()) -> Compared:
+    """Sets runs side by side: the first is "before", each other one "after"; of a single run, its methods.
+
+    Runs are `Run`s or folders. `by` splits figures by suite, category, turn, prompt-length, output-position or part.
+    Raises UserError for runs that differ in what decides figures (model, settings, machine, ...) unless `allow` names
+    it, as for `dflash-bench compare --allow`.
+    """
+    return comparison(runs, by=by, allow=allow)
+
+
+def comparison(
+    runs: Sequence[Run | str | Path],
+    *,
+    by: str = "suite",
+    against: str | None = None,
+    compat: str | None = None,
+    allow: Sequence[str] = (),
+) -> Compared:
+    """The same, with what only the command line has: published figures, and the official harness's formulas."""
+    from dflash_bench.report.compared import compared
+
+    found = compared([folder_of(one) for one in runs], by=by, against=against, compat=compat, allow=tuple(allow))
+    return Compared(found.text, found.json)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `check` found. `str` is the text of `dflash-bench check`."""
+
+    found: Checked
+    """For the command line; not part of what is promised."""
+
+    @property
+    def passed(self) -> bool:
+        """Did nothing fall short?"""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Check]:
+        """What fell short: `suite`, `method`, `kind`, `found`, `expected`, `p` and `reason` of each."""
+        return self.found.outcome.failures
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was allowed, could not be tried, or limits what was judged, a sentence each."""
+        return self.found.outcome.notes
+
+    @cached_property
+    def table(self) -> Any:
+        """A pandas DataFrame with a row for each thing that was judged.
+
+        Columns: suite, method, setting, kind (the id of a figure, or of a flaw), run, found, expected, tolerance (a
+        share of expected), p (NaN where nothing is random), failed, reason.
+        """
+        import pandas as pd
+
+        names = (
+            "suite", "method", "setting", "kind", "run", "found", "expected", "tolerance", "p", "failed", "reason",
+        )  # fmt: skip
+        rows = [[getattr(check, name) for name in names] for check in self.found.outcome.checks]
+        return pd.DataFrame(rows, columns=list(names)).astype(dict.fromkeys(["found", "expected", "p"], float))
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        from dflash_bench.report import gate
+
+        return gate.text(self.found.outcome)
+
+
+def check(
+    runs: Sequence[Run | str | Path] | Run | str | Path,
+    baseline: str | Path | None = None,
+    limits: str | Path | None = None,
+    allow: Sequence[str] = (),
+    rescore: bool | None = None,
+) -> CheckResult:
+    """Do runs fall short of a baseline, or of what every run must reach?
+
+    `baseline` is a file of `dflash-bench baseline`; without one only what every run must reach is judged. `limits` is a
+    TOML file of limits, `rescore` as `--rescore` and `--no-rescore`. Raises UserError for a run that cannot be read, a
+    baseline of other prompts, and where nothing can be judged. A run that falls short raises nothing: `passed` is
+    False.
+    """
+    from dflash_bench.analysis.gate.checks import checked
+    from dflash_bench.rereading import reread
+
+    several = [runs] if isinstance(runs, Run | str | Path) else list(runs)
+    if not several:
+        raise UserError("nothing to check: give at least one run")
+    before, least = (None if path is None else Path(path) for path in (baseline, limits))
+    folders = [folder_of(one) for one in several]
+    return CheckResult(checked(folders, before, least, tuple(allow), lambda results: reread(results, rescore)))
+
+
+def folder_of(run: Run | str | Path) -> Path:
+    return run.folder if isinstance(run, Run) else Path(run)

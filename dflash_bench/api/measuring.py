@@ -1,0 +1,213 @@
+"""`db.run`: measures methods against plain decoding, and returns the run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from dflash_bench.api.reading import Run
+from dflash_bench.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from dflash_bench.run.request import Request
+
+Words = str | Sequence[str]
+"""One, or several."""
+Numbers = float | Sequence[float]
+Counts = int | Sequence[int]
+ALIASES = {
+    "suite": "suites", "method": "methods", "draft": "drafts", "server": "servers",
+}  # fmt: skip
+"""Options in the singular, as on the command line, and the field that holds them."""
+
+
+class Options(TypedDict, total=False):
+    """The options of `dflash-bench run`, by the names of its flags; `dflash-bench run --help` says what each does.
+
+    Where a flag may be repeated or takes several values, one value or a sequence will do; drafts and servers are
+    mappings of a method to a place, and `over` one of a name to its values.
+    """
+
+    prompts: str | Path
+    score: str
+    data: str | Path
+    thinking: str
+    context: Sequence[int | None] | int
+    budget: str
+    """--for"""
+    target: str | Path
+    drafts: Mapping[str, str | Path]
+    trust_remote_code: bool
+    servers: Mapping[str, str]
+    dialect: str
+    served_model: str
+    api_key_env: str
+    timeout: float
+    env_proxy: bool
+    launch: str
+    launch_with: str
+    launch_args: str
+    max_new_tokens: int
+    temperature: Numbers
+    top_k: Counts
+    top_p: Numbers
+    min_p: Numbers
+    repetition_penalty: Numbers
+    concurrency: Counts
+    rate: Numbers
+    slo: str
+    seed: int
+    block_size: int | str
+    draft_steps: int | str
+    repeats: int
+    audit: str
+    over: Mapping[str, Iterable[object]]
+    one_at_a_time: bool
+    device: str
+    device_map: str
+    dtype: str
+    attention: str
+    engine: str
+    graph: str
+    compile: str
+    quantize: str
+    threads: int
+    workers: int
+    ray_address: str
+    unsafe_code: bool
+
+
+def run(
+    config: Request | None = None,
+    *,
+    suite: Words = (),
+    methods: Words = (),
+    model: str | Path | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    tell: Callable[[str], object] | None = None,
+    **options: Unpack[Options],
+) -> Run:
+    """Measures `methods` and plain decoding on the prompts of `suite`, stores every answer, and returns the `Run`.
+
+    `suite`: a suite, a group or several, as `dflash-bench suites` lists them. `methods`: as `dflash-bench methods`
+    writes them, such as "dflash:8" (default: dflash). `model`: a name that `dflash-bench models` lists, or a folder
+    (default: nano, the model that is included). `limit`: prompts of each suite at most. `out`: the folder to write,
+    which must not exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` gets notes, which
+    are also in `Run.notes`. `options` are those of `Options`. In place of all but `out`, `resume` and `tell`, `config`
+    takes a whole request.
+
+    Raises UserError for options that contradict each other or have no effect, for models and prompts that cannot be
+    had, and if no answer succeeded. A run with wrong answers raises nothing; see `Run.findings`. Interrupted, it has
+    stored what was finished, and `resume=True` goes on.
+    """
+    given = {"suite": suite, "methods": methods, "model": model, "limit": limit, **options}
+    chosen = {name: value for name, value in given.items() if value not in (None, ())}
+    if config is not None and chosen:
+        raise UserError(f"{next(iter(chosen))}= has no effect beside config, which holds all options")
+    asked = config or request_of(**chosen)
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text.removeprefix("note: "))
+        if tell is not None:
+            tell(text)
+
+    folder = measure(asked, None if out is None else Path(out), resume, note, words=_words(asked, chosen))
+    return Run(folder, notes=notes)
+
+
+def measure(
+    request: Request,
+    out: Path | None,
+    resume: bool,
+    tell: Callable[[str], object],
+    **shown: Any,
+) -> Path:
+    """Runs or continues a request, as both `db.run` and the command do, and returns its folder.
+
+    `shown` goes to `session.perform`; without it nothing but a notebook's bar shows how far it is.
+    """
+    from dflash_bench.api.progress import shown as progress
+    from dflash_bench.run import session
+
+    if resume and out is None:
+        raise UserError("--resume needs --out FOLDER, the run to continue")
+    # What tqdm says where a notebook has no widgets; none of its bars is shown.
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    folder = out or default_folder(request)
+    session.perform(request, folder, resume, tell, **{"progress": progress(), **shown})
+    return folder
+
+
+def default_folder(request: Request) -> Path:
+    """Of a run that was not told where to go: results/runs/TIME-MODEL below the current folder."""
+    from dflash_bench.models import presets
+
+    name = presets.name(request.name).rpartition("/")[2]
+    return Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+
+
+def request_of(**options: Any) -> Request:
+    """The request that options by their names come to. Raises UserError for an unknown name."""
+    from dflash_bench.run.request import Request
+
+    kinds = {field.name: str(field.type) for field in fields(Request)}
+    chosen: dict[str, Any] = {"suites": (), "methods": ()}
+    for name, value in options.items():
+        field = ALIASES.get(name, name)
+        if field not in kinds:
+            raise unknown("option", name, [*kinds, *ALIASES])
+        if value is not None:
+            chosen[field] = _value(field, kinds[field], value)
+    return Request(**chosen)
+
+
+def _value(field: str, kind: str, value: Any) -> Any:
+    """As the request holds it."""
+    if field == "launch_args":
+        from dflash_bench.secrets import arguments
+
+        return arguments(value, "--launch-args")
+    if field in ("drafts", "servers", "over") and isinstance(value, Mapping):
+        return tuple(f"{name}={_listed(values)}" for name, values in value.items())
+    if kind.startswith("tuple"):
+        several = [value] if isinstance(value, str | Path) or not isinstance(value, Iterable) else value
+        return tuple(map(_number if "float" in kind else _text, several))
+    if kind.startswith("Path"):
+        return Path(value)
+    return str(value) if kind.startswith("str") else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, int) else value
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _listed(values: Any) -> str:
+    """Values of a sweep with commas between them; a place as it is."""
+    if isinstance(values, str | Path) or not isinstance(values, Iterable):
+        return str(values)
+    return ",".join(map(str, values))
+
+
+def _words(request: Request, options: Mapping[str, Any]) -> str:
+    """The call, to be stored in run.json; a key is named by its variable, so that none stands in it."""
+    given = {name: getattr(request, ALIASES.get(name, name)) for name in options}
+    shown = (f"{name}={str(value) if name == 'launch_args' else _plain(value)!r}" for name, value in given.items())
+    return f"db.run({', '.join(shown) or 'config'})"
+
+
+def _plain(value: Any) -> Any:
+    """One value for a tuple of it, and text for a path."""
+    if isinstance(value, tuple):
+        return _plain(value[0]) if len(value) == 1 else list(map(_plain, value))
+    return str(value) if isinstance(value, Path) else value

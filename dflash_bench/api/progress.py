@@ -1,0 +1,71 @@
+"""How far a run is, shown in a notebook; elsewhere nothing is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from html import escape
+from io import StringIO
+from typing import Any
+
+from dflash_bench.run.progress import Progress
+
+
+def shown() -> Callable[..., Progress]:
+    """What a run is to tell of its answers: a bar in a notebook, else nobody."""
+    return InNotebook if in_notebook() else Silent
+
+
+def in_notebook() -> bool:
+    """Does a kernel run this, which can show HTML? A notebook has imported IPython; nothing is imported for this."""
+    python = sys.modules.get("IPython")
+    shell = python.get_ipython() if python is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+class Silent(Progress):
+    """Counts and shows nothing."""
+
+    def __init__(self, total: int, num_stored: int, **options: Any) -> None:
+        super().__init__(total, num_stored, stream=StringIO(), **options)
+
+    def _show(self) -> None:
+        pass
+
+
+class InNotebook(Silent):
+    """One line of HTML below the cell, replaced at most twice a second: drawing must not slow what is measured."""
+
+    EVERY_S = 0.5
+
+    def __init__(self, total: int, num_stored: int, **options: Any) -> None:
+        super().__init__(total, num_stored, **options)
+        self.handle: Any = None
+        self.last_shown = -self.EVERY_S
+
+    def __enter__(self) -> InNotebook:
+        from IPython.display import HTML, display
+
+        self.handle = display(HTML(self._line()), display_id=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._update()
+
+    def _show(self) -> None:
+        if self.clock() - self.last_shown >= self.EVERY_S:
+            self._update()
+
+    def _update(self) -> None:
+        from IPython.display import HTML
+
+        self.last_shown = self.clock()
+        self.handle.update(HTML(self._line()))
+
+    def _line(self) -> str:
+        done = self.num_stored + self.num_new
+        most = "" if self.left_s else f' value="{done}" max="{max(self.total, 1)}"'
+        of = f"{done}" if self.left_s else f"{done}/{self.total}"
+        left = self._left() if done < self.total else "done"
+        words = "  ".join(filter(None, [of, left, self.doing]))
+        return f"<progress{most}></progress> <code>{escape(words)}</code>"

@@ -1,0 +1,263 @@
+"""A finished run as Python has it: tables of answers, rounds and figures, findings, plots and pages.
+
+Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.errors import UserError, unknown
+from dflash_bench.records import Settings
+
+if TYPE_CHECKING:
+    from dflash_bench.analysis.findings import Finding
+    from dflash_bench.analysis.metrics import Cell
+    from dflash_bench.analysis.stats import Interval
+    from dflash_bench.report.document import Document, Line
+
+OF_ANSWERS = (
+    "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
+    "text", "token_ids", "finish_reason", "error", "answer", "passed", "exactness", "audit",
+    "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes", "prompt_hash",
+)  # fmt: skip
+"""The columns of `Run.answers`."""
+OF_ROUNDS = (
+    "suite", "prompt_id", "turn", "repeat", "method", "settings", "round", "position",
+    "drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "round_s",
+)  # fmt: skip
+"""The columns of `Run.rounds`."""
+_PLACE = ("suite", "prompt_id", "turn", "repeat", "method")
+_LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
+
+
+class Run:
+    """A finished run. `db.run` and `db.load` make one.
+
+    `folder` is where it is stored, and `notes` what was said while it was measured (empty when it was loaded).
+    `print(run)` shows the table of `dflash-bench report`; a notebook shows it as HTML.
+    """
+
+    def __init__(self, folder: str | Path, allow: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
+        """Reads it. Raises UserError as `load` does."""
+        from dflash_bench.report import read_document
+
+        self.folder = Path(folder)
+        self.notes = tuple(notes)
+        self.document: Document = read_document(self.folder, tuple(allow))
+        """For the command line and for reports; not part of what is promised."""
+
+    def __repr__(self) -> str:
+        return f"<dflash_bench.Run {self.folder.name!r}>"
+
+    def __str__(self) -> str:
+        from dflash_bench.report import FORMATS
+
+        return FORMATS["table"](self.document)
+
+    def _repr_html_(self) -> str:
+        from dflash_bench.report import html
+
+        return html.excerpt(self.document)
+
+    @property
+    def methods(self) -> list[str]:
+        """The labels of the drafting methods, in the order of the run; plain decoding, `ar`, is none of them."""
+        return self.document.methods
+
+    @property
+    def suites(self) -> list[str]:
+        """The names of the suites, in the order of the run."""
+        return self.document.suites
+
+    @cached_property
+    def answers(self) -> Any:
+        """A pandas DataFrame with a row an answer, in the order in which they were measured.
+
+        Columns: suite, prompt_id, category, turn (from 0), repeat (from 0), method, settings (in words), order, text,
+        token_ids (an array [T]; empty where a server names none), finish_reason (stop, length or error), error (why it
+        failed, else None), answer (what the scorer read), passed (True, False, or None: not scored), exactness
+        (against the plain answer: exact, near_tie, mismatch or differs), audit (against the published model),
+        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), peak_memory_bytes, prompt_hash.
+
+        Failed answers are in it; no figure counts them.
+        """
+        import pandas as pd
+
+        stored = (name for name in OF_ANSWERS if name != "settings")
+        tables = [
+            batch.to_pandas().assign(settings=words)[list(OF_ANSWERS)] for batch, words in self._batches(tuple(stored))
+        ]
+        return pd.concat(tables, ignore_index=True).sort_values("order", ignore_index=True)
+
+    @cached_property
+    def rounds(self) -> Any:
+        """A pandas DataFrame with a row a round, the rounds of an answer in their order; of failed answers, none.
+
+        Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens of
+        the answer before this round; the first token comes from prefill), drafted (how many tokens were drafted; of a
+        tree all its nodes), drafted_ids (an array of them, or None where they were not stored), accepted (how many of
+        them were kept), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for servers,
+        which hide their rounds.
+        """
+        import pandas as pd
+
+        columns = (*_PLACE, "error", "drafted_ids", *_LISTS)
+        tables = [_rounds_of(batch, words) for batch, words in self._batches(columns)]
+        shown = [table for table in tables if len(table)]
+        if not shown:
+            return pd.DataFrame({name: pd.Series(dtype=object) for name in OF_ROUNDS})
+        return pd.concat(shown, ignore_index=True)[list(OF_ROUNDS)]
+
+    def metrics(self) -> Any:
+        """All figures, as a tidy pandas DataFrame with a row a figure.
+
+        Columns: suite, method, settings (in words), metric (an id such as al.pooled or speedup.decode, whose formula
+        is `dflash_bench.analysis.metrics.FORMULAS`), value, low, high (the 95 % interval over prompts, NaN for fewer
+        prompts than can show one), n (prompts). Seconds per token are in milliseconds where the id ends in _ms. A
+        figure that cannot be computed has no row.
+        """
+        import pandas as pd
+
+        rows = [
+            (cell.suite, cell.method, str(cell.settings), name, one.value, one.low, one.high, cell.num_prompts)
+            for cell in self.document.cells
+            for name, one in cell.figures.items()
+        ]
+        table = pd.DataFrame(rows, columns=["suite", "method", "settings", "metric", "value", "low", "high", "n"])
+        return table.astype({"value": float, "low": float, "high": float})
+
+    def speedup(self, method: str, suite: str | None = None, settings: str | None = None) -> Interval:
+        """How many times as fast as plain decoding: `value`, and `low` and `high` of the 95 % interval (or None).
+
+        The geometric mean over suites of speedup.decode (seconds per token of plain decoding over the method's), or of
+        one `suite`. In a run of several settings, `settings` says which, in the words of `metrics()`. Raises UserError
+        for a method, suite or settings that the run does not have, and where there is no plain answer to compare with.
+        """
+        from dflash_bench.report.document import over_all
+
+        line = self._line(method, settings)
+        cells = line.cells_of(self.document.cells)
+        if suite is None:
+            found, _ = over_all(cells, line)
+        else:
+            found = _of_suite(cells, suite).figures.get("speedup.decode")
+        if found is None:
+            raise UserError(f"{self.folder} has no speed-up of {method}: it holds no plain answers to compare with")
+        return found
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """What is wrong or weak about the figures, the worst first: `kind`, `text`, `remedy` and `places` of each."""
+        return self.document.findings
+
+    def plot(self, name: str = "speedup", ax: Any = None) -> Any:
+        """A matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...
+
+        With `ax`, axes of a grid (`plt.subplots`), it is drawn in their place, and a SubFigure is returned. Raises
+        UserError for an unknown plot, for one that this run's rows do not hold, and for axes outside of a grid.
+        """
+        from dflash_bench.report import plots
+
+        try:
+            figure = plots.drawn(plots.Material(self.document), name, None if ax is None else _part_of_figure(ax))
+        except plots.NothingToPlotError as error:
+            raise UserError(f"{self.folder} has nothing to plot as '{name}': {error}") from error
+        if ax is None:
+            # Without pyplot, which keeps every figure, a notebook would only show its name.
+            figure._repr_png_ = lambda: plots.style.with_style(plots.style.encoded, figure, "png")
+        return figure
+
+    def report(self, path: str | Path, answers: int | None = None, tokenizer: str | Path | None = None) -> Path:
+        """Writes an HTML page with tables, plots and answers, all in one file, and returns its path.
+
+        It holds at most `answers` answers (default 300). `tokenizer` is the target's tokenizer.json or its folder, to
+        colour tokens; by default it is found where it can be. Raises UserError where the file cannot be written.
+        """
+        from dflash_bench.report import MOST_ANSWERS, write_page
+
+        write_page(self.document, Path(path), answers or MOST_ANSWERS, None if tokenizer is None else Path(tokenizer))
+        return Path(path)
+
+    def _line(self, method: str, settings: str | None) -> Line:
+        lines = [line for line in self.document.lines if line.method == method]
+        if not lines:
+            raise unknown("method of this run", method, self.methods)
+        words = [str(line.settings) for line in lines]
+        if settings is None and len(lines) > 1:
+            raise UserError(f"this run has several settings; say which: settings='{words[0]}' or {words[1:]}")
+        if settings is not None and settings not in words:
+            raise unknown("settings of this run", settings, words)
+        return lines[0] if settings is None else lines[words.index(settings)]
+
+    def _batches(self, columns: tuple[str, ...]) -> Iterator[tuple[Any, list[str]]]:
+        """Arrow batches of the rows that the tables show, too, and the settings of each row in words."""
+        from dflash_bench.results import parts
+        from dflash_bench.results.identity import checked_settings, needed_for, settings_of
+        from dflash_bench.results.run_json import carried
+
+        results = self.document.results
+        several = settings_of(results.info["identity"])
+        needed = dict.fromkeys((*columns, *needed_for(several)))
+        for part in parts.of(self.folder):
+            try:
+                left_out = results.left_out.get(part)
+                for batch in parts.batches(part, tuple(needed), carried(results.info), left_out):
+                    yield batch.select(columns), _words(checked_settings(batch, several), several)
+            except parts.DamagedError:  # `allow` left it out, or the run would not have been read
+                continue
+
+
+def load(path: str | Path, allow: Sequence[str] = ()) -> Run:
+    """The finished run in a folder, as `db.run` or `dflash-bench run` wrote it.
+
+    Raises UserError for a folder without a run, and for one that is unfinished, damaged or was edited, unless `allow`
+    names that (`unfinished`, `damaged`, ...: the words of `dflash-bench report --allow`).
+    """
+    return Run(path, allow)
+
+
+def _words(numbers: Any, several: Sequence[Settings]) -> list[str]:
+    named = [str(one) for one in several]
+    return [named[number] for number in numbers.tolist()]
+
+
+def _rounds_of(batch: Any, words: list[str]) -> Any:
+    """A row a round, of answers that did not fail and whose rounds are shown."""
+    import numpy as np
+
+    answers = batch.to_pandas().assign(settings=words)
+    answers = answers[answers["error"].isna() & answers["accepted"].notna()]
+    if not len(answers):
+        return answers
+    answers = answers.assign(
+        drafted_ids=[
+            [None] * len(counts) if ids is None else np.split(ids, np.cumsum(counts)[:-1])[: len(counts)]
+            for ids, counts in zip(answers["drafted_ids"], answers["drafted"], strict=True)
+        ],
+        position=[1 + np.cumsum(emitted) - emitted for emitted in answers["emitted"]],
+        round=[np.arange(len(emitted)) for emitted in answers["emitted"]],
+    )
+    lists = ["drafted_ids", "position", "round", *_LISTS]
+    table = answers[[*_PLACE, "settings", *lists]].explode(lists, ignore_index=True).dropna(subset=["round"])
+    whole, real = ("round", "position", "drafted", "accepted", "emitted"), ("draft_s", "verify_s", "round_s")
+    return table.astype(dict.fromkeys(whole, "int64") | dict.fromkeys(real, "float64"))
+
+
+def _of_suite(cells: Sequence[Cell], suite: str) -> Cell:
+    for cell in cells:
+        if cell.suite == suite:
+            return cell
+    raise unknown("suite of this run", suite, [cell.suite for cell in cells])
+
+
+def _part_of_figure(ax: Any) -> Any:
+    """The place of these axes as a figure of its own, as plots have legends and titles."""
+    place, figure = ax.get_subplotspec(), ax.figure
+    if place is None:
+        raise UserError("ax stands in no grid; make it with plt.subplots() or figure.add_subplot()")
+    ax.remove()
+    return figure.add_subfigure(place)

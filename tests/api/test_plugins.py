@@ -1,0 +1,198 @@
+"""What other packages add by entry points: a drafter, a scorer and a dialect, and what is said of broken ones.
+
+Each is a package in a folder on the path: its module, and the metadata that an installed one has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from fake_server import FakeServer
+
+from dflash_bench import api as db
+from dflash_bench import plugins
+from dflash_bench.errors import UserError
+from dflash_bench.methods import METHODS, parse
+from dflash_bench.servers.detection import DIALECTS
+from dflash_bench.tasks.scoring import SCORERS
+
+Main = Callable[..., tuple[int, str, str]]
+Install = Callable[[str, str, dict[str, str]], None]
+DRAFTER = """
+from dflash_bench.kinds import Kind, Option
+
+echo = Kind("echo", "the last token again and again", None, "chain", True,
+            (Option("n", "tokens drafted a round", 3, 1, 63, "tokens"),), count="n", module="my_echo.drafting")
+"""
+DRAFTING = """
+from dflash_bench.engine.drafters.hosted import HostDrafter
+
+
+class EchoDrafter(HostDrafter):
+    def start(self, row, prompt):
+        pass
+
+    def continuation(self, row):
+        return [self.texts[row][-1]] * self.num_drafts
+
+
+def build(models, target, method):
+    return EchoDrafter(method.number("n"), target.device)
+"""
+SCORER = """
+from dflash_bench.tasks.scoring.answers import Score
+
+
+def shouting(prompt, text):
+    return Score(text[:20] or None, text.isupper())
+"""
+DIALECT = """
+from dataclasses import replace
+
+from dflash_bench.servers.dialects.dialect import owner
+from dflash_bench.servers.dialects.openai import MODELS, OPENAI
+from dflash_bench.servers.dialects.vllm import VLLM
+from dflash_bench.servers.dialects.dialect import About
+
+
+def identify(pages):
+    return About("9.9") if owner(pages.get(MODELS)) == "vllm" else None
+
+
+mine = replace(VLLM, name="mine", identify=identify)
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """As pip would: files of a module, and the entry points that its metadata names."""
+    site = tmp_path / "site"
+    monkeypatch.syspath_prepend(site)
+    before = set(sys.modules)
+
+    def add(package: str, points: str, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = site / package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        metadata = site / f"{package}-1.5.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
+        (metadata / "entry_points.txt").write_text(points)
+        forget()
+
+    yield add
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    plugins.found.cache_clear()
+    plugins._used.clear()
+    for table in (METHODS, DIALECTS, SCORERS):
+        table._loaded.clear()  # type: ignore[attr-defined]
+
+
+def add_echo(install: Install) -> None:
+    files = {"__init__.py": DRAFTER, "drafting.py": DRAFTING}
+    install("my_echo", "[dflash_bench.drafters]\necho = my_echo:echo\n", files)
+
+
+def test_a_drafter_of_another_package_is_a_method(install: Install, tmp_path: Path, main: Main) -> None:
+    add_echo(install)
+    model = tiny.build(tmp_path / "model")
+    with db.Engine(model) as engine:
+        said = engine.generate([5, 9, 200, 7], method="echo:2", max_new_tokens=12)
+        assert said.token_ids == engine.generate([5, 9, 200, 7], max_new_tokens=12).token_ids
+        assert all(len(one.drafted) == 2 and len(set(one.drafted)) == 1 for one in said.rounds)
+    assert parse("echo:2").label == "echo:2"
+    assert "the last token again and again" in main("methods")[1]
+    assert "my_echo" not in (Path(plugins.__file__).parent / "methods.py").read_text()
+    assert plugins.used() == {"my_echo": "1.5"}
+
+
+def test_a_run_says_whose_drafter_it_measured(install: Install, tmp_path: Path) -> None:
+    add_echo(install)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": "What is 2+2?"}) + "\n")
+    run = db.run(
+        model=tiny.build(tmp_path / "model"), prompts=prompts, methods="echo:2", max_new_tokens=8, out=tmp_path / "run"
+    )
+    assert run.methods == ["echo:2"]
+    assert set(run.answers["exactness"].dropna()) <= {"exact"}
+    assert run.document.results.info["environment"]["packages"]["my_echo"] == "1.5"
+
+
+def test_a_scorer_of_another_package_scores(install: Install, tmp_path: Path) -> None:
+    install("my_scorer", "[dflash_bench.scorers]\nshouting = my_scorer:shouting\n", {"__init__.py": SCORER})
+    from dflash_bench.records import Prompt
+    from dflash_bench.run.request import check
+    from dflash_bench.tasks import scoring
+
+    check(db_request(tmp_path, score="shouting"))
+    prompt = Prompt("own", "0", ("Say it.",))
+    assert [scoring.score("shouting", prompt, text).passed for text in ("NO", "no")] == [True, False]
+    with pytest.raises(UserError, match=r"unknown scorer 'shoutin'; known: .*shouting"):
+        check(db_request(tmp_path, score="shoutin"))
+
+
+def db_request(folder: Path, **options: object) -> object:
+    from dflash_bench.api.measuring import request_of
+
+    return request_of(prompts=folder / "p.jsonl", **options)
+
+
+def test_a_dialect_of_another_package_is_recognised_first(install: Install, tmp_path: Path) -> None:
+    install("my_dialect", "[dflash_bench.dialects]\nmine = my_dialect:mine\n", {"__init__.py": DIALECT})
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": "What is 3 times 7?"}) + "\n")
+    options = {"prompts": prompts, "max_new_tokens": 8}
+    with FakeServer(dialect="vllm", round_s=0.002) as plain:
+        for number, more in enumerate(({}, {"dialect": "mine"})):
+            run = db.run(servers={"plain": plain.url}, out=tmp_path / f"run{number}", **options, **more)  # type: ignore[arg-type]
+            (server,) = run.document.results.info["identity"]["servers"].values()
+            assert (server["dialect"], server["version"]) == ("mine", "9.9")
+        with pytest.raises(db.UserError, match=r"unknown dialect 'mime'; known: .*mine"):
+            db.run(servers={"plain": plain.url}, dialect="mime", out=tmp_path / "run", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("raise RuntimeError('boom\\nand more')", "RuntimeError: boom and more"),
+        ("echo = 7", "TypeError: it must be a dflash_bench.kinds.Kind named 'echo'"),
+        ("", "AttributeError: module 'my_broken' has no attribute 'echo'"),
+    ],
+)
+def test_a_broken_plugin_is_one_line_that_names_it(install: Install, main: Main, text: str, reason: str) -> None:
+    install("my_broken", "[dflash_bench.drafters]\necho = my_broken:echo\n", {"__init__.py": text})
+    status, out, err = main("run", "--suite", "gsm8k", "--method", "echo")
+    assert (status, out) == (2, "")
+    assert err.startswith("dflash-bench: the plug-in 'echo' (dflash_bench.drafters) of my_broken 1.5 cannot be used: ")
+    assert reason in err and err.count("\n") == 1
+
+
+def test_a_broken_plugin_stands_in_nobodys_way(install: Install) -> None:
+    install("my_broken", "[dflash_bench.drafters]\necho = my_broken:echo\n", {"__init__.py": "raise RuntimeError"})
+    assert parse("dflash:3").name == "dflash"
+    with pytest.raises(UserError, match=r"unknown method 'dflsh'; known: .*echo"):
+        parse("dflsh")
+
+
+def test_a_plugin_takes_no_name_that_is_taken(install: Install) -> None:
+    add_echo(install)
+    install("my_other", "[dflash_bench.drafters]\necho = my_other:echo\n", {"__init__.py": DRAFTER})
+    with pytest.raises(UserError, match="adds one of that name, too"):
+        parse("echo")
+    install("my_ar", "[dflash_bench.scorers]\nmath = my_ar:math\n", {"__init__.py": ""})
+    with pytest.raises(UserError, match="dflash-bench has one of that name itself"):
+        list(SCORERS)
