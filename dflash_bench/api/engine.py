@@ -149,7 +149,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())
         request = Request(
-            model=None if model is None else str(model), target=None if target is None else str(target), device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, quantize=quantize,
+            model=None if model is None else str(model), target=None if target is None else str(target),
+            device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, quantize=quantize,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         check_options(request)

@@ -10,6 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -48,7 +49,7 @@ COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import
 def make_run(folder: Path, num_answers: int) -> None:
     """Write a run as `dflash-bench run` would leave it, with merged parts."""
     methods = {name: {"name": name, "num_drafts": drafts} for name, drafts in METHODS.items()}
-    identity = {"suites": {}, "dtype": "float32", "model": "made up", "methods": methods}
+    identity: dict[str, Any] = {"suites": {}, "dtype": "float32", "model": "made up", "methods": methods}
     identity["engine"] = "local"
     identity["settings"] = [asdict(Settings())]
     num_prompts = num_answers // (len(METHODS) * SUITES * REPEATS)
