@@ -18,6 +18,8 @@ from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
 
 COUNTS = ("mismatch", "failed", "witnesses")
 HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "allowed", "p (Holm)", "why")
+UNITS = {"al.pooled": "tokens/round", "tps.decode": "tokens/s", "speedup.decode": "x", "speedup.e2e": "x"}
+"""Of the figures that github-action-benchmark draws."""
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -101,17 +103,15 @@ def benchmark(cells: Runs) -> str:
     """`customBiggerIsBetter` of github-action-benchmark: what is better when it is bigger."""
     entries = [
         {
-            "name": " ".join(filter(None, (place.suite, runs[0].setting, place.slice, place.method, name))),
-            "unit": "tokens/s" if name.startswith("tps") else "x" if name.startswith("speedup") else "tokens/round",
+            "name": " ".join(filter(None, (key.suite, runs[0].setting, key.slice, key.method, name))),
+            "unit": UNITS[name],
             "value": float(f"{interval.value:.6g}"),
             "range": "n/a" if interval.half_width is None else f"± {interval.half_width:.3g}",
             "extra": f"{runs[0].num_prompts} prompts" + (f", {len(runs)} runs" if len(runs) > 1 else ""),
         }
-        for place, runs in cells.items()
+        for key, runs in cells.items()
         for name in runs[0].figures
-        if name in ("al.pooled", "tps.decode", "speedup.decode", "speedup.e2e")
-        and (place.method != BASELINE or name == "tps.decode")
-        and (interval := _over(runs, name))
+        if name in UNITS and (key.method != BASELINE or name == "tps.decode") and (interval := _over(runs, name))
     ]
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 

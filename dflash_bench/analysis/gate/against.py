@@ -116,7 +116,7 @@ def _judged(place: Mapping[str, Any], before: Any, after: Any, limit: Limit, is_
     random = _random(kind, before, after, limit) if is_random else {}
     yield Check(
         **place, found=actual, expected=expected, tolerance=limit.fall, failed=short,
-        reason="below the baseline" if short else "", **random,
+        code="below_baseline" if short else "", reason="below the baseline" if short else "", **random,
     )  # fmt: skip
 
 

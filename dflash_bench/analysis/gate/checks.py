@@ -83,7 +83,7 @@ def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]
         Check(
             suite=flaw.suite, setting=flaw.setting, method=flaw.method, kind=flaw.kind, run=run,
             found=flaw.num, expected=0, failed=True,
-            reason=flaw.what,
+            code=flaw.kind, reason=flaw.what,
         )
         for flaw in results.flaws
         if flaw.kind not in allowed
@@ -155,14 +155,22 @@ def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
     num_wrong = int(mismatched(select(results.rows, cell.key)).sum())
     wrong = f"{num_wrong} answers are not the published model's own output" if num_wrong else ""
     if not is_lossy(cell.method):
-        yield Check(**place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0, reason=wrong)
+        yield Check(
+            **place, kind="mismatch", found=num_wrong, expected=0, failed=num_wrong > 0,
+            code="mismatch" if num_wrong else "", reason=wrong,
+        )  # fmt: skip
     failed = f"{cell.num_errors} answers failed" if cell.num_errors else ""
-    yield Check(**place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0, reason=failed)
+    yield Check(
+        **place, kind="failed", found=cell.num_errors, expected=0, failed=cell.num_errors > 0,
+        code="failed" if failed else "", reason=failed,
+    )  # fmt: skip
     al = cell.value("al.pooled")
     if cell.method != BASELINE and al is not None:
         dead = "almost nothing that the draft proposes is accepted" if al < DEAD_AL else ""
         place |= {"kind": "al.pooled", "is_floor": True}
-        yield Check(**place, found=al, expected=DEAD_AL, failed=bool(dead), reason=dead)
+        yield Check(
+            **place, found=al, expected=DEAD_AL, failed=bool(dead), code="dead_draft" if dead else "", reason=dead
+        )
 
 
 def _witnesses(results: Results, run: str) -> Iterator[Check]:
@@ -173,7 +181,8 @@ def _witnesses(results: Results, run: str) -> Iterator[Check]:
     first = results.rows.iloc[0]
     yield Check(
         suite=str(first["suite"]), method="", kind="witnesses", run=run, found=len(passed), expected=0,
-        failed=bool(passed), reason=f"the run proves nothing: {', '.join(passed)}" if passed else "",
+        failed=bool(passed), code="proves_nothing" if passed else "",
+        reason=f"the run proves nothing: {', '.join(passed)}" if passed else "",
     )  # fmt: skip
 
 
@@ -188,7 +197,8 @@ def _pace(results: Results, cell: Cell, run: str) -> Iterator[Check]:
     reason = "plain decoding is slower than its own forward passes allow: speed-ups are flattered" if slow else ""
     yield Check(
         suite=cell.suite, settings_id=cell.settings.id, setting=cell.setting, method=cell.method, kind="pass/round",
-        run=run, is_floor=True, found=1 / pace.ratio, expected=1 / TOO_SLOW_PLAIN, failed=slow, reason=reason,
+        run=run, is_floor=True, found=1 / pace.ratio, expected=1 / TOO_SLOW_PLAIN, failed=slow,
+        code="slow_plain" if slow else "", reason=reason,
     )  # fmt: skip
 
 
@@ -211,7 +221,7 @@ def _slower(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, 
         kind=FLOORED, is_floor=True, expected=1,
         found=float(np.exp(np.mean([np.log(interval.value) for interval in intervals if interval]))),
         p=1.0 if difference is None else difference.p, failed=slow,
-        reason="slower than plain decoding" if slow else "", **against.of_noise(noise),
+        code="slower" if slow else "", reason="slower than plain decoding" if slow else "", **against.of_noise(noise),
     )  # fmt: skip
 
 
@@ -234,7 +244,8 @@ def _floors(
             reason = f"below at_least {limit.at_least:g} of the limits" if low else ""
             yield Check(
                 suite=cell.suite, settings_id=cell.settings.id, setting=cell.setting, method=cell.method, kind=kind,
-                run=run, is_floor=True, found=value, expected=limit.at_least, failed=low, reason=reason,
+                run=run, is_floor=True, found=value, expected=limit.at_least, failed=low,
+                code="below_at_least" if low else "", reason=reason,
             )  # fmt: skip
 
 

@@ -38,7 +38,10 @@ class Check:
     run_noise_source: str = ""
     """"measured", "allowed" or "stated"."""
     failed: bool
+    code: str = ""
+    """What is wrong; empty if nothing is. Of a fall that is not significant, too."""
     reason: str = ""
+    """The same for people."""
     is_floor: bool = False
     """Whether `expected` is what every run must reach, rather than the baseline's value."""
 

@@ -1,0 +1,116 @@
+"""What a program reads of findings, checks and differences: codes and fields, beside the text for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rows import pair
+from runs import answers, changed, frame_of, stored
+
+from dflash_bench.analysis.changes import Difference, differences, refuse_unlike
+from dflash_bench.analysis.findings import findings
+from dflash_bench.analysis.gate import against
+from dflash_bench.analysis.gate.baselines import Baseline
+from dflash_bench.analysis.metrics import summarise
+from dflash_bench.doctor.diagnosis import _misfit
+from dflash_bench.errors import DraftProblem, UserError
+from dflash_bench.records import Record
+from dflash_bench.report import RESULTS, ROUNDS
+from dflash_bench.results import frame
+
+Main = Callable[..., tuple[int, str, str]]
+LOW = [0, 0, 1, 0, 0, 2, 0]
+
+
+def slow(method: str) -> list[Record]:
+    rows = []
+    for number in range(24):
+        plain, own = pair(f"p{number}", LOW, order=2 * number)
+        rows += [plain, replace(own, method=method, generation=replace(own.generation, decode_s=9.0))]
+    return rows
+
+
+def test_a_finding_says_in_json_which_it_is_where_and_by_what(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", changed(answers(), exactness="near_tie", first=2))
+    made = json.loads(main("report", "run", "--format", "json")[1])["findings"]
+    (tie,) = [one for one in made if one["kind"] == "near_tie"]
+    assert tie["remedy_code"] is None
+    (place,) = tie["places"]
+    assert (place["method"], place["values"]) == ("dflash", {"num_answers": 2, "num_all": 24, "gap": 0.001})
+
+
+def test_findings_are_grouped_by_the_code_of_their_remedy() -> None:
+    """Both methods are slow; of the lookup nobody can say that its draft was trained for something else."""
+    rows = frame_of([*slow("dflash"), *[row for row in slow("ngram:4") if row.method != "ar"]])
+    cells = summarise(rows, {"settings": [{**_greedy()}]})
+    found = [one for one in findings(rows, cells) if one.kind == "unknown_text"]
+    assert {(one.remedy_code, tuple(place.method for place in one.places)) for one in found} == {
+        ("check_texts", ("dflash",)), ("trained_draft", ("ngram:4",)),
+    }  # fmt: skip
+
+
+def _greedy() -> dict[str, object]:
+    return {
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "thinking": None,
+        "concurrency": 1, "context": None, "rate": None,
+    }  # fmt: skip
+
+
+def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> None:
+    one, other = stored(tmp_path / "a", answers()), stored(tmp_path / "b", answers(), dtype="bfloat16")
+    expected = Difference("dtype", "dtype", "float32", "bfloat16")
+    read = [frame.read(folder) for folder in (one, other)]
+    assert list(differences(*read)) == refuse_unlike(*read, ["dtype"]) == [expected]
+    with pytest.raises(UserError, match="dtype: dtype float32 and bfloat16"):
+        refuse_unlike(*read, [])
+    made = json.loads(main("compare", "a", "b", "--allow", "dtype", "--json")[1])
+    assert made["differences"] == [
+        {"kind": "dtype", "name": "dtype", "before": "float32", "after": "bfloat16"},
+    ]  # fmt: skip
+
+
+def test_another_machine_is_known_by_the_kind_and_not_by_how_a_note_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = frame.read(stored(tmp_path / "a", answers()))
+    odd = [Difference("draft", "device of the draft", "x", "y")]
+    monkeypatch.setattr(against.changes, "refuse_unlike", lambda *_: odd)
+    monkeypatch.setattr(Difference, "__str__", lambda self: self.words)
+    baseline = Baseline("base", run.info, False, {}, {}, {})
+    assert against.unlike([run], baseline, ["draft"]) == ["device of the draft x and y"]
+
+
+def test_a_check_that_fails_says_why_by_a_code(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers())
+    assert main("baseline", "run", "-o", "base.json", "--time-free")[0] == 0
+    stored(tmp_path / "failed", changed(answers(), exactness="mismatch", first=1))
+    status, out, _ = main("check", "failed", "--baseline", "base.json", "--json")
+    checks = json.loads(out)["checks"]
+    assert status == 1
+    assert {check["code"] for check in checks if check["failed"]} == {"mismatch", "below_baseline"}
+    assert {check["code"] for check in checks if not check["failed"] and not check["reason"]} == {""}
+
+
+def test_a_draft_that_does_not_fit_keeps_what_and_remedy_apart() -> None:
+    """Whatever stands in either: a semicolon in a name ends nothing."""
+    told = _misfit(DraftProblem("missing_tensor", "missing tensor a; b", "copy it again; or not"))
+    assert (told.evidence, told.remedy) == ("missing tensor a; b", "copy it again; or not")
+    error = UserError("it is wrong", "mend it")
+    assert (str(error), error.what, error.remedy) == ("it is wrong; mend it", "it is wrong", "mend it")
+    assert UserError("it is wrong").remedy == ""
+
+
+def test_columns_are_known_by_ids() -> None:
+    for columns in (RESULTS, ROUNDS):
+        assert len({column.id for column in columns}) == len(columns)
+    assert [column.id for column in RESULTS if column.in_paper] == [
+        "num_prompts", "al.pooled", "tps.decode", "speedup.decode", "exact", "passed",
+    ]  # fmt: skip
+    assert [column.id for column in (*RESULTS, *ROUNDS) if column.is_spare] == [
+        "num_prompts", "num_tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other_ms", "num_errors",
+        "num_near_ties",
+    ]  # fmt: skip
