@@ -134,14 +134,14 @@ def test_a_run_says_whose_drafter_it_measured(install: Install, tmp_path: Path) 
 def test_a_scorer_of_another_package_scores(install: Install, tmp_path: Path) -> None:
     install("my_scorer", "[dflash_bench.scorers]\nshouting = my_scorer:shouting\n", {"__init__.py": SCORER})
     from dflash_bench.records import Prompt
-    from dflash_bench.run.request import check
+    from dflash_bench.run.option import check_options
     from dflash_bench.tasks import scoring
 
-    check(db_request(tmp_path, score="shouting"))
+    check_options(db_request(tmp_path, score="shouting"))
     prompt = Prompt("own", "0", ("Say it.",))
     assert [scoring.score("shouting", prompt, text).passed for text in ("NO", "no")] == [True, False]
     with pytest.raises(UserError, match=r"unknown scorer 'shoutin'; known: .*shouting"):
-        check(db_request(tmp_path, score="shoutin"))
+        check_options(db_request(tmp_path, score="shoutin"))
 
 
 def db_request(folder: Path, **options: object) -> object:

@@ -354,7 +354,7 @@ def test_a_scorer_that_is_always_right_is_found_by_a_sound_process(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(scoring.SCORERS, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
+        patched.setitem(scoring.SCORERS.own, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
         # A spoiled copy of an answer was right, too.
         assert fake.main(patched, *WORDS) == 1
     code, out, _ = main("check", "run")

@@ -349,7 +349,7 @@ def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> 
 
 def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     lossy = Kind("rough", "not the target's output", None, "chain", False)
-    monkeypatch.setitem(methods.METHODS, "rough", lossy)
+    monkeypatch.setitem(methods.METHODS.own, "rough", lossy)
     backend = FakeBackend(faults={"rough": other_tokens}, where=Divergence(2, 9.0, 0.001))
     records = Runs(tmp_path / "made")(Plan((loaded(*prompts(2)),), ("ar", "rough")), backend)
     assert {(row.method, row.exactness, row.audit) for row in records if row.method == "rough"} == {
@@ -366,7 +366,7 @@ def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, m
     status, out, _ = main("check", "run")
     assert status == 0
     assert not [line for line in out.splitlines() if "rough" in line and "mismatch" in line]
-    monkeypatch.delitem(methods.METHODS, "rough")
+    monkeypatch.delitem(methods.METHODS.own, "rough")
     assert "not compared with the plain answer" in main("report", "run")[2]
 
 

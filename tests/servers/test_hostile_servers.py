@@ -97,7 +97,7 @@ def test_a_key(text: str) -> None:
 @pytest.mark.parametrize("name", INPUTS["name of a key's variable"], ids=lambda text: ascii(text)[:40])
 def test_the_name_of_a_keys_variable(name: str) -> None:
     with pytest.raises(UserError) as refused:
-        remote.access_of(Request((), (), servers=("plain=http://a",), api_key_env=name))
+        remote.access_of(Request(servers=("plain=http://a",), api_key_env=name))
     said(refused.value)
 
 
@@ -268,7 +268,7 @@ def test_a_status_or_a_head_of_pages(kind: str) -> None:
 def test_proxies_of_the_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("socks9://me:hunter2secret@a", "http://[", "socks5://me:hunter2secret@a", "http://a:hunter2secret"):
         monkeypatch.setenv("HTTP_PROXY", value)
-        access = remote.access_of(Request((), (), servers=("plain=http://127.0.0.1:9",), env_proxy=True))
+        access = remote.access_of(Request(servers=("plain=http://127.0.0.1:9",), env_proxy=True))
         with pytest.raises(UserError) as refused:
             ServerBackend(parse(["plain=http://127.0.0.1:9"]), access, 16)
         assert SECRET not in str(refused.value)
