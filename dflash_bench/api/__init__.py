@@ -24,17 +24,17 @@ __all__ = [
     "check", "compare", "crosscheck", "doctor", "inspect", "load", "profile", "run", "train",
 ]  # fmt: skip
 _HOMES = {
-    "api.engine": ("Engine", "Reply", "ReplyStream"),
-    "api.judging": ("CheckResult", "Compared", "check", "compare"),
-    "api.measuring": ("run",),
-    "api.reading": ("Run", "load"),
-    "api.tools": ("crosscheck", "doctor", "inspect", "profile", "train"),
-    "errors": ("UserError",),
+    "dflash_bench.api.engine": ("Engine", "Reply", "ReplyStream"),
+    "dflash_bench.api.judging": ("CheckResult", "Compared", "check", "compare"),
+    "dflash_bench.api.measuring": ("run",),
+    "dflash_bench.api.reading": ("Run", "load"),
+    "dflash_bench.api.tools": ("crosscheck", "doctor", "inspect", "profile", "train"),
+    "dflash_bench.errors": ("UserError",),
 }
 
 
 def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"dflash_bench.{home}"), name)
+            return getattr(import_module(home), name)
     raise AttributeError(f"module 'dflash_bench.api' has no attribute '{name}'")

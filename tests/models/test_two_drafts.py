@@ -84,7 +84,6 @@ REFUSED = {
     "--draft =x": "unknown draft ''; known: ",
     "--draft ar=x": "unknown draft 'ar'; known: ",
     "--draft dflash@=x": "--draft dflash@=x: after '@' comes a label of 1 to 32 letters",
-    "--method eagle3-tree:60": "this number used to count the anchor; write eagle3-tree:nodes=59",
     "--method dflash:n=7 --block-size 8": "--block-size has no effect without --method dflash",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 from rows import drafted
-from runs import answers, stored
+from runs import answers, listed, stored
 
 from dflash_bench.analysis.changes import Difference
 from dflash_bench.analysis.metrics import summarise
@@ -83,6 +83,7 @@ def test_rows_carry_it_and_one_that_is_not_that_of_its_values_is_refused(run: Pa
     forged[0] = OTHER.id
     at = table.schema.get_field_index("settings_id")
     parquet.write_table(table.set_column(at, table.schema.field(at), [forged]), part)
+    listed(run)
     assert "not in the plan" in main("report", "run")[2]
 
 

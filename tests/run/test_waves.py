@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from runs import listed
 
 from dflash_bench.results import parts
 
@@ -106,6 +107,7 @@ def test_a_wave_that_lost_a_row_is_measured_as_a_whole_again(main: Main, tmp_pat
         part = next(part for part in parts.of(tmp_path / "run") if turn in set(pd.read_parquet(part)["turn"]))
         lost = (pc.field("turn") == turn) & (pc.field("method") == "ngram") & (pc.field("prompt_id") == prompt)
         pq.write_table(pq.read_table(part).filter(~lost), part)
+        listed(tmp_path / "run")
         assert main("check", "run")[0] == 1
         status, _, err = main("run", *asked, "--resume")
         assert status == 0, err
