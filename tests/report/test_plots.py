@@ -20,7 +20,7 @@ from dflash_bench.report.plots.training import training
 from dflash_bench.report.plots.trend import trend
 from dflash_bench.results import frame
 
-NO_THINKING = str(Settings(thinking=False))
+NO_THINKING = Settings(thinking=False).id
 Main = Callable[..., tuple[int, str, str]]
 
 
@@ -152,7 +152,7 @@ def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Pa
     cells = metrics.summarise(frame.read(folder, by="output-position").rows, IDENTITY)
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
-    assert Material(read_document(folder)).along["gsm8k", NO_THINKING, "dflash"] == expected
+    assert Material(read_document(folder)).along["gsm8k", "", NO_THINKING, "dflash"] == expected
 
 
 def test_a_trend_has_a_point_for_each_run_in_order(tmp_path: Path) -> None:
