@@ -123,7 +123,16 @@ class Run:
         import pandas as pd
 
         rows = [
-            (cell.suite, cell.method, str(cell.settings), name, one.value, one.low, one.high, cell.num_prompts)
+            (
+                cell.suite,
+                cell.method,
+                self._in_words[cell.settings],
+                name,
+                one.value,
+                one.low,
+                one.high,
+                cell.num_prompts,
+            )
             for cell in self.document.cells
             for name, one in cell.figures.items()
         ]
@@ -182,11 +191,17 @@ class Run:
         write_page(self.document, Path(path), answers or MOST_ANSWERS, None if tokenizer is None else Path(tokenizer))
         return Path(path)
 
+    @cached_property
+    def _in_words(self) -> dict[Settings, str]:
+        from dflash_bench.results.identity import full_names, settings_of
+
+        return full_names(settings_of(self.document.results.info["identity"]))
+
     def _line(self, method: str, settings: str | None) -> Line:
         lines = [line for line in self.document.lines if line.method == method]
         if not lines:
             raise unknown("method of this run", method, self.methods)
-        words = [str(line.settings) for line in lines]
+        words = [self._in_words[line.settings] for line in lines]
         if settings is None and len(lines) > 1:
             raise UserError(f"this run has several settings; say which: settings='{words[0]}' or {words[1:]}")
         if settings is not None and settings not in words:
@@ -201,12 +216,13 @@ class Run:
 
         results = self.document.results
         several = settings_of(results.info["identity"])
+        words = [self._in_words[settings] for settings in several]
         needed = dict.fromkeys((*columns, *needed_for(several)))
         for part in parts.of(self.folder):
             try:
                 left_out = results.left_out.get(part)
                 for batch in parts.batches(part, tuple(needed), carried(results.info), left_out):
-                    yield batch.select(columns), _words(checked_settings(batch, several), several)
+                    yield batch.select(columns), [words[at] for at in checked_settings(batch, several)]
             except parts.DamagedError:  # `allow` left it out, or the run would not have been read
                 continue
 
@@ -218,11 +234,6 @@ def load(path: str | Path, allow: Sequence[str] = ()) -> Run:
     names that (`unfinished`, `damaged`, ...: the words of `dflash-bench report --allow`).
     """
     return Run(path, allow)
-
-
-def _words(numbers: Any, several: Sequence[Settings]) -> list[str]:
-    named = [str(one) for one in several]
-    return [named[number] for number in numbers.tolist()]
 
 
 def _rounds_of(batch: Any, words: list[str]) -> Any:

@@ -123,7 +123,7 @@ def _server(server: Mapping[str, Any]) -> str:
 def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
     """For each row of an Arrow batch or table the index of its settings in `run_settings`, [rows]; -1 if not there.
 
-    A row's `settings_id` must be that of its values. Parts before schema 9 have none.
+    A row's `settings_id` must be that of its values.
     """
     from pyarrow import compute
 
@@ -131,7 +131,7 @@ def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
     numbers = np.full(len(batch), -1, dtype=np.int64)
     for number, settings in enumerate(run_settings):
         same = [columns[name] == _as_number(value) for name, value in asdict(settings).items()]
-        own_id = compute.fill_null(compute.equal(batch.column(SETTINGS_ID), settings.id), True)
+        own_id = compute.fill_null(compute.equal(batch.column(SETTINGS_ID), settings.id), False)
         numbers[np.logical_and.reduce([*same, own_id.to_numpy(zero_copy_only=False)])] = number
     return numbers
 

@@ -132,7 +132,8 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
         ("gsm8k", method) for method in ("ar", "dflash", "eagle3:2")
     ]
     promised = (
-        "suite source settings method num_prompts num_tokens al_pooled al_request_mean tps_decode speedup_decode "
+        "suite source settings_id settings method num_prompts num_tokens al_pooled al_request_mean tps_decode "
+        "speedup_decode "
         "speedup_e2e exact audit passed draft_ms verify_ms other_ms break_even_al"
     )
     assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}

@@ -247,7 +247,7 @@ def test_waves_over_servers_are_as_over_our_engine(
     assert all("noticed arrivals" in line for line in err.splitlines()), err
     assert servers[1].most_at_once == 4
     rows = frame.read(Path("run")).rows
-    assert rows.groupby("settings", observed=True).size().tolist() == [2 * PROMPTS] * 2
+    assert rows.groupby("settings_id", observed=True).size().tolist() == [2 * PROMPTS] * 2
     assert rows["error"].isna().all()
     assert "tps.total" in out
 
