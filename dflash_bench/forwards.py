@@ -75,8 +75,12 @@ class Size:
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Size:
         """From what `dataclasses.asdict` made of it; what a newer version added is left out."""
-        known = {field.name: stored[field.name] for field in fields(cls) if field.name in stored}
-        return cls(**{**known, "attention": tuple(Attention(**layer) for layer in stored.get("attention", ()))})
+        layers = tuple(Attention(**_known(Attention, layer)) for layer in stored.get("attention", ()))
+        return cls(**{**_known(cls, stored), "attention": layers})
+
+
+def _known(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: stored[field.name] for field in fields(kind) if field.name in stored}
 
 
 @dataclass(frozen=True, slots=True)
