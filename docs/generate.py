@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dflash_bench.report import methods
+from dflash_bench.report import terminal
 
 DOCS = Path(__file__).parent
 SUMMARY = (
@@ -17,7 +17,7 @@ SUMMARY = (
 def generated() -> dict[str, str]:
     """File name in docs/ -> the text that it should have."""
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
-    return {"methods.md": between(page, "methods", methods.markdown()), "llms.txt": llms()}
+    return {"methods.md": between(page, "methods", terminal.markdown()), "llms.txt": llms()}
 
 
 def between(page: str, name: str, text: str) -> str:

@@ -16,16 +16,15 @@ import test_stopwatch as told
 from faults import Fault, Plant
 from matrix import Way
 
-from dflash_bench.engine.clock import HostClock
+from dflash_bench.engine.backend import LocalBackend, PromptRounds
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.generations import Decoded
 from dflash_bench.engine.judge import Judge
-from dflash_bench.engine.local import LocalBackend
+from dflash_bench.engine.rows import HostClock
 from dflash_bench.results import store
-from dflash_bench.results.run_json import read_info
-from dflash_bench.run import stopwatch
-from dflash_bench.tasks import scoring
-from dflash_bench.tasks.scoring.answers import Score
+from dflash_bench.results.run_info import read_info
+from dflash_bench.runner import stopwatch
+from dflash_bench.tasks import scorers
+from dflash_bench.tasks.scorers.base import Score
 
 ENGINES = ("native", "transformers")
 TOGETHER = 3
@@ -52,7 +51,7 @@ def patched(where: Any, name: str, change: Callable[[Any], Any]) -> Plant:
 
 
 def in_bookkeeping(change: Callable[[Any], Any]) -> Plant:
-    return patched(Decoded, "generation", lambda sound: lambda *args: change(sound(*args)))
+    return patched(PromptRounds, "generation", lambda sound: lambda *args: change(sound(*args)))
 
 
 def always(value: Any) -> Callable[[Any], Any]:
@@ -85,7 +84,7 @@ AROUND = (
         "tokenizer", "texts backwards",
         patched(LocalBackend, "decode", lambda sound: lambda self, ids: sound(self, ids)[::-1]),
     ),
-    Around("scorer", "every answer is right", patched(scoring, "score", always(Score("1", True)))),
+    Around("scorer", "every answer is right", patched(scorers, "score", always(Score("1", True)))),
     Around("judge", "every answer is the model's own", patched(Judge, "audit", always(None))),
     Around("judge", "clock and counter agree with everything", never_objecting),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.nets.dflash import DFlashDraft
 
 RENAMED = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 

@@ -99,7 +99,7 @@ def _server() -> Any:
     home.chmod(0o755)
     package = Path(sandbox.__file__).parent
     copy = home / "dflash_bench" / "tasks"
-    shutil.copytree(package / "cage", copy / "cage", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package / "isolation", copy / "isolation", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(package.parent / "__init__.py", copy.parent)
     for name in ("__init__.py", "sandbox.py"):
         shutil.copy(package / name, copy)

@@ -51,9 +51,9 @@ def seed() -> None:
 @pytest.fixture
 def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes `quick.apply`."""
-    from dflash_bench.engine import passes
+    from dflash_bench.perf import measure
 
-    monkeypatch.setattr(passes, "curve_of", inspect.unwrap(passes.curve_of))
+    monkeypatch.setattr(measure, "curve_of", inspect.unwrap(measure.curve_of))
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import pytest
 from rows import generation
 
 from dflash_bench import cli
-from dflash_bench.records import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
+from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
 from dflash_bench.results import store
-from dflash_bench.run import pooling, stopwatch
-from dflash_bench.run.resolving import Resolved
+from dflash_bench.runner import stopwatch, workers
+from dflash_bench.runner.plan import Resolved
 
 Fault = Callable[[Generation], Generation]
 
@@ -39,7 +39,7 @@ class Ahead:
 
 
 CLOCK = Ahead()
-for module in (stopwatch, store, pooling):
+for module in (stopwatch, store, workers):
     module.time = CLOCK  # type: ignore[attr-defined]
 
 
@@ -139,8 +139,8 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Map
         backend.about = {"model": "fake", "dtype": "float32", "methods": methods, **(identity or {})}
         return backend
 
-    monkeypatch.setattr("dflash_bench.run.session.open_local", open_fake)
-    monkeypatch.setattr("dflash_bench.run.session.decoder_of", lambda *_: None)
+    monkeypatch.setattr("dflash_bench.runner.session.open_local", open_fake)
+    monkeypatch.setattr("dflash_bench.runner.session.decoder_of", lambda *_: None)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_bench.records import Message, Settings
-from dflash_bench.run.canaries import Canaries
-from dflash_bench.run.conversation import WarmUp
-from dflash_bench.run.items import Backend, Witnessed
-from dflash_bench.run.pooling import Died, Done, Job, Pool, Ready, measure
+from dflash_bench.core.types import Message, Settings
+from dflash_bench.runner.canaries import Canaries
+from dflash_bench.runner.loop import WarmUp
+from dflash_bench.runner.work import Backend, Witnessed
+from dflash_bench.runner.workers import Died, Done, Job, Ready, WorkerPool, measure
 
 
 @dataclass
-class FakePool(Pool):
+class FakePool(WorkerPool):
     """`make` gives each worker its backend; `pick` says which of so many things under way ends next."""
 
     number: int

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_bench.engine import decoding
+from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.recurrent import Recurrence
+from dflash_bench.engine.forward.recurrent import Recurrence
+from dflash_bench.engine.rows import Row
 from dflash_bench.engine.sampling import Sampler
-from dflash_bench.engine.sequences import Row
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft, Verdict
 
@@ -200,7 +200,7 @@ def _rollback(by: int) -> Plant:
     """After a round that drafted, the row's length is wrong by so much."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        keep = decoding._State._keep
+        keep = loop._State._keep
 
         def faulty(
             self: Any, verdict: Any, hidden: Tensor | None, tokens: Tensor, counts: list[int], *rest: Any
@@ -212,7 +212,7 @@ def _rollback(by: int) -> Plant:
                     start + (by if count > 1 else 0) for start, count in zip(self.starts, counts, strict=True)
                 ]
 
-        patch.setattr(decoding._State, "_keep", faulty)
+        patch.setattr(loop._State, "_keep", faulty)
 
     return plant
 
@@ -221,13 +221,13 @@ def _verdicts(change: Callable[[Verdict, Tensor, Draft], Verdict]) -> Plant:
     """`change` gets the verdict, the logits and the draft."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        verify = decoding._State._verify
+        verify = loop._State._verify
 
         def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
             verdict = verify(self, draft, logits)
             return verdict if draft is None else change(verdict, logits, draft)
 
-        patch.setattr(decoding._State, "_verify", faulty)
+        patch.setattr(loop._State, "_verify", faulty)
 
     return plant
 
@@ -286,7 +286,7 @@ def _second_best_at_near_ties(patch: pytest.MonkeyPatch) -> None:
 
 def _relaxed(patch: pytest.MonkeyPatch) -> None:
     """A drafted token is kept where it is among the target's three best."""
-    sound = decoding._State._verify
+    sound = loop._State._verify
 
     def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
         if draft is None:
@@ -303,7 +303,7 @@ def _relaxed(patch: pytest.MonkeyPatch) -> None:
                 raised[0, row, draft.tokens[0, node]] = best[0, row, 0]
         return sound(self, draft, raised)
 
-    patch.setattr(decoding._State, "_verify", faulty)
+    patch.setattr(loop._State, "_verify", faulty)
 
 
 def _path_not_moved(patch: pytest.MonkeyPatch) -> None:

@@ -17,19 +17,20 @@ import torch
 from faults import Fault
 
 from dflash_bench import cli
-from dflash_bench.engine import captures, local
+from dflash_bench.core.methods import parse
+from dflash_bench.core.types import Message, Record
+from dflash_bench.engine import backend as engine_backend
+from dflash_bench.engine import graphs
+from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import Captures, Drafter
-from dflash_bench.engine.local import open_backend
-from dflash_bench.engine.replays import Replays
+from dflash_bench.engine.graphs import Replays
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import parse
 from dflash_bench.models import loading
 from dflash_bench.models.presets import preset
-from dflash_bench.records import Message, Record
 from dflash_bench.results import store
-from dflash_bench.run import runner
-from dflash_bench.run.conversation import WarmUp
-from dflash_bench.run.items import Item
+from dflash_bench.runner import loop
+from dflash_bench.runner.loop import WarmUp
+from dflash_bench.runner.work import Item
 from dflash_bench.tasks import suites
 
 SUITES = ("gsm8k", "humaneval")
@@ -49,7 +50,7 @@ class Way:
     dtype: str = "float32"
     concurrency: int = 1
     captured: bool = False
-    """Are passes replayed? By `captures.traced`, which bakes in what a CUDA graph does."""
+    """Are passes replayed? By `graphs.traced`, which bakes in what a CUDA graph does."""
 
     def __str__(self) -> str:
         parts = [self.engine, self.dtype, f"{self.concurrency} at a time", *["captured"] * self.captured]
@@ -86,9 +87,9 @@ def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", lambda *_: models(way.dtype))
         # Nothing is timed here.
-        patch.setattr(runner, "_warm_up", without_answer)
+        patch.setattr(loop, "_warm_up", without_answer)
         if way.captured:
-            patch.setattr(local, "capture_passes", traced_passes)
+            patch.setattr(engine_backend, "capture_passes", traced_passes)
         if fault is not None:
             fault.plant(patch)
         yield patch
@@ -96,7 +97,7 @@ def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
 
 def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None) -> str:
     for reader in (target, *(drafter for drafter in drafters if isinstance(drafter, Captures))):
-        reader.replays = Replays(captures.traced)
+        reader.replays = Replays(graphs.traced)
     return "traced"
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_bench.models.conversion import convert
+from dflash_bench.models.convert import convert
 from dflash_bench.models.presets import NANO
 
 Config, Tensors = dict[str, Any], dict[str, Tensor]

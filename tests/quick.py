@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.engine import passes
-from dflash_bench.engine.clock import HostClock
+from dflash_bench.engine.rows import HostClock
+from dflash_bench.perf import measure
 
 MOST_TURNS = 3
 SECONDS = HostClock.seconds
@@ -22,7 +22,7 @@ KNOWN: dict[Any, Any] = {}
 
 def apply() -> None:
     """For the rest of this process."""
-    sound, rates_of, medians_s = passes.curve_of, passes.rates_of, passes.medians_s
+    sound, rates_of, medians_s = measure.curve_of, measure.rates_of, measure.medians_s
     if inspect.unwrap(sound) is not sound:
         return
 
@@ -36,8 +36,8 @@ def apply() -> None:
     @wraps(sound)
     def quick(target: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(passes, "rates_of", known)
-            patch.setattr(passes, "medians_s", partial(medians_s, most=MOST_TURNS))
+            patch.setattr(measure, "rates_of", known)
+            patch.setattr(measure, "medians_s", partial(medians_s, most=MOST_TURNS))
             return sound(target)
 
-    passes.curve_of = quick
+    measure.curve_of = quick

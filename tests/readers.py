@@ -22,15 +22,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dflash_bench import report
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.peers import vllm
-from dflash_bench.errors import UserError
-from dflash_bench.models import conversion, datastore, files, gguf, pairing, presets, targets
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import convert, datastore, gguf, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, medusa, problems, read_checkpoint, save_draft
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
-from dflash_bench.report import tokens
-from dflash_bench.results import asked, frame
-from dflash_bench.tasks import prompts, rows, suites
-from dflash_bench.train.claims import claim
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.report import answers
+from dflash_bench.results import run_info, table
+from dflash_bench.tasks import prompts, suites
+from dflash_bench.training.trainer import claim
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 MOST_CPU_S = 10
@@ -96,7 +96,7 @@ def _read_run(folder: Path) -> None:
 
 def _prompts_of_run(folder: Path) -> None:
     row = {"suite": "s", "prompt_id": "p", "turns": ["Hi"], "opening": [], "paddings": []}
-    asked.write(folder, [{name: row.get(name, "x") for name in asked.COLUMNS}])
+    run_info.write(folder, [{name: row.get(name, "x") for name in run_info.PROMPTS_COLUMNS}])
 
 
 def _draft(kind: str, form: str | None = None) -> Callable[[Path], object]:
@@ -106,7 +106,7 @@ def _draft(kind: str, form: str | None = None) -> Callable[[Path], object]:
         elif form is None:
             shutil.copytree(_model() / kind, folder / "draft")
         else:
-            conversion.convert(str(_model() / kind), folder / "draft", form, str(_model() / "target"))
+            convert.convert(str(_model() / kind), folder / "draft", form, str(_model() / "target"))
 
     return make
 
@@ -174,7 +174,7 @@ def _datastore(folder: Path) -> None:
 
 def _baseline(folder: Path) -> None:
     runs.stored(folder / "run", runs.answers(4))
-    baselines.write([frame.read(folder / "run")], folder / "base.json", with_timings=True, limits={})
+    baselines.write([table.read(folder / "run")], folder / "base.json", with_timings=True, limits={})
 
 
 LIMITS = '["al.pooled"]\nfall = 0.01\n["tps.decode"]\nat_least = 4\nrun_noise = 0.02\n'
@@ -238,7 +238,7 @@ def _gguf(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     for name in tiny.TOKENIZER:
         shutil.copy(_model() / "target" / name, folder / "llama" / name)
-    conversion.convert(str(folder / "llama"), folder / "m.gguf", conversion.GGUF, None)
+    convert.convert(str(folder / "llama"), folder / "m.gguf", convert.GGUF, None)
 
 
 def _read_suite(folder: Path) -> None:
@@ -263,7 +263,7 @@ def _claimed(folder: Path) -> None:
 READERS: dict[str, Reader] = {
     "run.json": Reader(_run, "run/run.json", _read_run),
     "part": Reader(_run, "run/part-000000.parquet", _read_run, is_json=False),
-    "prompts of a run": Reader(_prompts_of_run, asked.FILE, asked.read, is_json=False),
+    "prompts of a run": Reader(_prompts_of_run, run_info.PROMPTS_FILE, run_info.read, is_json=False),
     "prompts": Reader(_lines("p.jsonl", PROMPTS), "p.jsonl", lambda f: prompts.load(f / "p.jsonl")),
     "scored prompts": Reader(
         _lines("p.jsonl", PROMPTS[:1]), "p.jsonl", lambda f: prompts.load(f / "p.jsonl", scorer="gsm8k_number")
@@ -286,15 +286,15 @@ READERS: dict[str, Reader] = {
     "EAGLE-3 by speculators": Reader(_draft("eagle3", "speculators"), "draft/config.json", _read_draft),
     "Medusa heads": Reader(_medusa, "draft/config.json", _read_medusa),
     "target": Reader(_copied("config.json"), "config.json", targets.config_of),
-    "weights": Reader(_weights, "model.safetensors", files.read_tensors, is_json=False),
+    "weights": Reader(_weights, "model.safetensors", weights.read_tensors, is_json=False),
     "headers": Reader(
-        _weights, "model.safetensors", lambda f: files.read_tensors(f, files.only_maps), is_json=False
+        _weights, "model.safetensors", lambda f: weights.read_tensors(f, weights.only_maps), is_json=False
     ),
-    "index of shards": Reader(_index, "model.safetensors.index.json", files.read_tensors),
-    "pickle": Reader(_pickle, "pytorch_model.bin", files.read_tensors, is_json=False),
-    "vocabulary": Reader(_copied("tokenizer.json"), "tokenizer.json", pairing.vocabulary_in),
+    "index of shards": Reader(_index, "model.safetensors.index.json", weights.read_tensors),
+    "pickle": Reader(_pickle, "pytorch_model.bin", weights.read_tensors, is_json=False),
+    "vocabulary": Reader(_copied("tokenizer.json"), "tokenizer.json", targets.vocabulary_in),
     "tokenizer of a page": Reader(
-        _copied("tokenizer.json"), "tokenizer.json", lambda f: tokens.read_tokenizer(f / "tokenizer.json")
+        _copied("tokenizer.json"), "tokenizer.json", lambda f: answers.read_tokenizer(f / "tokenizer.json")
     ),
     "datastore": Reader(
         _datastore, "store", lambda f: datastore.read(f / "store", _tokenizer(), tiny.VOCABULARY), is_json=False
@@ -302,6 +302,6 @@ READERS: dict[str, Reader] = {
     "claim of a training": Reader(
         _claimed, "work.json", lambda f: claim(f / "work.json", {"rate": 0.1, "seed": 0}, "a training")
     ),
-    "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(rows.json_lines(f / "t.jsonl"))),
+    "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(suites.json_lines(f / "t.jsonl"))),
     "GGUF": Reader(_gguf, "m.gguf", lambda f: gguf.convert(f / "m.gguf", Path(mkdtemp(dir=f)) / "out"), is_json=False),
 }  # fmt: skip

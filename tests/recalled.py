@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.engine import acceptance
-from dflash_bench.engine.acceptance import Accepted
+from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.loop import Accepted
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Output, Target
 
 Prompts = Sequence[Sequence[int]]
@@ -30,7 +30,7 @@ def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits)
     if key not in kept:
         kept[key] = Recalled(target, prompts, length)
     recalled: Any = kept[key]
-    return acceptance.accepted(recalled, drafter, prompts, limits)
+    return loop.accepted(recalled, drafter, prompts, limits)
 
 
 class Recalled:

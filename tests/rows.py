@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_bench.records import Generation, Record
+from dflash_bench.core.types import Generation, Record
 
 
 def generation(accepted: Sequence[int] | None, block: int = 0, **changes: Any) -> Generation:

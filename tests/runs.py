@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench.records import GREEDY, CellKey, Divergence, Generation, Record, Settings
-from dflash_bench.results import checksums, columns, frame, rounds, slices, store
+from dflash_bench.core.types import GREEDY, CellKey, Divergence, Generation, Record, Settings
+from dflash_bench.results import checksums, rounds, schema, store
+from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import settings_of, settings_to_json
 
 SUITES: dict[str, Any] = {
@@ -130,13 +131,13 @@ def listed(run: Path) -> None:
 def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
     """What a reader makes of the rows that these would be."""
     several = tuple(dict.fromkeys(row.settings for row in records))
-    table = frame._table(columns.to_table(records, {}).to_batches(), several, by)
-    return slices.sliced(frame._frame([table], several), by)
+    table = results_table._table(schema.to_table(records, {}).to_batches(), several, by)
+    return rounds.sliced(results_table._frame([table], several), by)
 
 
 def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
-    return rounds._counted(columns.to_table(records, {}).to_batches(), (GREEDY,))[
+    return rounds._counted(schema.to_table(records, {}).to_batches(), (GREEDY,))[
         CellKey("gsm8k", "", GREEDY.id, method)
     ]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import save_draft
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import NANO
 
 HIDDEN, VOCABULARY, LAYERS = 32, 1024, 4

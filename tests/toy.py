@@ -20,11 +20,10 @@ from shared import kept
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
-from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits, Round
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.engine.verify import Draft
 

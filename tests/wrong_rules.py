@@ -11,9 +11,9 @@ import torch
 from faults import Pair, around_writes, stale
 from torch import Tensor
 
-from dflash_bench.engine import decoding, verify
+from dflash_bench.engine import loop, verify
 from dflash_bench.engine.cache import KVCache, ancestors
-from dflash_bench.engine.drafters.picking import Picker
+from dflash_bench.engine.drafters.base import Picker
 from dflash_bench.engine.sampling import Sampler, probabilities
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
 
@@ -53,7 +53,7 @@ def _keeps_too_much(patch: pytest.MonkeyPatch) -> None:
         return verify_tree(tokens, parents, choices, *rest)
 
     for name, faulty in (("verify_sampled", sampled), ("verify_chain", chain), ("verify_tree", tree)):
-        patch.setattr(decoding, name, faulty)
+        patch.setattr(loop, name, faulty)
 
 
 def _residual_of_p(patch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def _blocks_verified_with(**changes: Any) -> Callable[[pytest.MonkeyPatch], None
     """Of blocks, and of nothing else, the target's distribution is made with other settings."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        sound = decoding._State._verify
+        sound = loop._State._verify
 
         def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
             if draft is None:
@@ -77,7 +77,7 @@ def _blocks_verified_with(**changes: Any) -> Callable[[pytest.MonkeyPatch], None
             finally:
                 self.sampler.sampling = kept
 
-        patch.setattr(decoding._State, "_verify", faulty)
+        patch.setattr(loop._State, "_verify", faulty)
 
     return plant
 
@@ -129,7 +129,7 @@ def _bonus_from_draft(patch: pytest.MonkeyPatch) -> None:
         return verify_tree(tokens, parents, torch.cat([choices[:, :1], own], dim=1), *rest)
 
     for name, faulty in (("verify_sampled", sampled), ("verify_chain", chain), ("verify_tree", tree)):
-        patch.setattr(decoding, name, faulty)
+        patch.setattr(loop, name, faulty)
 
 
 def _kept_from_depth(patch: pytest.MonkeyPatch) -> None:
@@ -154,18 +154,18 @@ def _kept_from_depth(patch: pytest.MonkeyPatch) -> None:
         return verify_tree(tokens, parents, choices, *rest)
 
     for name, faulty in (("verify_sampled", sampled), ("verify_chain", chain), ("verify_tree", tree)):
-        patch.setattr(decoding, name, faulty)
+        patch.setattr(loop, name, faulty)
 
 
 def _cold_when_late(patch: pytest.MonkeyPatch) -> None:
     """From token LATE on the target's temperature is half of what it should be."""
-    sound = decoding._State._verify
+    sound = loop._State._verify
 
     def faulty(self: Any, draft: Draft | None, logits: Tensor) -> Verdict:
         places = self.sampler.places(logits.shape[1], draft.parents if draft else None)
         return sound(self, draft, torch.where(places[..., None] >= LATE - 1, 2 * logits, logits))
 
-    patch.setattr(decoding._State, "_verify", faulty)
+    patch.setattr(loop._State, "_verify", faulty)
 
 
 def _numbers(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[[pytest.MonkeyPatch], None]:

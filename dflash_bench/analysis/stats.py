@@ -1,21 +1,26 @@
-"""Intervals and tests whose unit is the prompt: all its tokens and seconds, on both sides, are drawn together.
-
-A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm: it asks how many
-standard errors a redrawn figure is away from the measured one, where each draw has its own standard error (by
-linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
-prompts that matter would look too certain. The measured figure's own standard error is the jackknife's: a long answer
-pulls the figure to itself and so looks ordinary beside it, but not once it is left out. `results/intervals.md` says how
-often the interval contains the truth.
-"""
+"""Intervals and tests: how each is computed, and how often they cover the truth, by simulation."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Intervals and tests whose unit is the prompt: all its tokens and seconds, on both sides, are drawn together.
+#
+# A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm: it asks how many
+# standard errors a redrawn figure is away from the measured one, where each draw has its own standard error (by
+# linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
+# prompts that matter would look too certain. The measured figure's own standard error is the jackknife's: a long answer
+# pulls the figure to itself and so looks ordinary beside it, but not once it is left out. `results/intervals.md` says
+# how often the interval contains the truth.
+
 
 LEVEL = 0.95
 NORMAL = 1.959964
@@ -371,3 +376,40 @@ def _factor(spread: _Spread) -> float:
     usable = np.isfinite(spread.off) & (spread.errors > LEAST_ERROR * spread.error)
     off = np.abs(spread.off[usable]) / spread.errors[usable]
     return max(student, float(np.quantile(off, LEVEL))) if len(off) else student
+
+
+# How often intervals contain the truth, as it was simulated: what a table may say of its "95 %".
+#
+# `scripts/study intervals` writes the shares, and `results/intervals.md` says what was simulated.
+
+
+STORED = Path(__file__).with_name("coverage.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """Shares of intervals of one run that contain the truth, over the kinds of prompts that were simulated."""
+
+    num_prompts: int
+    """The most prompts that were simulated and that the run has."""
+    least: float
+    most: float
+    run_noise: float
+    """Noise between runs, as a share of each method's seconds, under which they are the two below."""
+    least_noisy: float
+    most_noisy: float
+
+
+def covered(num_prompts: int) -> Covered | None:
+    """None for fewer prompts than there are intervals of."""
+    stored = _stored()
+    at = max((place for place, number in enumerate(stored["prompts"]) if number <= num_prompts), default=None)
+    if at is None:
+        return None
+    alone, noisy = ([shares[at] for shares in stored[kind].values()] for kind in ("without_noise", "with_noise"))
+    return Covered(stored["prompts"][at], min(alone), max(alone), stored["run_noise"], min(noisy), max(noisy))
+
+
+@cache
+def _stored() -> Any:
+    return json.loads(STORED.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dflash_bench.api.measuring import run
     from dflash_bench.api.reading import Run, load
     from dflash_bench.api.tools import crosscheck, doctor, inspect, profile, train
-    from dflash_bench.errors import UserError
+    from dflash_bench.core.errors import UserError
 
 __all__ = [
     "CheckResult", "Compared", "Engine", "Reply", "ReplyStream", "Run", "UserError",
@@ -29,7 +29,7 @@ _HOMES = {
     "dflash_bench.api.measuring": ("run",),
     "dflash_bench.api.reading": ("Run", "load"),
     "dflash_bench.api.tools": ("crosscheck", "doctor", "inspect", "profile", "train"),
-    "dflash_bench.errors": ("UserError",),
+    "dflash_bench.core.errors": ("UserError",),
 }
 
 

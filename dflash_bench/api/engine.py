@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from dflash_bench import methods
-from dflash_bench.errors import UserError
-from dflash_bench.records import FinishReason, Generation, Message
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import FinishReason, Generation, Message
 
 if TYPE_CHECKING:
+    from dflash_bench.core.methods import Method
     from dflash_bench.engine.drafter import Drafter
+    from dflash_bench.engine.rows import Limits, Round
     from dflash_bench.engine.sampling import Sampling
-    from dflash_bench.engine.sequences import Limits, Round
-    from dflash_bench.methods import Method
 
 Chat = Sequence[Message | Mapping[str, str]]
 Asked = str | Chat | Sequence[int]
@@ -143,12 +143,12 @@ class Engine(AbstractContextManager["Engine"]):
         Raises UserError for what is missing, damaged, does not fit together or into memory, or has no effect.
         """
         from dflash_bench.models import presets
-        from dflash_bench.run.opening import prepared
-        from dflash_bench.run.option import check_options
-        from dflash_bench.run.request import Request
+        from dflash_bench.runner.config import RunRequest
+        from dflash_bench.runner.option import check_options
+        from dflash_bench.runner.setup import prepared
 
         texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())
-        request = Request(
+        request = RunRequest(
             model=None if model is None else str(model), target=None if target is None else str(target),
             device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, quantize=quantize,
             trust_remote_code=trust_remote_code,
@@ -161,12 +161,11 @@ class Engine(AbstractContextManager["Engine"]):
     def _load(self, device: str, dtype: str) -> None:
         import torch
 
-        from dflash_bench.engine.capturing import capture_passes
-        from dflash_bench.engine.clock import clock_for
-        from dflash_bench.engine.local import stop_ids
-        from dflash_bench.engine.networks import target_of
-        from dflash_bench.models.language import Placement
+        from dflash_bench.engine.backend import capture_passes, stop_ids
+        from dflash_bench.engine.rows import clock_for
+        from dflash_bench.engine.selection import target_of
         from dflash_bench.models.loading import load
+        from dflash_bench.models.targets import Placement
 
         request = self._request
         placement = Placement(
@@ -243,9 +242,9 @@ class Engine(AbstractContextManager["Engine"]):
         Returns a `Reply`, or with `stream` a `ReplyStream`. Raises UserError for an unknown method, one whose draft is
         not there, a prompt that leaves no room, values out of range, and NaN or infinite logits.
         """
-        from dflash_bench.engine.local import seed_of
+        from dflash_bench.engine.backend import seed_of
+        from dflash_bench.engine.rows import Limits
         from dflash_bench.engine.sampling import Sampling
-        from dflash_bench.engine.sequences import Limits
 
         most = self.preset.max_new_tokens if max_new_tokens is None else max_new_tokens
         if most < 1:
@@ -287,9 +286,8 @@ class Engine(AbstractContextManager["Engine"]):
         return self._drafters[method.label]
 
     def _built(self, method: Method) -> Drafter:
-        from dflash_bench.engine.capturing import capture_passes
-        from dflash_bench.engine.local import build_drafter
-        from dflash_bench.engine.networks import pack_like
+        from dflash_bench.engine.backend import build_drafter, capture_passes
+        from dflash_bench.engine.selection import pack_like
         from dflash_bench.models.loading import with_draft
 
         if method.kind.shape == "tree" and not self._target.reads_trees:
@@ -309,11 +307,11 @@ class Engine(AbstractContextManager["Engine"]):
         """Round by round, and then the whole."""
         import torch
 
-        from dflash_bench.engine.decoding import decode
+        from dflash_bench.engine.backend import PromptRounds
         from dflash_bench.engine.drafter import Foresees
-        from dflash_bench.engine.generations import Decoded
+        from dflash_bench.engine.loop import decode
 
-        decoded, told = Decoded(prompt), 0
+        decoded, told = PromptRounds(prompt), 0
         if isinstance(drafter, Foresees):
             drafter.foresee([prompt], limits, sampling, None)
         try:
@@ -333,7 +331,7 @@ class Engine(AbstractContextManager["Engine"]):
 
 
 def _wanted(request: Any) -> Any:
-    from dflash_bench.run.opening import wanted_of
+    from dflash_bench.runner.setup import wanted_of
 
     return wanted_of(request)
 

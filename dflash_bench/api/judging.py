@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_bench.api.reading import Run
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 
 if TYPE_CHECKING:
-    from dflash_bench.analysis.gate.checks import Checked
-    from dflash_bench.analysis.gate.outcome import Check
+    from dflash_bench.analysis.gate.checks import Check, GateResult
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def comparison(
     allow: Sequence[str] = (),
 ) -> Compared:
     """The same, with what only the command line has: published figures, and the official harness's formulas."""
-    from dflash_bench.report.compared import compared
+    from dflash_bench.report.compare import compared
 
     found = compared([folder_of(one) for one in runs], by=by, against=against, compat=compat, allow=tuple(allow))
     return Compared(found.text, found.json)
@@ -88,7 +87,7 @@ def comparison(
 class CheckResult:
     """What `check` found. `str` is the text of `dflash-bench check`."""
 
-    found: Checked
+    found: GateResult
     """For the command line; not part of what is promised."""
 
     @property
@@ -145,7 +144,7 @@ def check(
     False.
     """
     from dflash_bench.analysis.gate.checks import checked
-    from dflash_bench.rereading import reread
+    from dflash_bench.diagnose.reread import reread
 
     several = [runs] if isinstance(runs, Run | str | Path) else list(runs)
     if not several:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dflash_bench.api.reading import Run
-from dflash_bench.errors import UserError, unknown
+from dflash_bench.core.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from dflash_bench.run.request import Request
+    from dflash_bench.runner.config import RunRequest
 
 Words = str | Sequence[str]
 """One, or several."""
@@ -82,7 +82,7 @@ class Options(TypedDict, total=False):
 
 
 def run(
-    config: Request | None = None,
+    config: RunRequest | None = None,
     *,
     suite: Words = (),
     methods: Words = (),
@@ -123,7 +123,7 @@ def run(
 
 
 def measure(
-    request: Request,
+    request: RunRequest,
     out: Path | None,
     resume: bool,
     tell: Callable[[str], object],
@@ -134,7 +134,7 @@ def measure(
     `shown` goes to `session.perform`; without it nothing but a notebook's bar shows how far it is.
     """
     from dflash_bench.api.progress import shown as progress
-    from dflash_bench.run import session
+    from dflash_bench.runner import session
 
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
@@ -145,7 +145,7 @@ def measure(
     return folder
 
 
-def default_folder(request: Request) -> Path:
+def default_folder(request: RunRequest) -> Path:
     """Of a run that was not told where to go: results/runs/TIME-MODEL below the current folder."""
     from dflash_bench.models import presets
 
@@ -153,11 +153,11 @@ def default_folder(request: Request) -> Path:
     return Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
 
 
-def request_of(**options: Any) -> Request:
+def request_of(**options: Any) -> RunRequest:
     """The request that options by their names come to. Raises UserError for an unknown name."""
-    from dflash_bench.run.request import Request
+    from dflash_bench.runner.config import RunRequest
 
-    kinds = {field.name: str(field.type) for field in fields(Request)}
+    kinds = {field.name: str(field.type) for field in fields(RunRequest)}
     chosen: dict[str, Any] = {"suites": (), "methods": ()}
     for name, value in options.items():
         field = ALIASES.get(name, name)
@@ -165,13 +165,13 @@ def request_of(**options: Any) -> Request:
             raise unknown("option", name, [*kinds, *ALIASES])
         if value is not None:
             chosen[field] = _value(field, kinds[field], value)
-    return Request(**chosen)
+    return RunRequest(**chosen)
 
 
 def _value(field: str, kind: str, value: Any) -> Any:
     """As the request holds it."""
     if field == "launch_args":
-        from dflash_bench.secrets import arguments
+        from dflash_bench.core.secrets import arguments
 
         return arguments(value, "--launch-args")
     if field in ("drafts", "servers", "over") and isinstance(value, Mapping):
@@ -199,7 +199,7 @@ def _listed(values: Any) -> str:
     return ",".join(map(str, values))
 
 
-def _words(request: Request, options: Mapping[str, Any]) -> str:
+def _words(request: RunRequest, options: Mapping[str, Any]) -> str:
     """The call, to be stored in run.json; a key is named by its variable, so that none stands in it."""
     given = {name: getattr(request, ALIASES.get(name, name)) for name in options}
     shown = (f"{name}={str(value) if name == 'launch_args' else _plain(value)!r}" for name, value in given.items())

@@ -8,7 +8,7 @@ from html import escape
 from io import StringIO
 from typing import Any
 
-from dflash_bench.run.progress import Progress
+from dflash_bench.runner.session import Progress
 
 
 def shown() -> Callable[..., Progress]:

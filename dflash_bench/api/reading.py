@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Settings
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.types import Settings
 
 if TYPE_CHECKING:
     from dflash_bench.analysis.findings import Finding
     from dflash_bench.analysis.metrics import Cell
     from dflash_bench.analysis.stats import Interval
-    from dflash_bench.report.document import Document, Line
+    from dflash_bench.report.document import Document, MethodLine
 
 OF_ANSWERS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
@@ -197,7 +197,7 @@ class Run:
 
         return full_names(settings_of(self.document.results.info["identity"]))
 
-    def _line(self, method: str, settings: str | None) -> Line:
+    def _line(self, method: str, settings: str | None) -> MethodLine:
         lines = [line for line in self.document.lines if line.method == method]
         if not lines:
             raise unknown("method of this run", method, self.methods)
@@ -212,7 +212,7 @@ class Run:
         """Arrow batches of the rows that the tables show, too, and the settings of each row in words."""
         from dflash_bench.results import parts
         from dflash_bench.results.identity import checked_settings, needed_for, settings_of
-        from dflash_bench.results.run_json import carried
+        from dflash_bench.results.run_info import carried
 
         results = self.document.results
         several = settings_of(results.info["identity"])

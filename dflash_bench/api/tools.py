@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dflash_bench.api.measuring import Options, Words, request_of
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 
 if TYPE_CHECKING:
-    from dflash_bench.analysis.crosscheck import Checked
-    from dflash_bench.doctor.diagnosis import Diagnosis
-    from dflash_bench.models.inspection import Inspection
-    from dflash_bench.report.profile import Profiled
-    from dflash_bench.run.request import Request
+    from dflash_bench.diagnose.compare_counts import CrosscheckResult
+    from dflash_bench.diagnose.doctor import Diagnosis
+    from dflash_bench.models.inspect import Inspection
+    from dflash_bench.report.perf import Profiled
+    from dflash_bench.runner.config import RunRequest
 
 Tell = Callable[[str], None]
 OF_SERVERS = ("servers", "dialect", "served_model", "api_key_env", "timeout", "env_proxy")
@@ -33,9 +33,9 @@ def inspect(checkpoint: str | Path, target: str | Path | None = None) -> Inspect
     `checkpoint` is a folder or a hub id. With a `target` (nano, another known model, or a folder), `problems` also says
     whether the draft fits it; a draft that can be run has none. Raises UserError for what is not a draft at all.
     """
-    from dflash_bench.models import inspection
+    from dflash_bench.models import inspect
 
-    return inspection.inspect(str(checkpoint), None if target is None else str(target))
+    return inspect.inspect(str(checkpoint), None if target is None else str(target))
 
 
 def doctor(
@@ -57,11 +57,11 @@ def doctor(
     return examine(request_of(methods=method or (), model=model, suite=suite, limit=limit, **options), tell)
 
 
-def examine(request: Request, tell: Tell) -> Diagnosis:
+def examine(request: RunRequest, tell: Tell) -> Diagnosis:
     """The same for a request, as the command has it."""
-    from dflash_bench.doctor import diagnosis
+    from dflash_bench.diagnose import doctor
 
-    return diagnosis.perform(request, tell)
+    return doctor.perform(request, tell)
 
 
 def crosscheck(
@@ -74,20 +74,20 @@ def crosscheck(
     chats: bool = False,
     tell: Tell = _nobody,
     **options: Any,
-) -> list[Checked]:
+) -> list[CrosscheckResult]:
     """Is it the weights or the engine? Live servers against our own engine, on the same prompts and weights.
 
     `servers` maps a method to a URL: {"dflash": "http://127.0.0.1:8000"}. Options are those of `dflash-bench
     crosscheck`; `chats` sends chats in place of token ids. Returns one result for each server: `verdict` is agree,
     differ or cannot tell. Raises UserError for a server that cannot be asked.
     """
-    from dflash_bench.crosscheck import session
-    from dflash_bench.crosscheck.request import Asked
+    from dflash_bench.diagnose import crosscheck
+    from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 
     ours = {name: value for name, value in options.items() if name not in OF_SERVERS}
     theirs = {name: value for name, value in options.items() if name in OF_SERVERS}
     request = request_of(model=model, suite=suite, methods=methods, limit=limit, **ours)
-    return session.perform(Asked(request, request_of(servers=servers, **theirs), chats), tell)
+    return crosscheck.perform(CrosscheckRequest(request, request_of(servers=servers, **theirs), chats), tell)
 
 
 def train(target: str | Path, out: str | Path, method: str = "dflash", *, tell: Tell = _nobody, **options: Any) -> Path:
@@ -97,7 +97,7 @@ def train(target: str | Path, out: str | Path, method: str = "dflash", *, tell: 
     invented, epochs, steps, batch_size, seed, ... The same call goes on where one was interrupted. Raises UserError for
     options without effect, and for prompts that stand in a test suite.
     """
-    from dflash_bench.train import session
+    from dflash_bench.training import session
 
     folder = session.perform(training(target=str(target), out=Path(out), method=method, **options), tell)
     if folder is None:
@@ -109,16 +109,16 @@ def training(*, target: str, out: Path, method: str, **options: Any) -> Any:
     """The request of a training. Raises UserError for an unknown option."""
     from dataclasses import fields
 
-    from dflash_bench.errors import unknown
-    from dflash_bench.train.request import Request
+    from dflash_bench.core.errors import unknown
+    from dflash_bench.training.config import TrainRequest
 
-    known = [field.name for field in fields(Request)]
+    known = [field.name for field in fields(TrainRequest)]
     for name, value in options.items():
         if name not in known:
             raise unknown("option of train", name, known)
         if name in ("prompts", "openings", "allow"):
             options[name] = (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
-    return Request(target=target, out=out, method=method, **options)
+    return TrainRequest(target=target, out=out, method=method, **options)
 
 
 def profile(
@@ -142,8 +142,8 @@ def profile(
     Returns times in seconds with the least that the device would need. Raises UserError for what does not fit into
     memory.
     """
-    from dflash_bench import profiler
+    from dflash_bench.diagnose import profile
 
     request = request_of(methods=methods, model=model, **options)
     shapes = (tuple(batch), tuple(context), tuple(width))
-    return profiler.perform(profiler.Asked(request, random_weights, layers, *shapes, acceptance), tell)
+    return profile.perform(profile.ProfileRequest(request, random_weights, layers, *shapes, acceptance), tell)

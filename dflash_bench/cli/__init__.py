@@ -12,19 +12,9 @@ import typer
 from typer import Option
 
 from dflash_bench import __version__
-from dflash_bench.cli import (
-    checkpoints,
-    crosschecking,
-    diagnosis,
-    distribution,
-    measuring,
-    net,
-    profiling,
-    results,
-    training,
-)
-from dflash_bench.cli.output import note, prepare, say
-from dflash_bench.errors import UserError
+from dflash_bench.cli import diagnose, models, net, results, run, train
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.terminal import note, prepare, say
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """The base of all that typer finds wrong with a command; typer gives it no name of its own."""
@@ -81,13 +71,10 @@ def _root(
 
 
 for part in (
-    measuring,
-    distribution,
-    profiling,
-    diagnosis,
-    crosschecking,
-    checkpoints,
-    training,
+    run,
+    diagnose,
+    models,
+    train,
     results,
 ):  # as --help lists them
     app.add_typer(part.app)

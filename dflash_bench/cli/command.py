@@ -10,8 +10,8 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from dflash_bench.cli.net import require_addresses
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.text import shortened
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import shortened
 
 LONGEST_NAME = 255
 """Bytes that file systems allow for one name; a whole path has sixteen times as many."""
@@ -40,7 +40,7 @@ def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> lis
 
     Raises UserError for a key that is no option of the command, and for a value that its option cannot have.
     """
-    from dflash_bench.reading import toml_of
+    from dflash_bench.core.files import toml_of
 
     options = {
         _name(param).removeprefix("--"): param

@@ -11,7 +11,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LEAST_ADDRESSES = 10**9

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from typer import Argument, Option
 
-from dflash_bench.run.option import OptionSpec, options_of
+from dflash_bench.runner.option import OptionSpec, options_of
 
 
 def under(heading: str) -> Callable[..., Any]:

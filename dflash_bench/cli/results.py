@@ -14,10 +14,10 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
-from dflash_bench.cli.output import note, say
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.reading import require_output
-from dflash_bench.text import visible
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.files import require_output
+from dflash_bench.core.labels import visible
+from dflash_bench.core.terminal import note, say
 
 app = typer.Typer()
 
@@ -68,11 +68,11 @@ def baseline(
     Give several runs of the same command, so that the file also says how much runs vary.
     """
     from dflash_bench.analysis.gate import baselines
-    from dflash_bench.results import frame
+    from dflash_bench.results import table
 
     baselines.refuse_twins(runs)
     expectations = baselines.read_limits(limits) if limits else {}
-    baselines.write([frame.read(run) for run in runs], output, with_timings=not time_free, limits=expectations)
+    baselines.write([table.read(run) for run in runs], output, with_timings=not time_free, limits=expectations)
     say(f"wrote {output}")
 
 
@@ -222,7 +222,7 @@ def plot(
     Runs in a trend must be alike, except for what --allow accepts.
     """
     from dflash_bench import report
-    from dflash_bench.bars import with_bar
+    from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
     plots.check_kind(kind)
@@ -239,8 +239,8 @@ def plot(
 
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
     from dflash_bench import report
-    from dflash_bench.analysis.changes import check_allowed, refuse_unlike
-    from dflash_bench.bars import with_bar
+    from dflash_bench.analysis.compare import check_allowed, refuse_unlike
+    from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
     if out is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dflash_bench.models.common import Rotary
+from dflash_bench.models.nets.layers import Rotary
 
 
 class KVCache:

@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dflash_bench.engine.replays import Replays
+from dflash_bench.engine.graphs import Replays
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampler, Sampling
-from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 
@@ -25,7 +25,7 @@ class Committed:
     anchor [B] is the last of these: committed, but not yet read; None while the rest of a prompt is to come. `texts`
     are the rows as the host knows them, prompt, answer and anchor; a drafter reads them, and must not change them. They
     are the lists that the loop itself appends to: kept, they show the whole answer once the generation is over. With
-    the sampler it draws tokens, if it does (`drafters/picking.py`). `choices` are there if the draft wanted them: per
+    the sampler it draws tokens, if it does (`drafters/base.py`). `choices` are there if the draft wanted them: per
     row what the target chose after the anchor and after each token of the draft, those it did not accept too.
     """
 
@@ -78,7 +78,7 @@ class Foresees(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """A drafter whose passes can be captured (`replays.py`)."""
+    """A drafter whose passes can be captured (`graphs.py`)."""
 
     replays: Replays | None
 
@@ -87,7 +87,7 @@ class Captures(Protocol):
 
 @runtime_checkable
 class Packs(Protocol):
-    """A drafter whose large weights can get a second layout (`packing.py`)."""
+    """A drafter whose large weights can get a second layout (`forward/packed.py`)."""
 
     def pack(self) -> None: ...
 

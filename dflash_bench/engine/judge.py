@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from dflash_bench import records
-from dflash_bench.records import Divergence
+from dflash_bench.core import types
+from dflash_bench.core.types import Divergence
 
-CEILINGS = {getattr(torch, name): logits for name, logits in records.CEILINGS.items()}
+CEILINGS = {getattr(torch, name): logits for name, logits in types.CEILINGS.items()}
 STEPS = 64
 """So many places, the one in question last, are read in both forms to see how much rounding moves two tokens."""
 MARGIN = 3.0

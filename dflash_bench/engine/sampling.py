@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_bench.core.types import Settings, is_greedy
 from dflash_bench.engine.cache import ancestors, to_device
-from dflash_bench.records import Settings, is_greedy
 
 Purpose = Literal["draw", "accept", "draft"]
 """What a random number is for: the target's own draw, keeping or refusing a drafted token, and drawing that token."""

@@ -1,9 +1,9 @@
 """The target: a causal language model with our cache, and with taps on its layers.
 
-Its network is computed by the publisher's code (`published.py`) or, where that is covered, by ours (`lean.py`); cache,
-positions and masks are ours. So rows of different lengths can share one forward pass, and dropping rejected tokens
-costs nothing. Layers with a sliding window also cache the full length, and their mask limits them to the window; layers
-with a recurrent state roll it back (`recurrent.py`).
+Its network is computed by the publisher's code (`forward/hf.py`) or, where that is covered, by ours
+(`forward/native.py`); cache, positions and masks are ours. So rows of different lengths can share one forward pass, and
+dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their mask limits
+them to the window; layers with a recurrent state roll it back (`forward/recurrent.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dflash_bench.engine.architecture import (
+from dflash_bench.core.types import NOBODY, Listener
+from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
+from dflash_bench.engine.forward.hf import (
+    HFForward,
+    Masks,
     attention_windows,
     context_length,
     recurrent_layers,
     refuse_unsupported,
 )
-from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
-from dflash_bench.engine.published import Masks, Published
-from dflash_bench.engine.replays import Replays, room_for
-from dflash_bench.records import NOBODY, Listener
+from dflash_bench.engine.graphs import Replays, room_for
 
 ALL = 0
 """Places of which logits are wanted: all."""
@@ -87,7 +88,7 @@ class Target:
     def __init__(self, model: Any, taps: Sequence[int] = (), network: Network | None = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
-        self.network: Network | Steady = network or Published(model)
+        self.network: Network | Steady = network or HFForward(model)
         self.config = model.config.get_text_config()
         # Layers may be spread over devices; tokens enter on the embedding's device, and all results return there.
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -144,7 +145,7 @@ class Target:
         self._allocate(num_rows, capacity)
 
     def capture(self, shortest: int, longest: int) -> None:
-        """Passes that have been asked for before, over so many places; see `replays.py`."""
+        """Passes that have been asked for before, over so many places; see `graphs.py`."""
         if self.replays is not None and self.replays.prepare(self.cache.num_rows, shortest, longest, self._is_tapped):
             self.cache.clear()
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import OWN_WEIGHTS, SHARED_WEIGHTS, Divergence, Message, Settings
 from dflash_bench.engine.judge import Judge
-from dflash_bench.errors import UserError
-from dflash_bench.models import memory, quantizing
-from dflash_bench.models.layout import may_be_held_twice, twin
+from dflash_bench.models import memory, quantization
+from dflash_bench.models.hub import UNREADABLE, cannot_load
 from dflash_bench.models.loading import Models, Source
-from dflash_bench.models.unreadable import UNREADABLE, cannot_load
-from dflash_bench.records import OWN_WEIGHTS, SHARED_WEIGHTS, Divergence, Message, Settings
+from dflash_bench.models.weights import may_be_held_twice, twin
 
 OTHER_PROMPT = "the prompt is not what the template and tokenizer in the target's files make of the messages"
 ALWAYS = 1 << 30
@@ -190,7 +190,7 @@ def weights_in(source: Source) -> Any:
             trust_remote_code=how.trust_remote_code, **options,
         )  # fmt: skip
         if how.quantize is not None:
-            model = quantizing.quantized(model, how.quantize, source.device)
+            model = quantization.quantized(model, how.quantize, source.device)
         elif not how.spread:
             model = model.to(source.device)
     except torch.OutOfMemoryError as error:

@@ -1,8 +1,4 @@
-"""A chat as the model's own template renders it.
-
-A template is a program that came with the checkpoint. transformers gives it no access to files or the network, but
-does not limit its time or memory. So all prompts of a run are first rendered in a process that has both limits.
-"""
+"""Chat templates, and the texts that a target's tokenizer makes of token ids."""
 
 from __future__ import annotations
 
@@ -12,15 +8,22 @@ import select
 import signal
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message
+from dflash_bench.models import gguf, hub, targets
+
+# A chat as the model's own template renders it.
+#
+# A template is a program that came with the checkpoint. transformers gives it no access to files or the network, but
+# does not limit its time or memory. So all prompts of a run are first rendered in a process that has both limits.
+
 
 LIMIT_S = 20.0
 """For all prompts of a run together; one takes less than a millisecond."""
@@ -138,3 +141,24 @@ def _limit_memory() -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         most = used + LIMIT_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+# A target's own tokenizer, loaded apart from the one that an engine decodes with, to say what tokens mean.
+
+
+Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
+"""The texts of answers by their tokens, without special tokens."""
+
+
+def decoder(folder: Path, trust_remote_code: bool = False) -> Decoder:
+    """Raises UserError for a folder without a tokenizer that can be read."""
+    tokenizer = targets.tokenizer_of(folder, trust_remote_code)
+    return lambda answers: [str(tokenizer.decode(list(one), skip_special_tokens=True)) for one in answers]
+
+
+def decoder_of(target: str, trust_remote_code: bool = False) -> Decoder | None:
+    """The same of a target by its folder, GGUF file or hub id; None where its files are not on this disk."""
+    place = str(gguf.converted(Path(target))) if gguf.is_file(target) else target
+    if not hub.is_here(place):
+        return None
+    return decoder(hub.folder_of(place) or hub.cached_folder(place), trust_remote_code)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from dflash_bench import atomic, reading
-from dflash_bench.errors import UserError
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
 
 Tokens = NDArray[np.int32]
 Places = NDArray[np.int64]
@@ -91,12 +91,12 @@ def fingerprint(tokenizer: Any) -> str:
 def write(path: Path, store: Datastore, tokenizer: Any, sources: Sequence[str]) -> None:
     tensors = {"tokens": torch.from_numpy(store.tokens), "order": torch.from_numpy(store.order)}
     metadata = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "sources": json.dumps(list(sources))}
-    atomic.write_whole(path, lambda file: file.write(save(tensors, metadata)))
+    files.write_whole(path, lambda file: file.write(save(tensors, metadata)))
 
 
 def read(path: Path, tokenizer: Any, vocab_size: int) -> Datastore:
     """Mapped into memory. Raises UserError for what is none, is empty, or is for another tokenizer."""
-    reading.require_file(path)
+    files.require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}

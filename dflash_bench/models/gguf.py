@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from dflash_bench import reading
-from dflash_bench.errors import UserError
-from dflash_bench.models import folders
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import hub
+from dflash_bench.models.hub import cannot_load, is_unreadable
 from dflash_bench.models.presets import HOME, cache_folder
-from dflash_bench.models.unreadable import cannot_load, is_unreadable
 
 LARGEST = 1 << 24
 """Of any size in a header."""
@@ -53,7 +53,7 @@ def check(path: Path) -> None:
     """
     from gguf import GGUFReader
 
-    reading.require_file(path)
+    files.require_file(path)
     try:
         file = GGUFReader(path)
         fields = {name: field.contents() for name, field in file.fields.items()}
@@ -139,8 +139,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
         if not (tied and name.startswith("lm_head."))
     }
-    save_file(tensors, folder / folders.WHOLE, metadata={"format": "pt"})
-    (folder / folders.WHOLE).chmod(0o644)
+    save_file(tensors, folder / hub.WHOLE, metadata={"format": "pt"})
+    (folder / hub.WHOLE).chmod(0o644)
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

@@ -1,16 +1,60 @@
-"""From a folder or a hub id to files on this disk, and a revision that identifies them."""
+"""Where checkpoints come from: a folder or the hub; and what is said of one that cannot be read."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_bench.errors import UserError
-from dflash_bench.models import folders
+from huggingface_hub.errors import StrictDataclassError
+
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+
+# A model's folder before it is loaded: its settings, and whether its parts are really files. Needs no torch.
+
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ENDINGS = (".json", ".safetensors", ".bin", ".pt", ".txt", ".jinja", ".model", ".tiktoken")
+"""Endings of the files that we or transformers read."""
+VOCABULARIES = ("tokenizer.json", "vocab.json")
+"""Large files, which are only read where they are used."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        raise UserError(f"no model in {path.parent}: {path.name} is missing")
+    config = files.json_of(path)
+    if not isinstance(config, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return config
+
+
+def require_files(folder: Path) -> None:
+    """Raises UserError for a folder with parts that are not files, or settings that cannot be read.
+
+    Libraries would wait forever for someone to write to a pipe, and crash on JSON nested a thousand levels deep.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise files.cannot_read(folder, error) from error
+    for path in (folder / name for name in names if name.endswith(ENDINGS)):
+        files.require_file(path)
+        if path.suffix == ".json" and path.name not in VOCABULARIES:
+            files.json_of(path)
+
+
+# From a folder or a hub id to files on this disk, and a revision that identifies them.
+
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Configuration, weights without code in them, and tokenizers."""
@@ -46,7 +90,7 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Local
         if not pickles:
             raise UserError(f"{name} has no safetensors weights, and targets are loaded from nothing else")
         snapshot = _snapshot(name, snapshot.name, [*patterns, *PICKLES])
-    folders.require_files(snapshot)
+    require_files(snapshot)
     return LocalCheckpoint(snapshot, f"{name}@{snapshot.name}")
 
 
@@ -60,7 +104,7 @@ def folder_of(reference: str) -> Path | None:
     folder = Path(os.path.expanduser(reference))
     if not reference or not os.path.isdir(folder):
         return None
-    folders.require_files(folder)
+    require_files(folder)
     return folder
 
 
@@ -114,7 +158,7 @@ def is_here(reference: str) -> bool:
     if not os.path.isdir(folder):
         folder = cached_folder(reference)
     try:
-        shards = set(folders.read_json(folder / folders.INDEX)["weight_map"].values())
+        shards = set(read_json(folder / INDEX)["weight_map"].values())
     except (UserError, KeyError, AttributeError, TypeError):
         shards = {path.name for pattern in ("*.safetensors", "*.bin", "*.pt") for path in folder.glob(pattern)}
     return (folder / "config.json").exists() and bool(shards) and all((folder / name).exists() for name in shards)
@@ -128,3 +172,24 @@ def cached_folder(reference: str) -> Path:
     stored = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     ref = stored / "refs" / (revision or "main")
     return stored / "snapshots" / (ref.read_text() if ref.is_file() else revision)
+
+
+# What transformers raises for files that make no sense, told apart from bugs, in one line.
+
+
+UNREADABLE = (
+    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
+    AssertionError, StrictDataclassError, struct.error,
+)  # fmt: skip
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Is it what a damaged file brings about, and not a bug? tokenizers, which is Rust, raises bare Exceptions."""
+    return isinstance(error, UNREADABLE) or type(error) is Exception
+
+
+def cannot_load(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return UserError(f"{folder} needs code of its own, which runs only in a run with --trust-remote-code")
+    return UserError(f"cannot load a causal language model from {folder}: {reason or type(error).__name__}")

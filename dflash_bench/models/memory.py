@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.methods import Method
-from dflash_bench.models import files, formats, networks, quantizing, targets
-from dflash_bench.models.dflash import DFlashConfig
-from dflash_bench.models.eagle3 import Eagle3Config
-from dflash_bench.models.folders import read_config
+from dflash_bench.core.methods import Method
+from dflash_bench.models import formats, loading, quantization, targets
+from dflash_bench.models import weights as models_weights
 from dflash_bench.models.formats import medusa
-from dflash_bench.models.layout import is_large, may_be_held_twice
+from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.dflash import DFlashConfig
+from dflash_bench.models.nets.eagle3 import Eagle3Config
+from dflash_bench.models.weights import is_large, may_be_held_twice
 
 HEAD = "lm_head.weight"
 MOST_NODES = 63
@@ -38,7 +39,8 @@ class Footprint:
     loading_bytes: int = 0
     """Weights as the checkpoint has them, where they are quantised on loading."""
     layout_bytes: int = 0
-    """What a second layout of large weights takes at most, on a CPU (`engine/packing.py`); 0 where there is none."""
+    """What a second layout of large weights takes at most, on a CPU (`engine/forward/packed.py`); 0 where there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     weights = name.partition("@")[0]
     if weights == "medusa":
         return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
-    if weights in networks.LANGUAGE_MODELS:
+    if weights in loading.LANGUAGE_MODELS:
         return replace(_of_language_model(folder, dtype), config=read_config(folder).get("block_diffusion"))
     checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)[1]
     config = checkpoint.config
@@ -181,7 +183,7 @@ def _of_language_model(
     folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None
 ) -> Footprint:
     config = targets.config_of(folder, trusted)
-    tensors = files.read_tensors(folder, files.only_maps)
+    tensors = models_weights.read_tensors(folder, models_weights.only_maps)
     if getattr(config, "tie_word_embeddings", False):
         tensors.pop(HEAD, None)
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
@@ -212,6 +214,6 @@ def _layout(tensors: Mapping[str, Tensor], weights_bytes: int) -> int:
 
 
 def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> int:
-    sizes = {name: quantizing.predicted_bytes(name, tensor.shape, kind) for name, tensor in tensors.items()}
+    sizes = {name: quantization.predicted_bytes(name, tensor.shape, kind) for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in tensors.items() if sizes[name] is None}
     return _weights(plain, dtype) + sum(size for size in sizes.values() if size is not None)

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import reading
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.methods import METHODS, WEIGHTS, check_tag, parse
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.methods import METHODS, WEIGHTS, check_tag, parse
 
 PACKAGE = Path(__file__).parent.parent
 NANO = PACKAGE / "nano"
@@ -72,7 +72,7 @@ class Preset:
 @cache
 def table(path: Path = TABLE) -> dict[str, Preset]:
     """Every preset by name. Raises UserError for an entry with an unknown key, or without a required one."""
-    entries = reading.toml_of(path)
+    entries = files.toml_of(path)
     return {name: _parse(path, name, entry) for name, entry in entries.items()}
 
 
@@ -161,7 +161,7 @@ def _folders(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if os.path.isdir(folder / name))
     except OSError as error:
-        raise reading.cannot_read(folder, error) from error
+        raise files.cannot_read(folder, error) from error
 
 
 def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash_bench import reading
-from dflash_bench.errors import UserError
-from dflash_bench.forwards import Size
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.forwards import Size
 from dflash_bench.models import presets, targets
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
-from dflash_bench.models.dflash import default_target_layers as dflash_layers
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.eagle3 import default_target_layers as eagle3_layers
-from dflash_bench.models.formats.checks import skeleton
+from dflash_bench.models.formats.base import skeleton
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.dflash import default_target_layers as dflash_layers
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.nets.eagle3 import default_target_layers as eagle3_layers
 from dflash_bench.models.presets import Preset
 
 TABLE = Path(__file__).parent / "shapes.toml"
@@ -36,7 +36,7 @@ TILE = 1_000_003
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    return reading.toml_of(TABLE)
+    return files.toml_of(TABLE)
 
 
 def config_of(target: str, num_layers: int | None = None) -> Any:

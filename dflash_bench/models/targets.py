@@ -1,18 +1,86 @@
-"""What a draft shares with its target, read from the target's folder without loading the model."""
+"""The target: found, checked against its drafts, and loaded as a language model."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dflash_bench.errors import UserError
-from dflash_bench.models import files, gguf, hub, pairing, presets
-from dflash_bench.models.folders import read_config
+from dflash_bench.core import files
+from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
+from dflash_bench.models import gguf, hub, presets, quantization, weights
 from dflash_bench.models.formats import TargetShape
-from dflash_bench.models.unreadable import UNREADABLE, cannot_load, is_unreadable
+from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
+
+# Was this draft made for this target? What the draft's files say about its tokenizer and its target.
+
+
+def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem | None:
+    """The problem if the draft's tokenizer uses an id of the target's `vocabulary` for another token, else None.
+
+    A draft without a tokenizer uses the target's. Tokens that only one of the two has do no harm: drafts were published
+    with a mask token added, and targets are fine-tuned with a few more.
+    """
+    draft_vocabulary = vocabulary_in(folder)
+    tokens = {index: token for token, index in vocabulary.items()}
+    differing = {index: token for token, index in draft_vocabulary.items() if tokens.get(index, token) != token}
+    if not differing:
+        return None
+    first = min(differing)
+    return DraftProblem(
+        "other_tokenizer",
+        f"made for another tokenizer: {len(differing)} of {len(draft_vocabulary)} ids differ; {first} is "
+        f"{differing[first]!r} in the draft and {tokens[first]!r} in the target",
+        ANOTHER_DRAFT,
+    )
+
+
+def vocabulary_in(folder: Path) -> dict[str, int]:
+    """Token to id, from tokenizer.json or else vocab.json; empty if there is neither. UserError for a damaged one."""
+    for name in ("tokenizer.json", "vocab.json"):
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        content = files.json_of(path)
+        try:
+            return _tokens(content) if name == "tokenizer.json" else {str(t): int(i) for t, i in content.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a vocabulary ({error})", "copy it again, or remove it") from error
+    return {}
+
+
+def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
+    """A tokenizer's model maps token to id, or, if it is a unigram model, lists [token, score]."""
+    vocab = content["model"]["vocab"]
+    pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
+    added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
+    return {str(token): int(index) for token, index in (*pairs, *added)}
+
+
+def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
+    """A note if the draft's config names another target, else None. A doubt only: a folder may have any name."""
+    trained_for = verifier(config)
+    if trained_for is None or trained_for.rpartition("/")[2].lower() == target.rpartition("/")[2].lower():
+        return None
+    return f"its config names {trained_for} as its target, but this one is {target}"
+
+
+def verifier(config: Mapping[str, Any]) -> str | None:
+    """The target that a speculators config says the draft was trained for."""
+    match config.get("speculators_config"):
+        case {"verifier": {"name_or_path": str(name)}} if name:
+            return name
+    return None
+
+
+# What a draft shares with its target, read from the target's folder without loading the model.
+
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
@@ -59,7 +127,7 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
     """Raises UserError for a damaged one, and where there is none: transformers would make one up."""
     from transformers import AutoTokenizer
 
-    pairing.vocabulary_in(folder)
+    vocabulary_in(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -141,5 +209,114 @@ def _stored(folder: Path, headers_only: bool) -> dict[str, Tensor]:
     if headers_only and not any(folder.glob("*.safetensors")):
         return {}
     wanted = (EMBEDDING, HEAD)
-    tensors = files.read_tensors(folder, lambda name: not headers_only and name.endswith(wanted))
+    tensors = weights.read_tensors(folder, lambda name: not headers_only and name.endswith(wanted))
     return {plain: tensor for plain in wanted for name, tensor in tensors.items() if name.endswith(plain)}
+
+
+# A causal language model from its folder: loaded by transformers, and refused where it would load it partly.
+#
+# So are targets loaded, and drafts that are language models themselves.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How a target is loaded, beyond its device and dtype."""
+
+    spread: bool = False
+    """Its layers over all GPUs, instead of on one device."""
+    attention: str | None = None
+    """The implementation; None is what transformers takes for the architecture."""
+    trust_remote_code: bool = False
+    quantize: str | None = None
+    """A key of `quantization.PACKAGES`."""
+
+
+PLAIN = Placement()
+
+
+def check(folder: Path, placement: Placement = PLAIN) -> Any:
+    """The model's config. Raises UserError where none can be loaded, before anything large is read."""
+    _check_code(folder, placement.trust_remote_code)
+    config = config_of(folder, placement.trust_remote_code)
+    if placement.spread:
+        _require_accelerate()
+    if placement.quantize is not None:
+        _refuse_quantized(folder, placement.quantize)
+    return config
+
+
+def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placement = PLAIN) -> Any:
+    """One that `check` passed. Raises UserError for weights that are missing, damaged or too large for the device."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": placement.trust_remote_code}
+    if placement.spread:
+        options["device_map"] = "auto"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=placement.attention, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+    except SafetensorError as error:
+        raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
+    except UNREADABLE as error:
+        raise cannot_load(folder, error) from error
+    # Of these transformers would make up weights, with a warning.
+    unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+    if unfit:
+        raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
+    # And these it would leave out, but for those that it knows to belong to other uses of the same checkpoint.
+    if surplus := report["unexpected_keys"]:
+        raise UserError(
+            f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
+            "it belongs to other weights, or they are to be removed"
+        )
+    _check_stops(folder, model.generation_config.eos_token_id)
+    return spread(folder, model) if placement.spread else _placed(folder, model, device, placement.quantize)
+
+
+def _check_stops(folder: Path, stops: object) -> None:
+    for stop in stops if isinstance(stops, list) else [stops]:
+        if stop is not None and type(stop) is not int:
+            raise UserError(f"{folder}: eos_token_id in generation_config.json cannot be {stop!r}; it is a token's id")
+
+
+def _placed(folder: Path, model: Any, device: str, quantize: str | None) -> Any:
+    try:
+        return model.to(device) if quantize is None else quantization.quantized(model, quantize, device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{folder} does not fit on {device}; use --device-map auto, or a smaller --dtype") from error
+
+
+def _check_code(folder: Path, trusted: bool) -> None:
+    """Raise UserError for a config that cannot be read, or for trust in code that is not there."""
+    read_config(folder)
+    configs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*config.json"))
+    if trusted and not any('"auto_map"' in config for config in configs):
+        raise UserError(f"--trust-remote-code has no effect: {folder} brings no code")
+
+
+def _refuse_quantized(folder: Path, wanted: str) -> None:
+    if (stored := read_config(folder).get("quantization_config")) is not None:
+        how = stored.get("quant_method", "in some way") if isinstance(stored, dict) else "in some way"
+        raise UserError(f"{folder} is quantised already ({how}); leave out --quantize {wanted}")
+
+
+def _require_accelerate() -> None:
+    if find_spec("accelerate") is None:
+        raise UserError("--device-map needs accelerate, which is not installed; run: pip install accelerate")
+
+
+def spread(folder: Path, model: Any) -> Any:
+    """Refuse what would be measured over the bus, and make the output head answer where the embedding is.
+
+    Drafts stand beside the embedding and use both as if they were on one device.
+    """
+    # Where one device holds it all, there is no map.
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if places & {"cpu", "disk"} and torch.cuda.is_available():
+        raise UserError(f"{folder} does not fit on the GPUs here, and from elsewhere no time would mean anything")
+    home = model.get_input_embeddings().weight.device
+    model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits.to(home))
+    return model

@@ -9,19 +9,18 @@ import json
 from collections.abc import Callable
 
 from dflash_bench.analysis import metrics
-from dflash_bench.report import load
-from dflash_bench.report.card import card
+from dflash_bench.report import sections
 from dflash_bench.report.columns import RESULTS, ROUNDS
-from dflash_bench.report.compared import IN_STRETCHES
-from dflash_bench.report.console import suites_text, text
+from dflash_bench.report.compare import IN_STRETCHES
 from dflash_bench.report.data import as_json, csv_text, document_json
 from dflash_bench.report.document import ALLOWED, Document, read_document
 from dflash_bench.report.html import MOST_ANSWERS, write_page
-from dflash_bench.report.sweeps import sweep_paragraphs
-from dflash_bench.report.texts import latex, markdown
+from dflash_bench.report.markup import latex, markdown
+from dflash_bench.report.sections import sweep_paragraphs
+from dflash_bench.report.terminal import card, suites_text, text
 from dflash_bench.report.words import memory
-from dflash_bench.results import frame
-from dflash_bench.results.slices import STRETCHES
+from dflash_bench.results import table
+from dflash_bench.results.rounds import STRETCHES
 
 __all__ = [
     "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown",
@@ -30,8 +29,8 @@ __all__ = [
 
 
 def table_by(document: Document, by: str) -> str:
-    """The same table, a suite's answers cut by category, part or whatever else `frame.read` cuts them by."""
-    results = frame.read(document.folder, by=by, allow=document.allow)
+    """The same table, a suite's answers cut by category, part or whatever else `table.read` cuts them by."""
+    results = table.read(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info["identity"])
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     return "\n".join([*notes, text(cells, document.findings)])
@@ -43,7 +42,7 @@ def _table(document: Document) -> str:
 
 
 def _markdown(document: Document) -> str:
-    swept = [*load.paragraphs(document.loads), *sweep_paragraphs(document.sweeps, document.results.info)]
+    swept = [*sections.load_paragraphs(document.loads), *sweep_paragraphs(document.sweeps, document.results.info)]
     return markdown(document.results.info, document.cells, document.findings, document.notes, swept)
 
 

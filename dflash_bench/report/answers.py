@@ -1,21 +1,93 @@
-"""The answers that a page shows one by one: as many whole prompts of each suite as fit."""
+"""The answers of a run for its page: texts by the target's tokenizer, aligned by method."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import labels
 from dflash_bench.analysis.metrics import BASELINE
-from dflash_bench.records import Settings
-from dflash_bench.report import tokens
+from dflash_bench.core import files, labels
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import shortened
+from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document
-from dflash_bench.results import asked, parts
+from dflash_bench.results import parts, run_info
 from dflash_bench.results.identity import NAMES, settings_of, short_names
-from dflash_bench.text import shortened
+
+# The text of each token, from the tokenizer that made it, where that is at hand.
+
+
+NANO = Path(__file__).parent.parent / "nano" / "target"
+NOT_AT_HAND = "Tokens are not coloured, because the target's tokenizer was not found: give --tokenizer FOLDER."
+OTHER = "Some answers are not coloured, because this tokenizer does not decode their tokens to the stored text."
+
+
+def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
+    """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
+    if chosen is not None and not any(path.is_file() for path in _places(chosen)):
+        raise UserError(f"{chosen} holds no tokenizer.json")
+    candidates = _places(chosen) if chosen else known(info)
+    path = next((path for path in candidates if path.is_file()), None)
+    return None if path is None else read_tokenizer(path)
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Of a tokenizer.json. Raises UserError."""
+    from tokenizers import Tokenizer
+
+    text = files.text_of(path)
+    match files.parse_json(str(path), text):
+        case {"model": dict()}:
+            pass
+        case _:
+            raise UserError(f"cannot read {path}: not a tokenizer (it holds no model)")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers, which is Rust, raises nothing more exact
+            raise
+        raise UserError(f"cannot read {path}: not a tokenizer ({error})") from error
+
+
+def _places(folder: Path) -> list[Path]:
+    return [folder, folder / "tokenizer.json", folder / "target" / "tokenizer.json"]
+
+
+def known(info: Mapping[str, Any]) -> Iterator[Path]:
+    """Where the run says that its model is; of a model from the hub, the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    identity, options = info["identity"], info.get("options", {})
+    if identity["model"] == "nano":
+        yield NANO / "tokenizer.json"
+    for name in filter(None, (options.get("target"), options.get("model"))):
+        yield from _places(Path(name))
+    repository = str(identity.get("target") or "").partition("@")[0]
+    if repository.count("/") == 1:
+        commit = str((identity.get("revisions") or {}).get("target")).rpartition("@")[2]
+        cached = try_to_load_from_cache(repository, "tokenizer.json", revision=commit)
+        if isinstance(cached, str):
+            yield Path(cached)
+
+
+def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
+    """One text a token, empty where a letter is not whole yet; None where they do not make up `text`."""
+    from tokenizers.decoders import DecodeStream
+
+    try:
+        if tokenizer.decode(list(token_ids), skip_special_tokens=True) != text:
+            return None
+    except OverflowError:  # an id that no tokenizer has
+        return None
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in token_ids]
+
+
+# The answers that a page shows one by one: as many whole prompts of each suite as fit.
+
 
 MOST_PADDING = 1200
 """Characters shown of what stands before a prompt."""
@@ -29,7 +101,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class PageAnswers:
     """`rows` and `texts` as the page's script reads them; a row names its text by number."""
 
     rows: Sequence[dict[str, Any]]
@@ -41,11 +113,11 @@ class Answers:
     """Why texts are not cut into tokens; empty where they are."""
 
 
-def read_answers(document: Document, most: int, tokenizer: Path | None) -> Answers:
+def read_answers(document: Document, most: int, tokenizer: Path | None) -> PageAnswers:
     """At most `most` answers, but at least one prompt."""
     wanted = _chosen(document.results.rows, most)
     stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
-    cutter = tokens.load_tokenizer(document.results.info, tokenizer)
+    cutter = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
     named = short_names(settings_of(document.results.info["identity"]))
     said = _said(document.folder)
@@ -58,13 +130,13 @@ def read_answers(document: Document, most: int, tokenizer: Path | None) -> Answe
         key = (*row["token_ids"], row["text"])
         if key not in texts:
             texts[key] = len(cut)
-            cut.append((tokens.pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
+            cut.append((pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
         heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
         asked_text = {} if text_asked is None else {"asked": prompts.index(text_asked)}
         rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | asked_text)
     all_plain = any(isinstance(text, str) and text for text in cut)
-    why = "" if not all_plain else tokens.OTHER if cutter else tokens.NOT_AT_HAND
-    return Answers(rows, cut, prompts, len(document.results.rows), why)
+    why = "" if not all_plain else OTHER if cutter else NOT_AT_HAND
+    return PageAnswers(rows, cut, prompts, len(document.results.rows), why)
 
 
 def _said(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
@@ -76,7 +148,7 @@ def _said(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
             [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), padding + text]
         )
-        for prompt in asked.read(folder)
+        for prompt in run_info.read(folder)
         for turn, text in enumerate(prompt["turns"] or ())
         for context, padding in [(None, ""), *(_paddings(prompt) if turn == 0 else ())]
     }

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_bench import labels
-from dflash_bench.analysis.coverage import covered
-from dflash_bench.analysis.findings import Finding, badges
-from dflash_bench.analysis.findings.badges import Badge
+from dflash_bench.analysis.findings import Finding, case
+from dflash_bench.analysis.findings.case import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
-from dflash_bench.analysis.stats import FEWEST
-from dflash_bench.counted import COUNTED
-from dflash_bench.methods import is_lossy
+from dflash_bench.analysis.stats import FEWEST, covered
+from dflash_bench.core import labels
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.types import COUNTED
 from dflash_bench.report.tables import ABSENT, number, with_interval
 
 
@@ -84,17 +83,17 @@ ROUNDS = (
 
 
 def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return badges.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
+    return case.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
 
 
 def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:
     """The figure, and behind it the marks of what weakens it, as plain text."""
-    return " ".join(filter(None, [column.text(cell), badges.marks(badges_of(column, cell, findings))]))
+    return " ".join(filter(None, [column.text(cell), case.marks(badges_of(column, cell, findings))]))
 
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """What the marks in the tables of these cells mean."""
-    return badges.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
+    return case.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:

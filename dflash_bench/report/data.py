@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from dflash_bench.analysis.concurrency import Load
 from dflash_bench.analysis.findings import Finding
-from dflash_bench.analysis.load import Load
 from dflash_bench.analysis.metrics import FIGURES, FORMULAS, Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.sweeps import Sweep
-from dflash_bench.report import curve, load, sweeps
+from dflash_bench.analysis.sweep import Sweep
+from dflash_bench.core.labels import visible
+from dflash_bench.report import perf, sections
 from dflash_bench.report.document import Document
-from dflash_bench.text import visible
 
 JSON_FIELDS = (
     "suite",
@@ -56,8 +56,12 @@ def as_json(
         "run": str(folder),
         "cells": [_json_cell(cell) for cell in cells],
         "findings": [_finding_json(finding) for finding in findings],
-        **({"loads": _json_value(load.as_json(loads), exact=("rate",))} if loads else {}),
-        **({"sweeps": _json_value(sweeps.as_json(swept), exact=("value", "best", "not_told_apart"))} if swept else {}),
+        **({"loads": _json_value(sections.load_as_json(loads), exact=("rate",))} if loads else {}),
+        **(
+            {"sweeps": _json_value(sections.sweep_as_json(swept), exact=("value", "best", "not_told_apart"))}
+            if swept
+            else {}
+        ),
     }
 
 
@@ -80,7 +84,7 @@ def document_json(document: Document) -> dict[str, Any]:
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
     about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
-    return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": curve.as_json(info), **about}
+    return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": perf.curve_as_json(info), **about}
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:

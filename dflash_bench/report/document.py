@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_bench import labels
 from dflash_bench.analysis import metrics, stats
-from dflash_bench.analysis.findings import Finding, badges, findings
-from dflash_bench.analysis.findings.badges import Badge
+from dflash_bench.analysis.concurrency import Load, loads
+from dflash_bench.analysis.findings import Finding, case, findings
+from dflash_bench.analysis.findings.case import Badge
 from dflash_bench.analysis.findings.speed import contains_one
-from dflash_bench.analysis.load import Load, loads
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.sweeps import Sweep, sweeps
-from dflash_bench.analysis.terms import COLUMN
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Settings
-from dflash_bench.results import frame
+from dflash_bench.analysis.sweep import Sweep, sweeps
+from dflash_bench.core import labels
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.types import Settings
+from dflash_bench.results import table
 
-ALLOWED = frame.ALLOWED
+ALLOWED = table.ALLOWED
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MethodLine:
     """A method under settings, over all suites."""
 
     method: str
@@ -43,7 +42,7 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Document:
     folder: Path
-    results: frame.Results
+    results: table.Results
     cells: Sequence[Cell]
     findings: Sequence[Finding]
     allow: tuple[str, ...] = ()
@@ -61,11 +60,11 @@ class Document:
         return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[MethodLine]:
         """What has a mean over suites: each drafting method under each settings, in the order of the run."""
         places = dict.fromkeys((cell.method, cell.settings, cell.setting) for cell in self.cells)
         methods = self.methods
-        drafting = [Line(*place) for place in places if place[0] in methods]
+        drafting = [MethodLine(*place) for place in places if place[0] in methods]
         return sorted(drafting, key=lambda line: methods.index(line.method))
 
     @property
@@ -76,10 +75,10 @@ class Document:
         """A suite for people, with where its prompts came from."""
         return next(cell.label for cell in self.cells if cell.suite == suite)
 
-    def badges(self, line: Line) -> list[Badge]:
+    def badges(self, line: MethodLine) -> list[Badge]:
         """What weakens a method's speed-up over all suites; nothing where there is none."""
         speedup, _ = over_all(self.cells, line)
-        return badges.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
+        return case.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
@@ -87,7 +86,7 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    results = frame.read(folder, allow=allow)
+    results = table.read(folder, allow=allow)
     cells = metrics.summarise(results.rows, results.info["identity"])
     if not any(cell.num_prompts for cell in cells):
         raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
@@ -98,12 +97,12 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     )
 
 
-def _first_error(results: frame.Results) -> str:
+def _first_error(results: table.Results) -> str:
     lines: list[str] = results.rows["error"].iloc[0].splitlines()
     return lines[0] if lines else "no message"
 
 
-def over_all(cells: Sequence[Cell], line: Line) -> tuple[Interval | None, float | None]:
+def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, float | None]:
     """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
     answered = [cell for cell in line.cells_of(cells) if cell.num_prompts]
     if not answered:

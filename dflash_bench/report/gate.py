@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dflash_bench.analysis.gate.baselines import Runs
-from dflash_bench.analysis.gate.outcome import Check, GateOutcome
+from dflash_bench.analysis.gate.checks import Check, GateOutcome
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value

@@ -16,19 +16,20 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from dflash_bench import __version__, labels
+from dflash_bench import __version__
 from dflash_bench.analysis.findings import Finding
-from dflash_bench.analysis.findings.badges import Badge
+from dflash_bench.analysis.findings.case import Badge
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.bars import with_bar
-from dflash_bench.errors import UserError
-from dflash_bench.reading import require_output
-from dflash_bench.report import answers, contexts, curve, load, plots, sweeps
+from dflash_bench.core import labels
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import require_output
+from dflash_bench.core.labels import visible
+from dflash_bench.core.terminal import with_bar
+from dflash_bench.report import answers, perf, plots, sections
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, badges_of, formulas, legend, notes
-from dflash_bench.report.document import Document, Line, over_all
+from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import Rows, number
 from dflash_bench.report.words import facts, sentences, speedups, tally
-from dflash_bench.text import visible
 
 MOST_ANSWERS = 300
 TEMPLATE = Path(__file__).parent
@@ -66,7 +67,7 @@ def escape(text: str) -> str:
     return html.escape(visible(text, keep="\n\t"))
 
 
-def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.Answers) -> str:
+def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.PageAnswers) -> str:
     """`figures` by name: the SVG, and a caption."""
     template, style, script = (
         (TEMPLATE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
@@ -84,7 +85,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "legend": "".join(f"<p>{escape(line)}</p>" for line in _below(document)),
         "rounds": _table(document, ROUNDS),
         "formulas": _pairs(formulas(*RESULTS, *ROUNDS), code=True),
-        "curve": "".join(f"<p>{escape(text)}</p>" for text in curve.sentences(info)),
+        "curve": "".join(f"<p>{escape(text)}</p>" for text in perf.sentences(info)),
         "swept": _contexts(document) + _swept(document),
         "findings": _findings(document),
         "figures": "".join(_figure(name, *figure) for name, figure in figures.items()),
@@ -116,7 +117,7 @@ def _title(document: Document) -> str:
     )
 
 
-def _tile(document: Document, line: Line) -> str:
+def _tile(document: Document, line: MethodLine) -> str:
     speedup, al = over_all(document.cells, line)
     interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
     few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
@@ -160,10 +161,12 @@ def _below(document: Document) -> list[str]:
 
 def _contexts(document: Document) -> str:
     """What a longer context does, in a run of several."""
-    if not contexts.by_context(document.cells):
+    if not sections.by_context(document.cells):
         return ""
-    heads, rows = contexts.table(document.cells)
-    return f"<h3>{escape(contexts.TITLE)}</h3>{_plain_table(heads, rows)}<p>{escape(contexts.LEGEND)}</p>"
+    heads, rows = sections.context_table(document.cells)
+    return (
+        f"<h3>{escape(sections.CONTEXT_TITLE)}</h3>{_plain_table(heads, rows)}<p>{escape(sections.CONTEXT_LEGEND)}</p>"
+    )
 
 
 def _plain_table(heads: Sequence[str], rows: Rows) -> str:
@@ -176,14 +179,16 @@ def _swept(document: Document) -> str:
     """Tables by concurrency, and by each option of which the run has several values, with what they say in words."""
     parts = []
     if document.loads:
-        parts.append(f"<h3>{escape(load.TITLE.capitalize())}</h3>{_plain_table(*load.table(document.loads))}")
-        parts += _plain_text([load.LEGEND, *load.sentences(document.loads)])
+        parts.append(
+            f"<h3>{escape(sections.LOAD_TITLE.capitalize())}</h3>{_plain_table(*sections.load_table(document.loads))}"
+        )
+        parts += _plain_text([sections.LOAD_LEGEND, *sections.sentences(document.loads)])
     if document.sweeps:
         parts += [
-            f"<h3>Sweep over {escape(sweeps.heading(one))}</h3>{_plain_table(*sweeps.table(one))}"
+            f"<h3>Sweep over {escape(sections.heading(one))}</h3>{_plain_table(*sections.sweep_table(one))}"
             for one in document.sweeps
         ]
-        parts += _plain_text([sweeps.LEGEND, *sweeps.best_values(document.sweeps, document.results.info)])
+        parts += _plain_text([sections.SWEEP_LEGEND, *sections.best_values(document.sweeps, document.results.info)])
     return "".join(parts)
 
 
@@ -229,7 +234,7 @@ def _pairs(pairs: Mapping[str, str], *, code: bool = False) -> str:
     return "".join(f"<dt><{tag}>{escape(name)}</{tag}></dt><dd>{escape(text)}</dd>" for name, text in pairs.items())
 
 
-def _extent(listed: answers.Answers) -> str:
+def _extent(listed: answers.PageAnswers) -> str:
     some = f"{len(listed.rows):,} of {listed.num_all:,} answers: those to the first prompts of each suite."
     cut = f"All {listed.num_all:,} answers." if len(listed.rows) == listed.num_all else some
     return f"{cut} {listed.why_plain}" if listed.why_plain else cut
@@ -243,7 +248,7 @@ def _reproduce(document: Document) -> str:
     return "\n".join([*lines, info["command"]])
 
 
-def _data(listed: answers.Answers) -> str:
+def _data(listed: answers.PageAnswers) -> str:
     """Inside a script element only "</" and "<!--" mean anything, and without "<" there is neither."""
     stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts}
     return json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import isclose
 
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.text import visible
+from dflash_bench.core.labels import visible
 
 ABSENT = "n/a"
 Rows = Sequence[Sequence[str]]

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_bench import environment, labels
-from dflash_bench.analysis.findings import badges
+from dflash_bench.analysis.findings import case
 from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.methods import draft_of
-from dflash_bench.records import OWN_WEIGHTS, Settings
-from dflash_bench.report.document import Document, Line, over_all
+from dflash_bench.core import environment, labels
+from dflash_bench.core.methods import draft_of
+from dflash_bench.core.types import OWN_WEIGHTS, Settings
+from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of, value_words
 
@@ -67,14 +67,14 @@ def speedups(document: Document, is_known: bool) -> str:
     return f"speedup.decode{geometric_note(document)}"
 
 
-def _weak(document: Document, line: Line) -> str:
+def _weak(document: Document, line: MethodLine) -> str:
     names = ", ".join(badge.name for badge in document.badges(line))
     return f" ({names})" if names else ""
 
 
-def with_badges(document: Document, line: Line, speedup: Interval | None) -> str:
+def with_badges(document: Document, line: MethodLine, speedup: Interval | None) -> str:
     """The figure with its interval, and the marks of what weakens it."""
-    return " ".join(filter(None, [with_interval(speedup), badges.marks(document.badges(line))]))
+    return " ".join(filter(None, [with_interval(speedup), case.marks(document.badges(line))]))
 
 
 def geometric_note(document: Document) -> str:
@@ -82,7 +82,7 @@ def geometric_note(document: Document) -> str:
     return f", geometric mean over {num_suites} suites" if num_suites > 1 else ""
 
 
-def tally(document: Document, name: str, line: Line | None = None) -> Share | None:
+def tally(document: Document, name: str, line: MethodLine | None = None) -> Share | None:
     """Over all suites, of one drafting method or of all."""
     cells = [cell for cell in document.cells if cell.method != BASELINE]
     cells = line.cells_of(cells) if line else cells

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
-from dflash_bench import reading
-from dflash_bench.atomic import cannot, write_whole
-from dflash_bench.errors import UserError
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import cannot, write_whole
 
 FILE = "parts.sha256"
 LINE = re.compile(r"([0-9a-f]{64})  (part-[^\n]+)")
@@ -25,7 +25,7 @@ def add(part: Path, content: bytes | memoryview) -> None:
     """Records what is about to be written as that part. Raises UserError, of the part, if the disk does not take it."""
     line = f"{hashlib.sha256(content).hexdigest()}  {part.name}\n".encode()
     ledger = part.with_name(FILE)
-    reading.require_output(ledger)
+    files.require_output(ledger)
     try:
         with ledger.open("a+b") as file:
             is_torn = file.tell() > 0 and _last_byte(file.fileno(), file.tell()) != b"\n"
@@ -53,7 +53,7 @@ def recorded(folder: Path) -> dict[str, list[str]]:
 @lru_cache(8)
 def _recorded(path: Path, *_state: int) -> dict[str, list[str]]:
     known: dict[str, list[str]] = {}
-    for line in reading.text_of(path).split("\n"):
+    for line in files.text_of(path).split("\n"):
         if match := LINE.fullmatch(line):
             known.setdefault(match[2], []).append(match[1])
     return known

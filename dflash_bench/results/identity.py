@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.errors import UserError
-from dflash_bench.labels import number_words
-from dflash_bench.records import Settings, context_name
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import number_words
+from dflash_bench.core.types import Settings, context_name
 
 Identity = Mapping[str, Any]
 OF_RUN = ("run_id", "model", "target", "dtype", "quantize", "device", "engine", "seed")

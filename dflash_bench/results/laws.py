@@ -1,23 +1,26 @@
-"""What no measurement can break: how the times, counts and tokens of a row hang together.
-
-`LAWS` names each law once. Rows are held to them when they are written, where a row that breaks one becomes a failed
-row, and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in `whole.py`.
-The laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to fit them all is not
-found.
-"""
+"""What a row can be: laws of counts and times that no measurement breaks, and texts that fit their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_bench.methods import is_lossy, name_of
-from dflash_bench.records import CEILINGS, is_greedy
+from dflash_bench.core.methods import is_lossy, name_of
+from dflash_bench.core.types import CEILINGS, is_greedy
 from dflash_bench.results import validity
+from dflash_bench.results.validity import lengths_of
+
+# What no measurement can break: how the times, counts and tokens of a row hang together.
+#
+# `LAWS` names each law once. Rows are held to them when they are written, where a row that breaks one becomes a failed
+# row, and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in
+# `integrity.py`. The laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to
+# fit them all is not found.
+
 
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "start_s", "end_s", "temperature", "concurrency", "rate",
@@ -72,7 +75,7 @@ def _is_whole(label: str, method: Mapping[str, Any]) -> bool:
     return name_of(label) in WHOLE_BLOCKS and "auto" not in (method.get("options") or {}).values()
 
 
-class Rows:
+class RowArrays:
     """Answers that did not fail and whose lists have the right lengths, as arrays."""
 
     def __init__(self, batch: Any, facts: Facts) -> None:
@@ -160,11 +163,11 @@ class Drafts:
     """[rounds]"""
 
     @classmethod
-    def of(cls, rows: Rows) -> Drafts:
+    def of(cls, rows: RowArrays) -> Drafts:
         import pyarrow as pa
 
         usable = rows.has_ids & ~_ids_off_count(rows)
-        chosen = rows if usable.all() else Rows(rows.batch.filter(pa.array(usable)), rows.facts)
+        chosen = rows if usable.all() else RowArrays(rows.batch.filter(pa.array(usable)), rows.facts)
         at = np.flatnonzero(usable)
         drafted, accepted, emitted = (chosen.flat(name).astype(np.int32) for name in ("drafted", "accepted", "emitted"))
         of_round = chosen.owners("accepted")
@@ -203,7 +206,7 @@ def _places(drafted: Any) -> tuple[Any, Any]:
     return of_token, np.arange(len(of_token), dtype=np.int32) - np.repeat(begins, drafted)
 
 
-def _parents(rows: Rows, of_round: Any) -> tuple[Any | None, Any]:
+def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
     """Those of all drafted tokens, chains' too; and which rounds are of a row that names them."""
     named = rows.lengths("drafted_parents") >= 0
     is_tree = named[of_round]
@@ -218,18 +221,18 @@ def _parents(rows: Rows, of_round: Any) -> tuple[Any | None, Any]:
 # Times
 
 
-def _rounds_are_longer(rows: Rows) -> Any:
+def _rounds_are_longer(rows: RowArrays) -> Any:
     known = rows.lengths("round_s") >= 0
     return known & (rows.seconds("decode_s") < _least(_in_rounds(rows)))
 
 
-def _rounds_are_shorter(rows: Rows) -> Any:
+def _rounds_are_shorter(rows: RowArrays) -> Any:
     # An answer without a round takes no time to decode, which `validity` sees to.
     known = rows.lengths("round_s") > 0
     return known & (_least(rows.seconds("decode_s")) > _in_rounds(rows))
 
 
-def _in_rounds(rows: Rows) -> Any:
+def _in_rounds(rows: RowArrays) -> Any:
     return np.nan_to_num(rows.seconds("draft_prefill_s")) + rows.round_sum("round_s")
 
 
@@ -237,7 +240,7 @@ def _least(seconds: Any) -> Any:
     return seconds * (1 - SHARE) - AT_LEAST_S
 
 
-def _parts_are_longer(rows: Rows) -> Any:
+def _parts_are_longer(rows: RowArrays) -> Any:
     names = ("draft_s", "verify_s", "round_s")
     known = np.logical_and.reduce([rows.lengths(name) >= 0 for name in names])
     if not known.all():
@@ -245,19 +248,19 @@ def _parts_are_longer(rows: Rows) -> Any:
 
         inside = np.zeros(rows.num, dtype=bool)
         if known.any():
-            inside[known] = _parts_are_longer(Rows(rows.batch.filter(pa.array(known)), rows.facts))
+            inside[known] = _parts_are_longer(RowArrays(rows.batch.filter(pa.array(known)), rows.facts))
         return inside
     draft, verify, whole = (rows.flat(name) for name in names)
     return rows.per_row(whole < _least(draft + verify), rows.owners("round_s"))
 
 
-def _longer_than_its_interval(rows: Rows) -> Any:
+def _longer_than_its_interval(rows: RowArrays) -> Any:
     between = rows.seconds("end_s") - rows.seconds("start_s")
     wrong: Any = between < _least(rows.seconds("prefill_s") + rows.seconds("decode_s"))
     return wrong
 
 
-def _shorter_than_its_interval(rows: Rows) -> Any:
+def _shorter_than_its_interval(rows: RowArrays) -> Any:
     """Of answers decoded among others here: they begin with the prompt's first pass and end with the last round."""
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
@@ -266,7 +269,7 @@ def _shorter_than_its_interval(rows: Rows) -> Any:
     return is_shared & (_least(between) > rows.seconds("prefill_s") + rows.seconds("decode_s"))
 
 
-def _before_the_run(rows: Rows) -> Any:
+def _before_the_run(rows: RowArrays) -> Any:
     begin: Any = rows.seconds("start_s") < 0
     return begin
 
@@ -274,14 +277,14 @@ def _before_the_run(rows: Rows) -> Any:
 # Counts and tokens
 
 
-def _ids_off_count(rows: Rows) -> Any:
+def _ids_off_count(rows: RowArrays) -> Any:
     counts = rows.round_sum("drafted")
     wrong = rows.has_ids & (rows.lengths("drafted_ids") != counts)
     parents = rows.lengths("drafted_parents")
     return wrong | (rows.has_ids & (parents >= 0) & (parents != counts))
 
 
-def _no_tree(rows: Rows) -> Any:
+def _no_tree(rows: RowArrays) -> Any:
     drafts = rows.drafts
     if drafts.parents is None:
         return np.zeros(rows.num, dtype=bool)
@@ -289,13 +292,13 @@ def _no_tree(rows: Rows) -> Any:
     return rows.per_row(wrong, drafts.owner[drafts.round])
 
 
-def _wider_than_its_method(rows: Rows) -> Any:
+def _wider_than_its_method(rows: RowArrays) -> Any:
     widest = rows.by_method(lambda label: rows.facts.blocks[label].widest if label in rows.facts.blocks else 1 << 16)
     owners = rows.owners("drafted")
     return rows.per_row(rows.flat("drafted") > widest[owners], owners)
 
 
-def _less_than_a_block(rows: Rows) -> Any:
+def _less_than_a_block(rows: RowArrays) -> Any:
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
     blocks = rows.facts.blocks
@@ -304,17 +307,17 @@ def _less_than_a_block(rows: Rows) -> Any:
     return rows.per_row(rows.flat("drafted") < whole[owners], owners)
 
 
-def _kept_what_was_not_drafted(rows: Rows) -> Any:
+def _kept_what_was_not_drafted(rows: RowArrays) -> Any:
     return rows.along[0]
 
 
-def _kept_too_little(rows: Rows) -> Any:
+def _kept_too_little(rows: RowArrays) -> Any:
     """Only where what was right is kept for certain: greedily, by a method that keeps to the target."""
     greedy: Any = is_greedy(rows.seconds("temperature"))
     return rows.along[1] & greedy & ~rows.by_method(is_lossy)
 
 
-def _along_the_drafts(rows: Rows) -> tuple[Any, Any]:
+def _along_the_drafts(rows: RowArrays) -> tuple[Any, Any]:
     """Rows with a round that kept other tokens than it drafted, or of which a drafted token more was right, [rows]."""
     drafts = rows.drafts
     in_chain = ~drafts.is_tree[drafts.round]
@@ -358,7 +361,7 @@ def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
 # Ends
 
 
-def _wrong_end(rows: Rows) -> Any:
+def _wrong_end(rows: RowArrays) -> Any:
     """An answer ends at its first stop token, which it holds, or where there is no more room."""
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
     if facts.stop_ids is None or not facts.is_engine:
@@ -371,7 +374,7 @@ def _wrong_end(rows: Rows) -> Any:
     return (num > 0) & np.where(stopped, ~last | (num_stops != 1), num_stops > 0)
 
 
-def _wrong_length(rows: Rows) -> Any:
+def _wrong_length(rows: RowArrays) -> Any:
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
     if facts.max_new_tokens is None or facts.context_length is None or not facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
@@ -383,12 +386,12 @@ def _wrong_length(rows: Rows) -> Any:
 # What others say
 
 
-def _excused_too_much(rows: Rows) -> Any:
+def _excused_too_much(rows: RowArrays) -> Any:
     tolerances = (rows.seconds(columns[2]) for columns in validity.VERDICTS.values())
     return np.logical_or.reduce([tolerance > rows.facts.ceiling * (1 + 1e-6) for tolerance in tolerances])
 
 
-def _more_rounds_than_tokens(rows: Rows) -> Any:
+def _more_rounds_than_tokens(rows: RowArrays) -> Any:
     """Each round gives at least a token, and what is accepted is in the answer but for what the last one had over."""
     hidden = rows.seconds("num_hidden_tokens")
     num = np.where(np.isnan(hidden), np.maximum(rows.lengths("token_ids"), 0), hidden)
@@ -396,30 +399,30 @@ def _more_rounds_than_tokens(rows: Rows) -> Any:
     return (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
 
 
-class Law(NamedTuple):
+class RowLaw(NamedTuple):
     why: str
     """What is wrong with a row that breaks it."""
-    broken: Callable[[Rows], Any]
+    broken: Callable[[RowArrays], Any]
     """The mask of rows that do, [rows]."""
 
 
 LAWS = (
-    Law("its rounds took longer than decode_s", _rounds_are_longer),
-    Law("its rounds took less than decode_s, and nothing else was done", _rounds_are_shorter),
-    Law("drafting and verifying took longer than their round", _parts_are_longer),
-    Law("prefill_s and decode_s are longer than from start_s to end_s", _longer_than_its_interval),
-    Law("prefill_s and decode_s are shorter than from start_s to end_s", _shorter_than_its_interval),
-    Law("it began before the run", _before_the_run),
-    Law("drafted_ids or drafted_parents are not as many as were drafted", _ids_off_count),
-    Law("drafted_parents are no tree", _no_tree),
-    Law("a round drafts more tokens than its method can", _wider_than_its_method),
-    Law("a round drafts less than its method's block", _less_than_a_block),
-    Law("what a round accepted is not what it drafted", _kept_what_was_not_drafted),
-    Law("a round accepted less than was right", _kept_too_little),
-    Law("it does not end at its first stop token", _wrong_end),
-    Law("it is longer than allowed, or was cut off before that", _wrong_length),
-    Law("a verdict excuses more than rounding can", _excused_too_much),
-    Law("its totals of rounds are too many for its tokens", _more_rounds_than_tokens),
+    RowLaw("its rounds took longer than decode_s", _rounds_are_longer),
+    RowLaw("its rounds took less than decode_s, and nothing else was done", _rounds_are_shorter),
+    RowLaw("drafting and verifying took longer than their round", _parts_are_longer),
+    RowLaw("prefill_s and decode_s are longer than from start_s to end_s", _longer_than_its_interval),
+    RowLaw("prefill_s and decode_s are shorter than from start_s to end_s", _shorter_than_its_interval),
+    RowLaw("it began before the run", _before_the_run),
+    RowLaw("drafted_ids or drafted_parents are not as many as were drafted", _ids_off_count),
+    RowLaw("drafted_parents are no tree", _no_tree),
+    RowLaw("a round drafts more tokens than its method can", _wider_than_its_method),
+    RowLaw("a round drafts less than its method's block", _less_than_a_block),
+    RowLaw("what a round accepted is not what it drafted", _kept_what_was_not_drafted),
+    RowLaw("a round accepted less than was right", _kept_too_little),
+    RowLaw("it does not end at its first stop token", _wrong_end),
+    RowLaw("it is longer than allowed, or was cut off before that", _wrong_length),
+    RowLaw("a verdict excuses more than rounding can", _excused_too_much),
+    RowLaw("its totals of rounds are too many for its tokens", _more_rounds_than_tokens),
 )
 
 
@@ -432,10 +435,40 @@ def faults(batch: Any, facts: Facts) -> dict[str, Any]:
     for rows in found.values():
         sound[rows] = False
     at = np.flatnonzero(sound)
-    lawful = Rows(batch if sound.all() else batch.filter(pa.array(sound)), facts)
+    lawful = RowArrays(batch if sound.all() else batch.filter(pa.array(sound)), facts)
     with np.errstate(invalid="ignore"):
         for law in LAWS:
             broken = law.broken(lawful)
             if broken.any():
                 found[law.why] = at[broken]
     return found
+
+
+# Is a text what its tokens say? By a tokenizer that whoever asks brings along, as results know no models.
+
+
+Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
+"""The texts of these answers' tokens, without special tokens. Raises OverflowError for an id that cannot be one."""
+TEXT_COLUMNS = ("token_ids", "text", "error")
+OTHER = "its text is not what its tokens say"
+
+
+def other(batch: Any, decode: Decode) -> list[int]:
+    """The rows of an Arrow batch whose text is another; those without tokens have none to be held against."""
+    told = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (lengths_of(batch.column("token_ids")) > 0)
+    rows = np.flatnonzero(told).tolist()
+    tokens = [batch.column("token_ids")[row].as_py() for row in rows]
+    said: Sequence[str | None]
+    try:
+        said = decode(tokens)
+    except OverflowError:
+        said = [_said(decode, one) for one in tokens]
+    stored = batch.column("text").to_pylist()
+    return [row for row, text in zip(rows, said, strict=True) if stored[row] != text]
+
+
+def _said(decode: Decode, tokens: Sequence[int]) -> str | None:
+    try:
+        return decode([tokens])[0]
+    except OverflowError:
+        return None

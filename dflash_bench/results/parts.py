@@ -15,23 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.atomic import cannot, write_whole
-from dflash_bench.errors import UserError
-from dflash_bench.reading import require_file
-from dflash_bench.records import Record
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import cannot, require_file, write_whole
+from dflash_bench.core.types import Record
 from dflash_bench.results import checksums
-from dflash_bench.results.columns import (
+from dflash_bench.results.identity import Identity
+from dflash_bench.results.schema import (
     COLUMNS,
     MEASURE_AGAIN,
     SCHEMA,
     UNRELEASED,
+    differences,
     leaf,
     of_table,
     refuse_other_schema,
     schema,
 )
-from dflash_bench.results.differences import differences
-from dflash_bench.results.identity import Identity
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")

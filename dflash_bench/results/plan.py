@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import GREEDY, Settings
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import GREEDY, Settings
 from dflash_bench.results.identity import settings_of
 
 BASELINE = "ar"
@@ -24,7 +24,7 @@ BASELINE = "ar"
 MOST_ANSWERS = 20_000_000
 
 
-class Asked(NamedTuple):
+class PromptRef(NamedTuple):
     """A prompt of the plan; the hash is that of what the model is asked."""
 
     prompt_id: str
@@ -49,12 +49,12 @@ class Plan:
 
     methods: tuple[str, ...]
     repeats: int
-    prompts: Mapping[str, Sequence[Asked]]
+    prompts: Mapping[str, Sequence[PromptRef]]
     """By suite."""
     settings: tuple[Settings, ...] = (GREEDY,)
 
     @cached_property
-    def asked(self) -> list[tuple[str, Asked]]:
+    def asked(self) -> list[tuple[str, PromptRef]]:
         return [(suite, prompt) for suite, prompts in self.prompts.items() for prompt in prompts]
 
     @cached_property
@@ -111,10 +111,10 @@ def refuse_size(plan: Plan, where: str) -> None:
         raise UserError(f"{where}: the run would have {num:,} answers, but a run can have 1 to {MOST_ANSWERS:,}")
 
 
-def _asked(entry: Any, where: str) -> Asked:
+def _asked(entry: Any, where: str) -> PromptRef:
     match entry:
         case [str(), int(), str()] if not isinstance(entry[1], bool) and 0 < entry[1] < MOST_ANSWERS:
-            return Asked(*entry)
+            return PromptRef(*entry)
     raise UserError(
         f"{where}: a prompt of the plan is not an id, a number of turns and a hash; restore the original file"
     )

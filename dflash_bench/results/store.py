@@ -25,15 +25,14 @@ from weakref import finalize
 
 import numpy as np
 
-from dflash_bench.atomic import cannot, sync
-from dflash_bench.errors import UserError
-from dflash_bench.records import SCHEMA_VERSION, Record, Settings
-from dflash_bench.results import asked, checksums, columns, laws, parts, run_json, spans, texts, whole
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import cannot, sync
+from dflash_bench.core.types import SCHEMA_VERSION, Record, Settings
+from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
 from dflash_bench.results.identity import settings_numbers, settings_of
-from dflash_bench.results.laws import Facts
-from dflash_bench.results.run_json import Info, carried, read_info, write_info
-from dflash_bench.results.texts import Decode
-from dflash_bench.results.witness import witness
+from dflash_bench.results.integrity import witness
+from dflash_bench.results.laws import Decode, Facts
+from dflash_bench.results.run_info import Info, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
 """How many small parts are merged into one: opening a part costs as much as reading a hundred answers."""
@@ -62,7 +61,7 @@ def check_resumable(folder: Path) -> None:
 def create(folder: Path, info: Mapping[str, Any]) -> Run:
     """`info["identity"]` decides results, `info["plan"]` lists the answers to make; the rest describes the run."""
     check_new(folder)
-    stored = {columns.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_json.normalised(info)
+    stored = {schema.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_info.normalised(info)
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)
@@ -79,15 +78,15 @@ def resume(folder: Path, info: Mapping[str, Any]) -> Run:
 
     Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records how many.
     """
-    stored, now = read_info(folder), run_json.normalised(info)
-    changes = "; ".join(run_json.changes(stored, now))
+    stored, now = read_info(folder), run_info.normalised(info)
+    changes = "; ".join(run_info.changes(stored, now))
     if changes:
         raise UserError(f"{folder} was started differently: {changes}; use the same options, or choose another --out")
     run = Run(folder, stored)
     more = {name: value for name, value in now.items() if name not in ("identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
     # `measured`, which says how far a time limit let it get, and the sums are written again when it finishes.
-    stored = {name: value for name, value in stored.items() if name not in ("measured", *spans.NAMES)}
+    stored = {name: value for name, value in stored.items() if name not in ("measured", *integrity.SPAN_NAMES)}
     write_info(folder, stored | {"state": "running", "resumed": [*stored.get("resumed", []), more]})
     return run
 
@@ -140,9 +139,9 @@ class Run(AbstractContextManager["Run"]):
         return last if started is None else max(last, time.time() - started)
 
     def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores what was asked, once per run: `asked.COLUMNS` of each prompt."""
-        if not (self.folder / asked.FILE).exists():
-            asked.write(self.folder, rows)
+        """Stores what was asked, once per run: `run_info.PROMPTS_COLUMNS` of each prompt."""
+        if not (self.folder / run_info.PROMPTS_FILE).exists():
+            run_info.write(self.folder, rows)
 
     def keep_worker(self, about: Mapping[str, Any]) -> int:
         """Stores who is about to measure for this run; the number by which rows refer to it."""
@@ -171,9 +170,9 @@ class Run(AbstractContextManager["Run"]):
         run_settings = settings_of(info["identity"])
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
         witnesses = [witness(batches, run_settings, self._facts) for batches in batches_of.values()]
-        surplus = whole.account(info, str(self.folder / run_json.FILE), witnesses).surplus if witnesses else ()
+        surplus = integrity.account(info, str(self.folder / run_info.FILE), witnesses).surplus if witnesses else ()
         kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
-        mended = pa.concat_tables(kept.values()) if kept else columns.schema().empty_table()
+        mended = pa.concat_tables(kept.values()) if kept else schema.schema().empty_table()
         orphans = _orphans(mended, run_settings, info["plan"]["methods"][0])
         orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
         num_rescued = sum(len(table) for part, table in kept.items() if part in replaced)
@@ -195,27 +194,27 @@ class Run(AbstractContextManager["Run"]):
 
     def append(self, records: Sequence[Record]) -> None:
         """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
-        table = columns.to_table(records, self.identity)
+        table = schema.to_table(records, self.identity)
         if wrong := self._wrong(table):
             held = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
-            table = columns.to_table(held, self.identity)
+            table = schema.to_table(held, self.identity)
         self._write(table)
 
     def why_wrong(self, record: Record) -> str | None:
         """Why no run can have measured this; None if one can."""
-        return self._wrong(columns.to_table([record], self.identity)).get(0)
+        return self._wrong(schema.to_table([record], self.identity)).get(0)
 
     def _wrong(self, table: Any) -> dict[int, str]:
         """Of the rows that no run can have measured, by their place in the table, why."""
         batch = _batch(table)
         broken = laws.faults(batch, self._facts)
         if self.decode is not None:
-            broken[texts.OTHER] = np.array(texts.other(batch, self.decode), dtype=np.int64)
+            broken[laws.OTHER] = np.array(laws.other(batch, self.decode), dtype=np.int64)
         return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
     def keep(self, records: Sequence[Record]) -> None:
         """The same for records that are right."""
-        self._write(columns.to_table(records, self.identity))
+        self._write(schema.to_table(records, self.identity))
 
     def _write(self, table: Any) -> None:
         part = self.folder / f"part-{self._next:06}.parquet"
@@ -223,7 +222,7 @@ class Run(AbstractContextManager["Run"]):
         self._next += 1
         self._small.append(part)
         # As they will be read back: with the times of rounds in float32.
-        self.stored |= {key(record): record for record in map(columns.record_of, table.to_pylist())}
+        self.stored |= {key(record): record for record in map(schema.record_of, table.to_pylist())}
         self._merge(MERGED_WHILE_RUNNING)
 
     def _merge(self, least: int) -> None:
@@ -246,7 +245,7 @@ class Run(AbstractContextManager["Run"]):
         self._merge(MERGED_AT_THE_END)
         checksums.keep_only(self.folder, parts.of(self.folder))
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
-        sums = spans.of_run(self.seconds(), list(self.stored.values()))
+        sums = integrity.of_run(self.seconds(), list(self.stored.values()))
         write_info(self.folder, read_info(self.folder) | finished | sums | dict(updates))
 
     def __exit__(self, *_: object) -> None:
@@ -363,7 +362,7 @@ def _locked(folder: Path) -> int:
 
 
 def _in_use(folder: Path) -> UserError:
-    if (folder / run_json.FILE).exists():
+    if (folder / run_info.FILE).exists():
         remedy = "add --resume to continue it, or choose another --out"
         return UserError(f"{folder} already holds a run; {remedy}")
     return UserError(f"{folder} is not empty and holds no run; choose another --out")

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dflash_bench.records import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason
+from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason
 
 COUNTS = ("drafted", "accepted", "emitted")
 SECONDS = ("draft_s", "verify_s", "round_s")
@@ -86,7 +86,7 @@ def _checked(batch: Any, succeeded: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _off_clock(batch: Any) -> Any:
-    """The mask of rows whose times the runner's clock denies, [rows]; see `run/stopwatch.py`."""
+    """The mask of rows whose times the runner's clock denies, [rows]; see `runner/stopwatch.py`."""
     names = ("prefill_s", "decode_s", *CLOCK[:4])
     prefill, decode, call, heard_prefill, heard_decode, slack = (
         batch.column(name).fill_null(np.nan).to_numpy(zero_copy_only=False) for name in names

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from dflash_bench import methods
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.core.secrets import Secret, hidden
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.secrets import Secret, hidden
 
 PLAIN = "plain"
 """What a user may write for the baseline's name."""

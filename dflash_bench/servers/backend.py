@@ -12,15 +12,16 @@ from random import Random
 from typing import Any, Protocol
 from uuid import uuid4
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Served, Settings
-from dflash_bench.servers import asking, detection
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import in_common, shortened, visible
+from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings, TimedGeneration
+from dflash_bench.servers import connect
+from dflash_bench.servers import requests as servers_requests
 from dflash_bench.servers.address import Access, Address
-from dflash_bench.servers.asking import Timed
 from dflash_bench.servers.client import AnswerError
-from dflash_bench.servers.detection import Server
-from dflash_bench.servers.dialects.dialect import Ask
-from dflash_bench.text import in_common, shortened, visible
+from dflash_bench.servers.connect import Server
+from dflash_bench.servers.dialects.base import Ask
+from dflash_bench.servers.requests import Timed
 
 NO_IDS = "chat"
 """How prompts are sent where the server renders them: as messages."""
@@ -79,9 +80,9 @@ class ServerBackend:
         """By method and settings, how late this process was; see `Server.lag_s`."""
         self.servers: dict[str, Server] = {}
         try:
-            wanted = detection.named(dialect)
+            wanted = connect.named(dialect)
             for address in addresses:
-                server = self._runner.run(detection.connect(address, access, wanted, model))
+                server = self._runner.run(connect.connect(address, access, wanted, model))
                 self.servers[address.method.label] = server
         except BaseException:
             self.close()
@@ -114,7 +115,7 @@ class ServerBackend:
             for label, server in self.servers.items()
         }
         servers = {
-            label: detection.described(server, "token ids" if self._sends_ids(server) else NO_IDS)
+            label: connect.described(server, "token ids" if self._sends_ids(server) else NO_IDS)
             for label, server in self.servers.items()
         }
         types = {str(server.about.facts.get("dtype")) for server in self.servers.values()}
@@ -159,7 +160,7 @@ class ServerBackend:
         """The same, with all that the server counts."""
         server = self.servers[method]
         ask = self._ask(server, messages, settings, repeat)
-        return self._in_words(self._runner.run(asking.answer_alone(server, ask, self.clock)), ask)
+        return self._in_words(self._runner.run(servers_requests.answer_alone(server, ask, self.clock)), ask)
 
     def serve(
         self,
@@ -168,23 +169,23 @@ class ServerBackend:
         settings: Settings,
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
-    ) -> list[Served]:
+    ) -> list[TimedGeneration]:
         """`settings.concurrency` at a time, or at `settings.rate`; an answer begins when it is sent."""
         server = self.servers[method]
         asks = [self._ask(server, messages, settings, repeat) for messages, repeat in requests]
         begin_s = self.clock()
         try:
             if settings.rate is None:
-                several = asking.in_turn(server, asks, self.clock, settings.concurrency, ended)
+                several = servers_requests.in_turn(server, asks, self.clock, settings.concurrency, ended)
             else:
                 due_s = arrivals(len(asks), settings.rate, f"{self.seed} {requests[0][1]}")
-                several = asking.when_due(server, asks, self.clock, due_s, ended)
+                several = servers_requests.when_due(server, asks, self.clock, due_s, ended)
             answers = self._runner.run(_unwrapped(several))
             timed = [self._in_words(one, ask) for one, ask in zip(answers, asks, strict=True)]
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
         self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
-        return [Served(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
+        return [TimedGeneration(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
 
     def _in_words(self, timed: Timed, ask: Ask) -> Timed:
         """With the text of its tokens as they are decoded here; it failed if the server says another one.

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx2
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import shortened, visible
 from dflash_bench.servers.address import Access
-from dflash_bench.text import shortened, visible
 
 WAITS_S = (0.2, 1.0)
 """Before each further try to connect."""

@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message, Prompt
-from dflash_bench.tasks import rows
-from dflash_bench.tasks.rows import Row
-from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, name_of, refuse_placeholder, text_of
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message, Prompt
+from dflash_bench.tasks import suites
+from dflash_bench.tasks.suites import Loaded, Row, Suite, draw, filled, is_texts, name_of, refuse_placeholder, text_of
 
 FORMS = {
     "prompt": "a string, or a list of strings, one per turn",
@@ -34,7 +33,7 @@ def load(path: Path, limit: int | None = None, scorer: str = "none", columns: Se
     The notes name keys that are ignored. Raises UserError for a line that holds no prompt.
     """
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
-    lines = list(rows.json_lines(path))
+    lines = list(suites.json_lines(path))
     prompts = [_prompt(where, index, row, scorer != "none") for index, (where, row) in enumerate(lines)]
     notes = _notes(path, [row for _, row in lines], columns)
     return draw(suite, prompts, f"file {path}", limit, notes)

@@ -42,11 +42,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.tasks.cage.keeper import last_line
-from dflash_bench.tasks.cage.testing import ENDED, FAILED, PASSED, REFUSED, UNTESTABLE, VERDICTS
+from dflash_bench.tasks.isolation.supervisor import last_line
+from dflash_bench.tasks.isolation.testing import ENDED, FAILED, PASSED, REFUSED, UNTESTABLE, VERDICTS
 
 # -P keeps the current folder off the path, -S the installed packages.
-_START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.cage.keeper import main; main()"
+_START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.isolation.supervisor import main; main()"
 _KEEPER: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(Path(__file__).parents[2]))
 # A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library
 # would reserve more memory than the limit allows to be addressed.

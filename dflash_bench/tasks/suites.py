@@ -1,26 +1,130 @@
-"""Suites: which prompts to answer, and how a row becomes a prompt.
-
-A suite is a TOML file. Its rows (`rows.py`) come from the sample shipped with the package, the hub, or a
-folder; a run always shows and records which. `--limit` draws by id, so every machine draws the same prompts.
-"""
+"""Suites: their TOML files, and the rows of their prompts, embedded or of the user's own data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from string import Formatter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-from dflash_bench import reading
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import Message, Prompt
-from dflash_bench.tasks import rows
-from dflash_bench.tasks.rows import DataSet, Row
-from dflash_bench.text import shortened, visible
+from dflash_bench.core import files as core_files
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import shortened, visible
+from dflash_bench.core.types import Message, Prompt
+
+# The rows of a data set: from a folder of JSON lines or Parquet, or from the hub at one commit.
+#
+# A row comes with its place, for error messages. What a row means is decided in `suites.py`.
+
+
+HUB_TIMEOUT_S = 10.0
+
+Row = Mapping[str, Any]
+Rows = Iterator[tuple[str, Row]]
+"""Rows, each with its place for error messages: "FILE line 3"."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Where the rows are: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
+
+    name: str
+    source: str
+    split: str
+    subset: str | None = None
+    revision: str = "main"
+
+
+def from_folder(data: DataSet, folder: Path) -> Rows:
+    lines, parquet = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet"))
+    if os.path.exists(lines):
+        return json_lines(lines)
+    if os.path.exists(parquet):
+        return parquet_rows(parquet)
+    raise UserError(f"no rows for suite '{data.name}': looked for {lines} and {parquet}")
+
+
+def json_lines(path: Path) -> Rows:
+    # Not splitlines(): it would also split at U+2028 and the like, which may stand inside a JSON string.
+    for number, line in enumerate(core_files.text_of(path).split("\n"), start=1):
+        if line.strip():
+            yield f"{path} line {number}", _json_object(f"{path} line {number}", line)
+
+
+def _json_object(where: str, line: str) -> Row:
+    row = core_files.parse_json(where, line)
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def parquet_rows(path: Path) -> Rows:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    core_files.require_file(path)
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
+        raise UserError(f"cannot read {path}: {_first_line(error)}") from error
+    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def from_hub(data: DataSet) -> tuple[Rows, str]:
+    """The rows, and the commit they come from as "hub SOURCE@COMMIT"."""
+    remedy = f"use --data PATH with a folder that holds {data.name}/{data.split}.jsonl or .parquet"
+    try:
+        import datasets
+        from huggingface_hub import constants
+        from huggingface_hub.errors import HTTPError
+    except ImportError as error:
+        raise UserError(f"the hub needs 'pip install datasets' ({error}); or, without the hub, {remedy}") from error
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # The HTTP client's errors are not OSErrors; the hub's module names their base class, whichever client it uses.
+    failures = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
+    try:
+        commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
+        table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=commit)
+    except failures as error:
+        raise UserError(f"cannot get {data.source} from the hub ({_first_line(error)}); {remedy}") from error
+    _refuse_stale_cache(table, data, commit)
+    where = f"hub {data.source}@{commit}"
+    return ((f"{where} row {number}", row) for number, row in enumerate(table, start=1)), where
+
+
+def _commit(endpoint: str, data: DataSet) -> str:
+    """The commit behind the revision. We ask first because `datasets` retries for 20 s where there is no network."""
+    from huggingface_hub import utils
+
+    url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"
+    reply = utils.get_session().get(url, headers=utils.build_hf_headers(), timeout=HUB_TIMEOUT_S)
+    reply.raise_for_status()
+    return str(reply.json()["sha"])
+
+
+def _refuse_stale_cache(table: Any, data: DataSet, commit: str) -> None:
+    """When `datasets` cannot reach the hub, it serves whatever commit its cache holds; the folder's name says which."""
+    folders = {Path(file["filename"]).parent.name for file in table.cache_files}
+    others = sorted(name for name in folders - {commit} if re.fullmatch("[0-9a-f]{40}", name))
+    if others:
+        raise UserError(f"the cache holds {data.source} at {others[0]}, not {commit}; go online to fetch it")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# Suites: which prompts to answer, and how a row becomes a prompt.
+#
+# A suite is a TOML file. Its rows (`suites.py`) come from the sample shipped with the package, the hub, or a
+# folder; a run always shows and records which. `--limit` draws by id, so every machine draws the same prompts.
+
 
 LONGEST_NAME = 200
 _PLACEHOLDER = re.compile(
@@ -99,13 +203,13 @@ def known_suites() -> dict[str, Suite]:
 
 
 def known_groups() -> dict[str, tuple[str, ...]]:
-    groups = reading.toml_of(data_folder() / "groups.toml")
+    groups = core_files.toml_of(data_folder() / "groups.toml")
     return {name: tuple(members) for name, members in groups.items()}
 
 
 def _parse(path: Path) -> Suite:
     """Raises UserError for a key that a suite has not, one that is missing, and a value of another type."""
-    entry = reading.toml_of(path)
+    entry = core_files.toml_of(path)
     known = {item.name: str(item.type) for item in fields(Suite) if item.name != "name"}
     required = [item.name for item in fields(Suite) if item.default is MISSING and item.name != "name"]
     for key in required:
@@ -155,7 +259,7 @@ def listings() -> list[SuiteListing]:
     for suite in known_suites().values():
         groups = tuple(group for group, members in known_groups().items() if suite.name in members)
         shipped = data_folder() / "embedded" / suite.name / f"{suite.split}.jsonl"
-        num_embedded = sum(1 for _ in rows.json_lines(shipped)) if shipped.exists() else 0
+        num_embedded = sum(1 for _ in json_lines(shipped)) if shipped.exists() else 0
         lines.append(SuiteListing(suite, groups, num_embedded))
     return lines
 
@@ -163,11 +267,11 @@ def listings() -> list[SuiteListing]:
 def load_prompts(suite: Suite, data: str | Path = "embedded", limit: int | None = None) -> Loaded:
     """`data` is `embedded`, `hub`, or a folder with NAME/SPLIT.jsonl or .parquet in the hub's columns."""
     if data == "embedded":
-        placed_rows, source = rows.from_folder(suite.data, data_folder() / "embedded"), "embedded"
+        placed_rows, source = from_folder(suite.data, data_folder() / "embedded"), "embedded"
     elif data == "hub":
-        placed_rows, source = rows.from_hub(suite.data)
+        placed_rows, source = from_hub(suite.data)
     else:
-        placed_rows, source = rows.from_folder(suite.data, Path(data)), f"folder {data}"
+        placed_rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
     prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(placed_rows)]
     return draw(suite, prompts, source, limit)
 

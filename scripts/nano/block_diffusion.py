@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dflash_bench.train.batch import Batch, Data
-from dflash_bench.train.dflash import context_mask, sample_anchors
+from dflash_bench.training.data import Batch, Data
+from dflash_bench.training.dflash import context_mask, sample_anchors
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
-from dflash_bench.models import dflash as dflash_models
-from dflash_bench.models import eagle3 as eagle3_models
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
-from dflash_bench.train import loop, medusa
-from dflash_bench.train.checkpoint import History
-from dflash_bench.train.dflash import DFlashObjective
-from dflash_bench.train.eagle3 import Eagle3Objective
-from dflash_bench.train.loop import DraftRecipe
-from dflash_bench.train.overlap import Overlap
-from dflash_bench.train.voice import Voice
+from dflash_bench.models.nets import dflash as dflash_models
+from dflash_bench.models.nets import eagle3 as eagle3_models
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.training import medusa, trainer
+from dflash_bench.training.contamination import Overlap
+from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.eagle3 import Eagle3Objective
+from dflash_bench.training.trainer import DraftRecipe, History
+from dflash_bench.training.vocab import Voice
 from nano import block_diffusion, cards, draft_model, features, leaks, responses, target
 from nano.block_diffusion import Noise
 from nano.data import corpus_text
@@ -175,12 +174,12 @@ class Builder:
         objective = DFlashObjective(
             self.new_dflash(), rows, self.voice(), self.recipe.num_anchors, self.recipe.gamma, compiled=True
         )
-        return loop.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
+        return trainer.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
     def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
         rows = features.load(self.work)
         objective = Eagle3Objective(self.new_eagle3(rows), rows, self.voice(), self.recipe.num_ttt_steps)
-        return loop.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
+        return trainer.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
 
     def new_draft_model(self, model: Any) -> Any:
         norm = self._target_weight("model.norm.weight")
@@ -190,7 +189,7 @@ class Builder:
     def draft_model(self, model: Any) -> History:
         rows = features.load(self.work)
         objective = draft_model.DraftModelObjective(self.new_draft_model(model), rows, self.embedding())
-        return loop.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
+        return trainer.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
 
     def new_medusa(self) -> MedusaHeads:
         config = MedusaConfig(self.recipe.target.hidden, NUM_EMBEDDINGS, self.recipe.num_medusa_heads)
@@ -199,13 +198,13 @@ class Builder:
     def medusa(self) -> History:
         rows = features.load(self.work)
         objective = medusa.MedusaObjective(self.new_medusa(), rows)
-        return loop.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
+        return trainer.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
 
     def block_diffusion(self, model: Any, tokenizer: Any) -> History:
         recipe, rows = self.recipe, features.load(self.work)
         noise = Noise(recipe.diffusion_block_size, recipe.num_diffusion_blocks, MASK_TOKEN_ID, tokenizer.eos_token_id)
         objective = block_diffusion.BlockDiffusionObjective(block_diffusion.new_model(model), rows, noise)
-        return loop.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
+        return trainer.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
 
     def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
         """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.train.cards import history_table, overlap_table
-from dflash_bench.train.checkpoint import History
-from dflash_bench.train.overlap import Overlap
+from dflash_bench.training.cards import history_table, overlap_table
+from dflash_bench.training.contamination import Overlap
+from dflash_bench.training.trainer import History
 
 TITLES = {
     "target": "nano: a small Qwen3 that does sums, short functions and small talk",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_bench.train.batch import Batch
+from dflash_bench.training.data import Batch
 from nano.corpus import mixture
 from nano.corpus.task import Task
 from nano.prompts import turns_of

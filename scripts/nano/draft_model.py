@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
-from dflash_bench.train.batch import Batch, Data
+from dflash_bench.training.data import Batch, Data
 
 
 def new_model(target_config: Any, num_layers: int, embedding: Tensor, norm: Tensor, seed: int) -> Any:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.errors import UserError
-from dflash_bench.tasks.rows import from_folder
-from dflash_bench.tasks.suites import known_suites
+from dflash_bench.core.errors import UserError
+from dflash_bench.tasks.suites import from_folder, known_suites
 from nano.corpus.task import Task, boxed
 
 Row = Mapping[str, Any]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.architecture import decoder_layers
-from dflash_bench.train.batch import Batch
+from dflash_bench.engine.forward.hf import decoder_layers
+from dflash_bench.training.data import Batch
 from nano.data import Sample, pack
 from nano.responses import Conversation
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from dflash_bench.train import overlap
-from dflash_bench.train.overlap import Overlap
+from dflash_bench.training import contamination
+from dflash_bench.training.contamination import Overlap
 from nano.data import training_tasks
 from nano.prompts import turns_of
 from nano.target import TargetRecipe, stream_seed
@@ -19,12 +19,12 @@ A_STEP = 64
 def of_target(recipe: TargetRecipe, against: Path | None) -> list[Overlap]:
     """`against` holds rows of the public suites; the embedded ones are looked at in any case."""
     texts = (text for step in range(recipe.steps) for text in _texts(stream_seed(recipe, step), A_STEP))
-    return overlap.found(texts, against)
+    return contamination.found(texts, against)
 
 
 def of_drafts(seed: int, count: int, against: Path | None) -> Sequence[Overlap]:
     """Of the prompts that the target answered for its drafts."""
-    return overlap.found(_texts(seed, count), against)
+    return contamination.found(_texts(seed, count), against)
 
 
 def _texts(seed: int, count: int) -> Iterator[str]:

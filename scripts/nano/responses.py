@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
 from nano.data import encode, training_tasks
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from dflash_bench.train.batch import Batch
-from dflash_bench.train.checkpoint import History, restore, save
-from dflash_bench.train.optim import optimisers, set_rate
+from dflash_bench.training.data import Batch
+from dflash_bench.training.trainer import History, optimisers, restore, save, set_rate
 from nano.corpus.task import Task
 from nano.data import held_out_tasks, pack, sample_stream
 from nano.tokenizer import NUM_EMBEDDINGS

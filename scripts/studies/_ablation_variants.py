@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.models.common import Rotary
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
-from dflash_bench.train.batch import Batch, Data
-from dflash_bench.train.dflash import DFlashObjective, block_hidden
-from dflash_bench.train.voice import Voice
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
+from dflash_bench.models.nets.layers import Rotary
+from dflash_bench.training.data import Batch, Data
+from dflash_bench.training.dflash import DFlashObjective, block_hidden
+from dflash_bench.training.vocab import Voice
 
 NUM_ANCHORS = 32
 GAMMAS = {16: 7.0, 8: 4.0}

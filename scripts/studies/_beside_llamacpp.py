@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from dflash_bench import methods
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.errors import UserError
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.models import loading, presets
-from dflash_bench.models.conversion import convert
-from dflash_bench.records import Message
+from dflash_bench.models.convert import convert
 from dflash_bench.tasks import suites
 from studies._llamacpp_server import Server, Settings, version
 

@@ -17,24 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_bench import atomic, environment
 from dflash_bench.analysis import stats
-from dflash_bench.engine.acceptance import accepted
-from dflash_bench.engine.architecture import final_norm
+from dflash_bench.core import environment, files
+from dflash_bench.core.types import Message
+from dflash_bench.engine.backend import stop_ids
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.local import stop_ids
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.forward.hf import final_norm
+from dflash_bench.engine.loop import accepted
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.models import chat, loading
 from dflash_bench.models.loading import Models
-from dflash_bench.records import Message
-from dflash_bench.train import answers, loop, preparing, session
-from dflash_bench.train.answers import Asked, Plan
-from dflash_bench.train.batch import Batch
-from dflash_bench.train.loop import DraftRecipe
-from dflash_bench.train.rows import Conversation, Rows, stored
-from dflash_bench.train.states import Computed
-from dflash_bench.train.voice import Voice
+from dflash_bench.training import answers, prepare, session, trainer
+from dflash_bench.training.answers import AnswerPlan, AnswerRequest, Computed
+from dflash_bench.training.data import Batch, PackedRows, TrainingChat, stored
+from dflash_bench.training.trainer import DraftRecipe
+from dflash_bench.training.vocab import Voice
 from nano.corpus.mixture import question, tasks
 from nano.corpus.task import Task
 from nano.prompts import turns_of
@@ -77,11 +75,11 @@ class Ablations:
         self.layers = (*sorted({layer for variant in variants() for layer in taps(variant, depth)}), depth - 1)
         self.stops = stop_ids(self.models.target, self.models.tokenizer)
         self.tasks = list(islice(_different(tasks(TASK_SEED)), NUM_TASKS))
-        self.asked = [Asked(tuple(self._prompt(task))) for task in self.tasks]
-        self.plan = Plan(self.models.revisions["target"], self.layers, MAX_NEW_TOKENS, BATCH)
+        self.asked = [AnswerRequest(tuple(self._prompt(task))) for task in self.tasks]
+        self.plan = AnswerPlan(self.models.revisions["target"], self.layers, MAX_NEW_TOKENS, BATCH)
         answers.collect(self.target, self.stops, self.asked, self.plan, work / "own", tell)
         self._reference()
-        self._rows: dict[str, tuple[Rows, Sequence[Conversation]]] = {}
+        self._rows: dict[str, tuple[PackedRows, Sequence[TrainingChat]]] = {}
 
     def _prompt(self, task: Task) -> list[int]:
         tokenizer = self.models.tokenizer
@@ -105,13 +103,13 @@ class Ablations:
             answers.write(path, {**tensors, "prompts": torch.tensor(rows)})
             tell(f"reference answers: batch {number + 1}")
 
-    def rows(self, kind: str) -> tuple[Rows, Sequence[Conversation]]:
+    def rows(self, kind: str) -> tuple[PackedRows, Sequence[TrainingChat]]:
         """Packed rows of one kind of answers; what is held out is always of the target's own."""
         if kind not in self._rows:
             trained, _ = session.split(stored([self.work / kind]), 0)
             _, held_out = session.split(stored([self.work / "own"]), 0)
-            norm, pad = final_norm(self.models.target), preparing.pad_id(self.models)
-            self._rows[kind] = Rows(trained, self.layers, norm, ROW_LENGTH, pad, 0, held_out), held_out
+            norm, pad = final_norm(self.models.target), prepare.pad_id(self.models)
+            self._rows[kind] = PackedRows(trained, self.layers, norm, ROW_LENGTH, pad, 0, held_out), held_out
         return self._rows[kind]
 
     def measured(self, variant: Variant, seed: int) -> None:
@@ -124,16 +122,16 @@ class Ablations:
         data: Any = TokenRows(rows, embedding) if variant.conditioning == "tokens" else rows
         objective = VariantObjective(variant, draft, data, Voice.of(embedding, embedding))
         recipe = DraftRecipe(steps=self.steps, matrix_lr=RATE, other_lr=RATE / 10, rows=ROWS, seed=seed, measurements=1)
-        history = loop.train(objective, data, recipe, self.work / f"{variant.name}-{seed}.pt", _silent)
+        history = trainer.train(objective, data, recipe, self.work / f"{variant.name}-{seed}.pt", _silent)
         result: dict[str, Any] = {"accepted": history[-1]["accepted"], "history": history, "decoded": {}}
         if variant.runs_in_engine:
             for block in USED.get(variant.name, (variant.block,)):
                 result["decoded"][block] = self._decoded(draft, block, held_out)
-        atomic.write_whole(path, lambda file: file.write(json.dumps(result).encode()))
+        files.write_whole(path, lambda file: file.write(json.dumps(result).encode()))
         path.with_suffix(".pt").unlink()
         tell(f"{variant.name}, seed {seed}: {history[-1]['accepted']:.3f} on given text")
 
-    def _decoded(self, draft: Any, block: int, held_out: Sequence[Conversation]) -> list[tuple[int, int]]:
+    def _decoded(self, draft: Any, block: int, held_out: Sequence[TrainingChat]) -> list[tuple[int, int]]:
         """Tokens and rounds of each held-out prompt."""
         prompts = [item.ids[: item.prompt_length].tolist() for item in held_out[:NUM_MEASURED]]
         drafter = DFlashDrafter(draft.eval(), self.target.embedding, self.target.head, block)
@@ -158,7 +156,7 @@ def _silent(text: str) -> None:
 class TokenRows:
     """Rows whose features are the embeddings of their tokens."""
 
-    def __init__(self, rows: Rows, embedding: Tensor) -> None:
+    def __init__(self, rows: PackedRows, embedding: Tensor) -> None:
         self.rows, self.embedding = rows, embedding.detach()
         self.ids, self.answer, self.num_held_out = rows.ids, rows.answer, rows.num_held_out
 

@@ -6,9 +6,9 @@ import re
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from dflash_bench import environment
 from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.report import columns, contexts, document, words
+from dflash_bench.core import environment
+from dflash_bench.report import columns, document, sections, words
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import markdown
 from studies._study import Made, Work, add_data, bench
@@ -79,7 +79,7 @@ def page(work: Work, read: dict[str, Document], remark: str) -> str:
     formulas = "\n".join(f"- `{figure}`: {FORMULAS[figure]}" for figure in figures)
     text = "\n".join([HEAD.format(command=work.command, machine=machine, remark=remark), *parts])
     notes = "\n\n".join(columns.notes([cell for run in read.values() for cell in run.cells]))
-    foot = f"{contexts.LEGEND[0].upper()}{contexts.LEGEND[1:]}.\n\n{formulas}\n\n{notes}\n"
+    foot = f"{sections.CONTEXT_LEGEND[0].upper()}{sections.CONTEXT_LEGEND[1:]}.\n\n{formulas}\n\n{notes}\n"
     return f"{text}\n{foot}"
 
 
@@ -93,5 +93,5 @@ def section(name: str, run: Document, picture: str) -> str:
         model=name, num=run.cells[0].num_prompts, suite=run.cells[0].label, command=command,
         exact=sum(right for right, _ in drafting), compared=sum(of for _, of in drafting),
         audit=sum(right for right, _ in audits), audited=sum(of for _, of in audits), about=ABOUT[name],
-        table=markdown(*contexts.table(run.cells)), memory=words.memory(info), picture=picture,
+        table=markdown(*sections.context_table(run.cells)), memory=words.memory(info), picture=picture,
     )  # fmt: skip

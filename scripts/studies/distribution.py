@@ -17,15 +17,15 @@ import pytest
 import torch
 from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
-from dflash_bench import methods
-from dflash_bench.analysis.distribution import LEVEL, Comparison, compared, decided
-from dflash_bench.engine.local import LocalBackend
-from dflash_bench.engine.odds import judged_by
-from dflash_bench.environment import describe, one_line
-from dflash_bench.records import COLUMNS, Draws, Message, Settings
-from dflash_bench.run import distribution
-from dflash_bench.run.distribution import LENGTH, NUM_DRAWS, QUESTIONS
-from dflash_bench.run.request import Request
+from dflash_bench.core import methods
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import COLUMNS, Draws, Message, Settings
+from dflash_bench.diagnose import distribution
+from dflash_bench.diagnose.distribution import LENGTH, NUM_DRAWS, QUESTIONS
+from dflash_bench.diagnose.goodness_of_fit import LEVEL, FitTest, compared, decided
+from dflash_bench.diagnose.odds import judged_by
+from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.runner.config import RunRequest
 from studies._study import Made, Work, tell
 
 TAKES = "twenty minutes of one core"
@@ -71,7 +71,7 @@ more.
 
 def make(work: Work, options: Namespace) -> Made:
     labels = [REJECTION, MATCH, TREE]
-    request = Request(methods=tuple(labels), dtype="float32")
+    request = RunRequest(methods=tuple(labels), dtype="float32")
     backend = distribution._open(request, [methods.parse(label) for label in labels], seed=0)
     right = [(label, drawn(work.folder, backend, None, label)) for label in labels]
     planted = [(rule, label) for rule in (*WRONG_RULES, FAINT, *NUMBERS, SUBTLE) for label in rule.methods]
@@ -187,7 +187,7 @@ def _row(label: str, draws: Draws, share: float) -> list[str]:
     return [f"`{label}`", f"{kept / max(1, kept + refused):.0%}", f"{impossible:,}", name, f"{share:.1%}"]
 
 
-def _order(test: Comparison) -> tuple[float, int]:
+def _order(test: FitTest) -> tuple[float, int]:
     return test.p, -test.num_impossible
 
 

@@ -16,8 +16,8 @@ from around import AROUND, Around, Told
 from faults import FAULTS, Fault
 from matrix import WAYS, Way
 
-from dflash_bench.environment import describe, one_line
-from dflash_bench.records import Record
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Record
 from studies._study import Made, Work, tell
 
 TAKES = "half an hour of one core"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_bench import environment
+from dflash_bench.core import environment
 from dflash_bench.report.tables import ABSENT, markdown, number
 from studies._study import Made, StudyError, Work
 

@@ -18,12 +18,11 @@ import numpy as np
 
 from dflash_bench.analysis import spread, stats
 from dflash_bench.analysis.findings import MIN_PROMPTS
-from dflash_bench.analysis.gate import against
+from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import LIMITS
-from dflash_bench.analysis.gate.outcome import adjusted
-from dflash_bench.analysis.metrics import FIGURES, Cell
+from dflash_bench.analysis.gate.checks import adjusted
+from dflash_bench.analysis.metrics import FIGURES, TERMS, Cell
 from dflash_bench.analysis.spread import METHOD_NOISE
-from dflash_bench.analysis.terms import TERMS
 from studies._study import ROOT, Made, Work, tell, write
 
 TAKES = "half an hour of one core"
@@ -172,7 +171,7 @@ def alarms(
         checks = [
             check
             for number, method in enumerate(METHODS)
-            for check in against.against_cell(
+            for check in gate_checks.against_cell(
                 [cell(method, sums[number]) for sums in before],
                 [cell(method, slowed(sums[number], slowdown)) for sums in after],
                 RATIOS, LIMITS, [], fixed=True,

@@ -21,12 +21,12 @@ import torch
 from assistant import assistant
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_bench import methods
-from dflash_bench.engine.captures import why_no_compiler
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.environment import describe, one_line
+from dflash_bench.core import methods
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Generation, Message
+from dflash_bench.engine.backend import LocalBackend, open_backend
+from dflash_bench.engine.graphs import why_no_compiler
 from dflash_bench.models import loading, presets
-from dflash_bench.records import Generation, Message
 from dflash_bench.tasks import suites
 from studies import _beside_llamacpp
 from studies._study import ROOT, Made, Work
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
 
 def arithmetic_of(backend: LocalBackend, method: str, chat: Sequence[Message]) -> float:
     """Seconds of one round's matrix products and attention alone, the median of many: in the middle of an answer."""
-    from dflash_bench.engine.decoding import decode
+    from dflash_bench.engine.loop import decode
     from dflash_bench.engine.sampling import Sampling
 
     times = []

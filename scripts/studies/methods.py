@@ -9,12 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import environment
 from dflash_bench.analysis.metrics import FORMULAS, Cell
-from dflash_bench.methods import is_lossy
-from dflash_bench.records import Settings
+from dflash_bench.core import environment
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.types import Settings
 from dflash_bench.report import document
-from dflash_bench.report.document import Document, Line, over_all
+from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import ABSENT, markdown, number, with_interval
 from nano.data import segments, training_tasks
 from studies._study import Made, Work, add_data, bench
@@ -131,14 +131,14 @@ def _section(run: Document, settings: Settings, verdicts: Mapping[str, str]) -> 
     )
 
 
-def _row(line: Line, cells: Sequence[Cell], verdicts: Mapping[str, str]) -> list[str]:
+def _row(line: MethodLine, cells: Sequence[Cell], verdicts: Mapping[str, str]) -> list[str]:
     speedup, al = over_all(cells, line)
     judged = _exactness(cells, line.method, verdicts)
     accepted = ABSENT if is_lossy(line.method) else number(al)
     return [_name(line), with_interval(speedup), accepted, judged, _passed(cells)]
 
 
-def _name(line: Line) -> str:
+def _name(line: MethodLine) -> str:
     """The method without the path of its datastore, which says nothing elsewhere."""
     return line.method.partition(":datastore=")[0]
 

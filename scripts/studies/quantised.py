@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from dflash_bench import environment
-from dflash_bench.analysis import changes
-from dflash_bench.analysis.agreement import agreements
+from dflash_bench.analysis import compare
+from dflash_bench.analysis.compare import agreements
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, mismatched
+from dflash_bench.core import environment
 from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import ABSENT, markdown, number, p_value, with_interval
-from dflash_bench.results.frame import Results
+from dflash_bench.results.table import Results
 from studies._study import Made, Work, add_data, bench
 
 TAKES = "twenty-five minutes of one core, of which SmolLM2 is nearly all"
@@ -208,5 +208,5 @@ def _against(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[
         yield [dtype, kind, method, al, with_interval(ratios["tps.decode"].ratio), *equal, lost, p]
 
 
-def _versus(before: Results, after: Results) -> Sequence[changes.Versus]:
-    return changes.between(changes.summarised(before), changes.summarised(after), (before.name, after.name))
+def _versus(before: Results, after: Results) -> Sequence[compare.Versus]:
+    return compare.between(compare.summarised(before), compare.summarised(after), (before.name, after.name))

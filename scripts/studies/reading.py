@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dflash_bench.environment import describe
-from dflash_bench.records import Settings
+from dflash_bench.core.environment import describe
+from dflash_bench.core.types import Settings
 from dflash_bench.results import parts, store
-from dflash_bench.results.columns import to_table
+from dflash_bench.results.schema import to_table
 from studies._study import Made, Work
 
 TAKES = "two minutes of one core"
@@ -30,7 +30,7 @@ PART_ANSWERS = store.MERGED_WHILE_RUNNING * len(METHODS)
 TABLES = """
 import sys
 from pathlib import Path
-from dflash_bench.results import frame
+from dflash_bench.results import table as frame
 from dflash_bench.analysis import metrics
 from dflash_bench import report
 from dflash_bench.analysis.findings import findings

@@ -15,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import environment, methods, reading, repetition
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.bars import with_bar
+from dflash_bench.core import environment, files, methods
+from dflash_bench.core.terminal import with_bar
+from dflash_bench.core.types import Generation, Message
 from dflash_bench.models import presets
-from dflash_bench.records import Generation, Message
 from dflash_bench.report import columns, document, plots
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import markdown, with_interval
+from dflash_bench.results import table
 from dflash_bench.tasks import suites
-from dflash_bench.train.cards import HISTORY
+from dflash_bench.training.cards import HISTORY
 from studies._study import Made, Work, add_data, bench, tell
 
 TAKES = "under fifteen minutes of one core"
@@ -102,7 +103,7 @@ def make(work: Work, options: Namespace) -> Made:
     pictures = {f"{NAME}-{name}.svg": plotted / f"{name}.svg" for name in PICTURES}
     training = work.folder / "training.svg"
     trained(training)
-    text = page(work, document.read_document(timed), reading.json_of(accepted), options.time)
+    text = page(work, document.read_document(timed), files.json_of(accepted), options.time)
     return Made({PAGES[0]: text, **pictures, f"{NAME}-training.svg": training})
 
 
@@ -110,7 +111,7 @@ def accept(data: str) -> str:
     """Many prompts decoded together in float32, for acceptance and exactness alone, as JSON."""
     import torch
 
-    from dflash_bench.engine.local import open_backend
+    from dflash_bench.engine.backend import open_backend
     from dflash_bench.models import loading
 
     # Nothing is timed here.
@@ -132,7 +133,7 @@ def accept(data: str) -> str:
             "suite": suite, "method": method, "source": loaded.source.partition(" ")[0],
             "rounds": [[sum(one.accepted or ()) + len(one.accepted or ()), len(one.accepted or ())] for one in answers],
             "exact": sum(one.token_ids == other.token_ids for one, other in zip(answers, plain, strict=True)),
-            "loops": sum(repetition.in_tokens(one.token_ids) > 0 for one in plain),
+            "loops": sum(table.in_tokens(one.token_ids) > 0 for one in plain),
         })  # fmt: skip
         tell(f"{suite} {method}: exact {found[-1]['exact']} of {len(plain)}")
     return json.dumps(found)
@@ -182,5 +183,5 @@ def timed_table(run: Document) -> str:
 def trained(picture: Path) -> None:
     """Acceptance by what each shipped draft had read."""
     drafts = presets.preset("smollm2").drafts
-    histories = {name: reading.json_of(Path(folder) / HISTORY) for name, folder in drafts.items()}
+    histories = {name: files.json_of(Path(folder) / HISTORY) for name, folder in drafts.items()}
     plots.write_training(histories, picture)

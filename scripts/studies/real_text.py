@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from dflash_bench import environment
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS
+from dflash_bench.core import environment
 from dflash_bench.report import document
 from dflash_bench.report.tables import markdown, with_interval
 from studies._study import Made, Work, add_data

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Divergence, Message
+from dflash_bench.engine.backend import LocalBackend, stop_ids
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.judge import CEILINGS
-from dflash_bench.engine.local import LocalBackend, stop_ids
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.environment import describe, one_line
 from dflash_bench.models import loading, presets
-from dflash_bench.records import Divergence, Message
 from dflash_bench.report.tables import markdown
 from dflash_bench.tasks import suites
 from studies._study import Made, StudyError, Work, tell

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from fake_server import FakeServer
 
-from dflash_bench.environment import describe, one_line
-from dflash_bench.records import GREEDY, Message, Served
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import GREEDY, Message, TimedGeneration
 from dflash_bench.report.tables import markdown, number
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
@@ -91,7 +91,7 @@ def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
     return row, problems(answers, streams, interval_s)
 
 
-def problems(answers: Sequence[Served], streams: int, interval_s: float) -> list[str]:
+def problems(answers: Sequence[TimedGeneration], streams: int, interval_s: float) -> list[str]:
     expected = tuple(range(10, 10 + NUM_TOKENS))
     wrong = [one for one in answers if one.generation.error is not None or one.generation.token_ids != expected]
     where = f"a round every {interval_s:g} s"

@@ -11,9 +11,9 @@ import runs
 from rows import pair
 from runs import stored
 
-from dflash_bench.analysis.agreement import agreements, first_difference
-from dflash_bench.records import Record, Settings
-from dflash_bench.results import frame
+from dflash_bench.analysis.compare import agreements, first_difference
+from dflash_bench.core.types import Record, Settings
+from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json
 
 Main = Callable[..., tuple[int, str, str]]
@@ -46,9 +46,9 @@ def changed(records: Sequence[Record], places: dict[str, int], turn: int = 0) ->
 def test_equal_answers_and_tokens_in_common(tmp_path: Path) -> None:
     stored(tmp_path / "then", rows())
     stored(tmp_path / "now", changed(rows(), {"a": 2, "c": 7}), dtype="bfloat16")
-    (one,) = agreements(frame.read(tmp_path / "then"), frame.read(tmp_path / "now"))
+    (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
     assert (one.label, one.num_answers, one.num_equal, one.in_common) == ("gsm8k (embedded)", 4, 2, 4.5)
-    (same,) = agreements(frame.read(tmp_path / "then"), frame.read(tmp_path / "then"))
+    (same,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "then"))
     assert (same.num_equal, same.in_common) == (4, None)
 
 
@@ -56,7 +56,7 @@ def test_later_turns_and_other_methods_do_not_count(tmp_path: Path) -> None:
     stored(tmp_path / "then", rows((0, 1)))
     wrong = runs.changed(changed(rows((0, 1)), {"a": 0}, turn=1), "dflash", first=1, exactness="mismatch")
     stored(tmp_path / "now", wrong)
-    (one,) = agreements(frame.read(tmp_path / "then"), frame.read(tmp_path / "now"))
+    (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
     assert (one.num_answers, one.num_equal) == (4, 4)
 
 
@@ -68,7 +68,7 @@ def test_failed_and_missing_answers_are_left_out(tmp_path: Path) -> None:
 
     stored(tmp_path / "then", [failed(row) for row in rows()])
     stored(tmp_path / "now", [row for row in rows() if row.prompt_id != "d"])
-    (one,) = agreements(frame.read(tmp_path / "then"), frame.read(tmp_path / "now"))
+    (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
     assert one.num_answers == 2
 
 
@@ -77,7 +77,7 @@ def test_what_is_drawn_at_random_is_not_compared(tmp_path: Path) -> None:
     drawn = [replace(row, settings=warm, exactness=None, audit=None) for row in rows()]
     stored(tmp_path / "then", drawn, settings=settings_to_json([warm]))
     stored(tmp_path / "now", drawn, settings=settings_to_json([warm]))
-    assert agreements(frame.read(tmp_path / "then"), frame.read(tmp_path / "now")) == []
+    assert agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now")) == []
 
 
 def test_several_settings_are_told_apart(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_several_settings_are_told_apart(tmp_path: Path) -> None:
     changed_in_one = [*both[: len(rows())], *changed(both[len(rows()) :], {"a": 3})]
     stored(tmp_path / "then", both, settings=settings_to_json(several))
     stored(tmp_path / "now", changed_in_one, settings=settings_to_json(several))
-    off, on = agreements(frame.read(tmp_path / "then"), frame.read(tmp_path / "now"))
+    off, on = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
     assert (off.label, off.num_equal) == ("gsm8k (embedded; thinking off)", 4)
     assert (on.label, on.num_equal, on.in_common) == ("gsm8k (embedded; thinking on)", 3, 3.0)
 

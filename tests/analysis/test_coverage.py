@@ -11,7 +11,7 @@ from rows import pair
 from runs import GREEDILY, answers, frame_of
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.coverage import STORED, covered
+from dflash_bench.analysis.stats import STORED, covered
 from dflash_bench.report import columns
 
 PAGE = Path(__file__).parents[2] / "results" / "intervals.md"

@@ -14,7 +14,7 @@ import xmlschema
 from golden import assert_golden
 from runs import answers, changed, failing, slower, stored
 
-from dflash_bench.records import Record
+from dflash_bench.core.types import Record
 from dflash_bench.results import store
 
 Main = Callable[..., tuple[int, str, str]]

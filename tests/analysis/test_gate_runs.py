@@ -18,7 +18,7 @@ from dflash_bench.analysis import metrics
 from dflash_bench.analysis.gate import checks
 from dflash_bench.analysis.gate.baselines import Limit
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.records import Record
+from dflash_bench.core.types import Record
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dflash_bench.analysis.load import Crossing, falls_to_one, loads
+from dflash_bench.analysis.concurrency import Crossing, falls_to_one, loads
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.records import Settings
-from dflash_bench.report import load as words
+from dflash_bench.core.types import Settings
+from dflash_bench.report import sections as words
 from dflash_bench.results.identity import settings_to_json
 
 SETTINGS = [Settings(concurrency=number) for number in (1, 4, 16)]
@@ -141,9 +141,9 @@ def test_where_it_stops_paying_in_words(crossing: Crossing | None, said: str) ->
 
 def test_table_and_json_hold_every_level() -> None:
     measurements = measured(ROWS)
-    heads, rows = words.table(measurements)
+    heads, rows = words.load_table(measurements)
     assert [len(row) for row in rows] == [len(heads)] * 8
     assert rows[5][:5] == ["  1", "1", "5.5", "1.00", "6.7/6.7/6.7"]
-    level = words.as_json(measurements)[1]["levels"][2]
+    level = words.load_as_json(measurements)[1]["levels"][2]
     assert level["concurrency"] == 16 and level["speedup_decode"] == SPEEDUPS[16]
-    assert "p90 is told from 64 answers on" in "\n".join(words.paragraphs(measurements))
+    assert "p90 is told from 64 answers on" in "\n".join(words.load_paragraphs(measurements))

@@ -12,12 +12,11 @@ import pytest
 from rows import pair
 from runs import GREEDILY, frame_of, stored
 
-from dflash_bench import repetition
-from dflash_bench.analysis.findings import badges, findings
+from dflash_bench.analysis.findings import case, findings
 from dflash_bench.analysis.findings.case import Finding
 from dflash_bench.analysis.metrics import summarise
-from dflash_bench.records import Record
-from dflash_bench.results import frame
+from dflash_bench.core.types import Record
+from dflash_bench.results import table
 
 POEM = """\
 The boat went out at break of day,
@@ -50,28 +49,28 @@ def words(text: str) -> list[int]:
 @pytest.mark.parametrize("text", [POEM, TABLE, SPARSE, CODE], ids=["poem", "table", "sparse table", "code"])
 def test_what_repeats_with_a_purpose_is_no_loop_wherever_it_is_cut(text: str) -> None:
     for end in range(1, len(text) + 1):
-        assert not repetition.in_text(text[:end]), text[:end][-200:]
-    assert not any(repetition.in_tokens(words(text[:end])) for end in range(1, len(text) + 1))
+        assert not table.in_text(text[:end]), text[:end][-200:]
+    assert not any(table.in_tokens(words(text[:end])) for end in range(1, len(text) + 1))
 
 
 @pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
 def test_a_loop_is_one_wherever_it_is_cut_after_three_times(text: str) -> None:
-    loops = [repetition.in_text(text[:end]) for end in range(len(text) - 40, len(text) + 1)]
+    loops = [table.in_text(text[:end]) for end in range(len(text) - 40, len(text) + 1)]
     assert all(num > 90 for num in loops)
     # With what comes before it, at most by chance a letter more.
     assert loops == list(range(loops[0], loops[0] + 41))
-    assert repetition.in_tokens(np.array([ord(letter) for letter in text])) == loops[-1]
+    assert table.in_tokens(np.array([ord(letter) for letter in text])) == loops[-1]
 
 
 def test_how_far_a_loop_goes_back() -> None:
-    assert repetition.in_tokens([*range(100, 130), *[7, 8, 9] * 12]) == 36
-    assert repetition.in_tokens([5] * 40) == 40
-    assert repetition.in_tokens([5] * 23) == repetition.in_tokens([]) == repetition.in_text("") == 0
-    piece = [*range(repetition.LONGEST_TOKENS)]
-    assert repetition.in_tokens(piece * 3) == 3 * len(piece)
-    assert repetition.in_tokens(piece * 3 + [0]) == 3 * len(piece) + 1
-    assert repetition.in_tokens([*piece, 128] * 4) == 0, "longer pieces are not looked for"
-    assert repetition.in_tokens(piece * 2) == 0
+    assert table.in_tokens([*range(100, 130), *[7, 8, 9] * 12]) == 36
+    assert table.in_tokens([5] * 40) == 40
+    assert table.in_tokens([5] * 23) == table.in_tokens([]) == table.in_text("") == 0
+    piece = [*range(table.LONGEST_TOKENS)]
+    assert table.in_tokens(piece * 3) == 3 * len(piece)
+    assert table.in_tokens(piece * 3 + [0]) == 3 * len(piece) + 1
+    assert table.in_tokens([*piece, 128] * 4) == 0, "longer pieces are not looked for"
+    assert table.in_tokens(piece * 2) == 0
 
 
 NO_ROUNDS: dict[str, Any] = dict.fromkeys(("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s"))
@@ -114,7 +113,7 @@ def test_a_run_with_looping_answers_says_which_and_what_figures_are_without() ->
         f"{hard / 2:.2f} (not {both / 2:.2f})"
     )
     cells = summarise(frame_of(ROWS), GREEDILY)
-    assert "r" in badges.marks(badges.beside([finding], cells[-1]))
+    assert "r" in case.marks(case.beside([finding], cells[-1]))
 
 
 def test_what_ends_by_itself_is_no_loop_and_few_tokens_are_no_finding() -> None:
@@ -147,7 +146,7 @@ def test_servers_that_hide_tokens_are_read_by_their_text(tmp_path: Path) -> None
         "prefix_cache": "unknown", "facts": {},
     }  # fmt: skip
     folder = stored(tmp_path / "run", rows, servers={"ar": server, "dflash": server}, settings=[SETTINGS])
-    results = frame.read(folder)
+    results = table.read(folder)
     assert list(results.rows["is_loop"]) == [row.prompt_id in ("p0", "p1") for row in rows]
 
 

@@ -15,8 +15,8 @@ from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, planned
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.records import Divergence, Record
-from dflash_bench.results import frame, rounds, store
+from dflash_bench.core.types import Divergence, Record
+from dflash_bench.results import rounds, store, table
 from dflash_bench.results.rounds import AcceptAt
 
 # Prompt a: 2 rounds, 5 + 5 tokens. Prompt b: 4 rounds, 1 + 1 + 2 + 2 tokens.
@@ -240,7 +240,7 @@ def test_near_ties_are_counted_and_are_not_exact() -> None:
     assert (cell.exact, cell.num_near_ties) == ((1, 2), 1)
 
 
-@pytest.mark.parametrize("by", frame.SLICES)
+@pytest.mark.parametrize("by", table.SLICES)
 def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: str) -> None:
     """Of one token, of none, and of hidden rounds there are too."""
     verdict: dict[str, Any] = {"exactness": "near_tie", "divergence": Divergence(0, 0.0, 0.1)}
@@ -255,7 +255,7 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
         for part in parts:
             run.append(part)
         run.mark_finished({})
-    read = frame.read(tmp_path / "run", by=by, allow=["unfinished"]).rows
+    read = table.read(tmp_path / "run", by=by, allow=["unfinished"]).rows
     pandas.testing.assert_frame_equal(read, frame_of(list(run.stored.values()), by=by))
     if by == "suite":
         assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.models import formats
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 
 TARGET = TargetShape(hidden_size=16, vocab_size=60, num_layers=12)
 BODY: dict[str, Any] = {

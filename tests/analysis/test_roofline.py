@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dflash_bench.analysis.roofline import Work, bound, experts_read, least_s, least_s_of_draft, work
-from dflash_bench.forwards import Attention, Pass, Rates, Size
+from dflash_bench.core.forwards import AttentionCost, Pass, Rates, Size
 
 DENSE = Size(
     weight_bytes=1000, matrix_elements=200, row_bytes=8,
-    attention=(Attention(num_layers=3, window=None, query_size=16, cache_bytes=10),),
+    attention=(AttentionCost(num_layers=3, window=None, query_size=16, cache_bytes=10),),
 )  # fmt: skip
 RATES = Rates(bandwidth=100.0, products=1000.0)
 
@@ -30,7 +30,7 @@ def test_weights_are_read_once_however_many_tokens_there_are() -> None:
 
 
 def test_a_window_is_all_that_is_read_of_a_long_context() -> None:
-    size = replace(DENSE, attention=(Attention(1, 4, 16, 10),))
+    size = replace(DENSE, attention=(AttentionCost(1, 4, 16, 10),))
     assert work(size, 1, 1, 100).num_bytes == 1000 + 8 + 10 * 4
     assert work(size, 1, 2, 100).num_bytes == 1000 + 16 + 10 * 5
     assert work(size, 1, 2, 100).flops == 2 * 2 * 200 + 4 * 16 * (4 + 4)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from runs import answers, stored
 
-from dflash_bench.analysis import width_curve
+from dflash_bench.analysis import roofline
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
+from dflash_bench.core.forwards import Size
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.forwards import Size
-from dflash_bench.results import frame
+from dflash_bench.results import table
 
 pytestmark = pytest.mark.usefixtures("measured_in_full")
 Main = Callable[..., tuple[int, str, str]]
@@ -33,15 +33,15 @@ def forwards(least_s: float, **changes: Any) -> dict[str, Any]:
     return known | {"least_s": least_s} | changes
 
 
-def run_with(folder: Path, **info: Any) -> frame.Results:
+def run_with(folder: Path, **info: Any) -> table.Results:
     """A plain round takes 10 ms, behind some ten tokens."""
     path = stored(folder, answers(noise=0))
     where = path / "run.json"
     where.write_text(json.dumps(json.loads(where.read_text()) | info))
-    return frame.read(path)
+    return table.read(path)
 
 
-def kinds(results: frame.Results) -> set[str]:
+def kinds(results: table.Results) -> set[str]:
     identity = results.info["identity"]
     found = findings(results.rows, summarise(results.rows, identity), identity, results.info)
     assert all(FLATTERED in one.text for one in found if one.kind == "slow_plain")
@@ -77,17 +77,17 @@ def test_a_round_of_twice_its_pass_is_found_and_one_of_four_times_fails_a_check(
 
 def test_what_a_longer_context_takes_to_read_is_no_slowness() -> None:
     info = {"forwards": forwards(0.003)}
-    of_short = width_curve.pace(info, np.array([0.01]), np.array([5]))
-    of_long = width_curve.pace(info, np.array([0.01]), np.array([4005]))
+    of_short = roofline.pace(info, np.array([0.01]), np.array([5]))
+    of_long = roofline.pace(info, np.array([0.01]), np.array([4005]))
     assert of_short is not None and of_short.ratio == pytest.approx(10 / 3)
     assert of_long is not None and of_long.pass_s == pytest.approx(0.007)
 
 
 def test_half_of_the_answers_held_up_says_nothing_of_the_loop() -> None:
     info = {"forwards": forwards(0.009)}
-    pace = width_curve.pace(info, np.array([0.01, 0.01, 0.01, 0.1, 0.1, np.nan]), np.full(6, 5))
+    pace = roofline.pace(info, np.array([0.01, 0.01, 0.01, 0.1, 0.1, np.nan]), np.full(6, 5))
     assert pace is not None and pace.ratio == pytest.approx(10 / 9)
-    assert width_curve.pace(info, np.array([np.nan]), np.array([5])) is None
+    assert roofline.pace(info, np.array([np.nan]), np.array([5])) is None
 
 
 def test_a_quarter_of_the_rounds_is_quicker_than_what_stands_for_an_answer(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dflash_bench.analysis.width_curve import curve, regime, stored
-from dflash_bench.forwards import Forward, Line, Rates, Size, fit
+from dflash_bench.analysis.roofline import curve, regime, stored
+from dflash_bench.core.forwards import Forward, LinearCost, Rates, Size, fit
 
 SIZE = Size(weight_bytes=1000, matrix_elements=250)
 RATES = Rates(bandwidth=1000.0, products=1e9)
@@ -15,12 +15,12 @@ RATES = Rates(bandwidth=1000.0, products=1e9)
 WIDTHS = (1, 2, 4, 8, 16)
 
 
-def forwards(line: Line) -> list[Forward]:
+def forwards(line: LinearCost) -> list[Forward]:
     return [Forward(1, width, 0, line.at(width)) for width in WIDTHS]
 
 
 def test_a_known_line_is_found_again() -> None:
-    assert fit(WIDTHS, [Line(3.0, 0.25).at(width) for width in WIDTHS]) == pytest.approx((3.0, 0.25))
+    assert fit(WIDTHS, [LinearCost(3.0, 0.25).at(width) for width in WIDTHS]) == pytest.approx((3.0, 0.25))
 
 
 def test_a_line_never_falls_and_one_point_makes_a_level_one() -> None:
@@ -30,30 +30,30 @@ def test_a_line_never_falls_and_one_point_makes_a_level_one() -> None:
 
 def test_a_regime_is_unclear_where_passes_are_off_the_line_by_more_than_it_is_from_the_next() -> None:
     # 16 tokens grow by 0.96 of what stays, and what stays is 4.1 times the roofline.
-    assert regime(Line(1.0, 0.06), 16, 0.1) == "fixed cost"
-    assert regime(Line(1.0, 0.06), 16, 0.1, off=0.05) == "unclear"
-    assert regime(Line(4.1, 0.01), 16, 1.0) == "fixed cost"
-    assert regime(Line(4.1, 0.01), 16, 1.0, off=0.05) == "unclear"
-    assert regime(Line(9.0, 0.01), 16, 1.0, off=0.05) == "fixed cost"
+    assert regime(LinearCost(1.0, 0.06), 16, 0.1) == "fixed cost"
+    assert regime(LinearCost(1.0, 0.06), 16, 0.1, off=0.05) == "unclear"
+    assert regime(LinearCost(4.1, 0.01), 16, 1.0) == "fixed cost"
+    assert regime(LinearCost(4.1, 0.01), 16, 1.0, off=0.05) == "unclear"
+    assert regime(LinearCost(9.0, 0.01), 16, 1.0, off=0.05) == "fixed cost"
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (Line(1.2, 0.01), "bandwidth"),
-        (Line(3.99, 0.01), "bandwidth"),
-        (Line(4.01, 0.01), "fixed cost"),
-        (Line(9.0, 0.5), "fixed cost"),
-        (Line(9.0, 0.6), "arithmetic"),
-        (Line(0.5, 0.5), "arithmetic"),
+        (LinearCost(1.2, 0.01), "bandwidth"),
+        (LinearCost(3.99, 0.01), "bandwidth"),
+        (LinearCost(4.01, 0.01), "fixed cost"),
+        (LinearCost(9.0, 0.5), "fixed cost"),
+        (LinearCost(9.0, 0.6), "arithmetic"),
+        (LinearCost(0.5, 0.5), "arithmetic"),
     ],
 )
-def test_what_binds_forwards_of_up_to_sixteen_tokens(line: Line, expected: str) -> None:
+def test_what_binds_forwards_of_up_to_sixteen_tokens(line: LinearCost, expected: str) -> None:
     assert regime(line, 16, roofline_s=1.0) == expected
 
 
 def test_a_curve_says_how_far_it_is_above_the_roofline_and_off_what_was_measured() -> None:
-    through = curve(forwards(Line(4.9, 0.1)), SIZE, RATES)
+    through = curve(forwards(LinearCost(4.9, 0.1)), SIZE, RATES)
     assert (through.regime, through.widest, through.rows, through.context) == ("fixed cost", 16, 1, 0)
     assert through.over_roofline == pytest.approx(5.0)
     assert through.misfit == pytest.approx(0)
@@ -71,7 +71,7 @@ def test_what_grows_with_more_experts_may_be_bandwidth() -> None:
     experts = Size(
         weight_bytes=1000, matrix_elements=250, num_experts=64, experts_per_token=4, expert_bytes=500, expert_elements=9
     )
-    steep = forwards(Line(1.0, 1.0))
+    steep = forwards(LinearCost(1.0, 1.0))
     assert curve(steep, experts, RATES).regime == "bandwidth"
     assert curve(steep, SIZE, RATES).regime == "arithmetic"
 
@@ -79,7 +79,7 @@ def test_what_grows_with_more_experts_may_be_bandwidth() -> None:
 def test_a_run_keeps_what_it_measured_and_an_older_one_has_none() -> None:
     measured = {
         "rows": 1, "context": 128, "bandwidth": 1000.0, "products": 1e9, "size": asdict(SIZE) | {"newer": 1},
-        "seconds": {str(width): Line(4.9, 0.1).at(width) for width in WIDTHS},
+        "seconds": {str(width): LinearCost(4.9, 0.1).at(width) for width in WIDTHS},
     }  # fmt: skip
     through = stored({"forwards": measured})
     assert through is not None and through.line == pytest.approx((4.9, 0.1)) and through.regime == "fixed cost"

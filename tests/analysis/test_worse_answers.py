@@ -13,7 +13,7 @@ from runs import GREEDILY, answers, frame_of, stored
 
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
-from dflash_bench.records import Record
+from dflash_bench.core.types import Record
 
 Main = Callable[..., tuple[int, str, str]]
 NUM = 60

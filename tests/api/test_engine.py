@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from dflash_bench import api as db
-from dflash_bench.records import Message
+from dflash_bench.core.types import Message
 
 PROMPT = [5, 9, 200, 33, 7, 9]
 

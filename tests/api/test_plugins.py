@@ -15,22 +15,22 @@ import tiny
 from fake_server import FakeServer
 
 from dflash_bench import api as db
-from dflash_bench import plugins
-from dflash_bench.errors import UserError
-from dflash_bench.methods import METHODS, parse
-from dflash_bench.servers.detection import DIALECTS
-from dflash_bench.tasks.scoring import SCORERS
+from dflash_bench.core import plugins
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import METHODS, parse
+from dflash_bench.servers.connect import DIALECTS
+from dflash_bench.tasks.scorers import SCORERS
 
 Main = Callable[..., tuple[int, str, str]]
 Install = Callable[[str, str, dict[str, str]], None]
 DRAFTER = """
-from dflash_bench.kinds import Kind, Option
+from dflash_bench.core.methods import Kind, Option
 
 echo = Kind("echo", "the last token again and again", None, "chain", True,
             (Option("n", "tokens drafted a round", 3, 1, 63, "tokens"),), count="n", module="my_echo.drafting")
 """
 DRAFTING = """
-from dflash_bench.engine.drafters.hosted import HostDrafter
+from dflash_bench.engine.drafters.base import HostDrafter
 
 
 class EchoDrafter(HostDrafter):
@@ -45,7 +45,7 @@ def build(models, target, method):
     return EchoDrafter(method.number("n"), target.device)
 """
 SCORER = """
-from dflash_bench.tasks.scoring.answers import Score
+from dflash_bench.tasks.scorers.base import Score
 
 
 def shouting(prompt, text):
@@ -54,10 +54,10 @@ def shouting(prompt, text):
 DIALECT = """
 from dataclasses import replace
 
-from dflash_bench.servers.dialects.dialect import owner
+from dflash_bench.servers.dialects.base import owner
 from dflash_bench.servers.dialects.openai import MODELS, OPENAI
 from dflash_bench.servers.dialects.vllm import VLLM
-from dflash_bench.servers.dialects.dialect import About
+from dflash_bench.servers.dialects.base import About
 
 
 def identify(pages):
@@ -133,13 +133,13 @@ def test_a_run_says_whose_drafter_it_measured(install: Install, tmp_path: Path) 
 
 def test_a_scorer_of_another_package_scores(install: Install, tmp_path: Path) -> None:
     install("my_scorer", "[dflash_bench.scorers]\nshouting = my_scorer:shouting\n", {"__init__.py": SCORER})
-    from dflash_bench.records import Prompt
-    from dflash_bench.run.option import check_options
-    from dflash_bench.tasks import scoring
+    from dflash_bench.core.types import Prompt
+    from dflash_bench.runner.option import check_options
+    from dflash_bench.tasks import scorers
 
     check_options(db_request(tmp_path, score="shouting"))
     prompt = Prompt("own", "0", ("Say it.",))
-    assert [scoring.score("shouting", prompt, text).passed for text in ("NO", "no")] == [True, False]
+    assert [scorers.score("shouting", prompt, text).passed for text in ("NO", "no")] == [True, False]
     with pytest.raises(UserError, match=r"unknown scorer 'shoutin'; known: .*shouting"):
         check_options(db_request(tmp_path, score="shoutin"))
 
@@ -169,7 +169,7 @@ def test_a_dialect_of_another_package_is_recognised_first(install: Install, tmp_
     [
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("raise RuntimeError('boom\\nand more')", "RuntimeError: boom and more"),
-        ("echo = 7", "TypeError: it must be a dflash_bench.kinds.Kind named 'echo'"),
+        ("echo = 7", "TypeError: it must be a dflash_bench.core.methods.Kind named 'echo'"),
         ("", "AttributeError: module 'my_broken' has no attribute 'echo'"),
     ],
 )

@@ -20,13 +20,13 @@ import tiny
 from fake import FakeBackend, install, main, other_tokens
 from golden import assert_golden
 
-from dflash_bench.errors import UserError
-from dflash_bench.methods import METHODS, WEIGHTS
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import METHODS, WEIGHTS
+from dflash_bench.core.types import Divergence, Generation
 from dflash_bench.models import presets
-from dflash_bench.records import Divergence, Generation
 from dflash_bench.results import store
-from dflash_bench.run import progress
-from dflash_bench.tasks import sandbox, scoring
+from dflash_bench.runner import session
+from dflash_bench.tasks import sandbox, scorers
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     # On a slow machine a line of progress would stand between a test and what it compares.
-    monkeypatch.setattr(progress, "LINE_EVERY_S", math.inf)
+    monkeypatch.setattr(session, "LINE_EVERY_S", math.inf)
     return tmp_path
 
 
@@ -109,7 +109,7 @@ ASKED = ("--suite", "gsm8k", "--data", "data", "--method", "dflash", "--method",
 
 
 def test_the_whole_output_of_a_run(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    monkeypatch.setattr("dflash_bench.environment.free_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr("dflash_bench.core.environment.free_bytes", lambda: 8 * 10**9)
     gsm8k(here / "data", 24)
     write_lines(here / "mine.jsonl", {"prompt": "one"}, {"turns": ["two", "more"]}, {"prompt": "three"})
     code, _ = fake_run(monkeypatch, *ASKED, "--prompts", "mine.jsonl")
@@ -418,7 +418,7 @@ def refuse_to_load(*_: object) -> None:
 def test_an_output_folder_is_looked_at_before_a_model_is_loaded(
     here: Path, monkeypatch: Patch, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.runner.session.open_local", refuse_to_load)
     ask = ("--suite", "gsm8k", "--out")
     used = write_lines(here / "used/notes.txt", "mine").parent
     assert refused(*ask, used) == f"{used} is not empty and holds no run; choose another --out"
@@ -435,18 +435,18 @@ def test_a_run_that_is_there_is_not_written_over(
     gsm8k(here / "data", 2)
     assert fake_run(monkeypatch, *ASKED)[0] == 0
     capsys.readouterr()
-    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.runner.session.open_local", refuse_to_load)
     told = refused("--out", "out", *ASKED)
     assert told == "out already holds a run; add --resume to continue it, or choose another --out"
 
 
 def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch, refused: Callable[..., str]) -> None:
-    monkeypatch.setattr("dflash_bench.run.session.open_local", refuse_to_load)
+    monkeypatch.setattr("dflash_bench.runner.session.open_local", refuse_to_load)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     told = refused("--suite", "math500")
     assert told == "math_verify is not installed; run: pip install math-verify"
     with pytest.raises(UserError, match="unknown scorer 'x'"):
-        scoring.require({"x"})
+        scorers.require({"x"})
 
 
 @pytest.mark.parametrize("part", ["target", "dflash", "eagle3"])

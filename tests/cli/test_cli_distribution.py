@@ -11,11 +11,11 @@ import tiny
 from draws import draws
 from fake import main
 
-from dflash_bench.analysis.distribution import compared, verdicts
-from dflash_bench.records import Draws, Settings
-from dflash_bench.report import distribution as report
-from dflash_bench.run import distribution
-from dflash_bench.run.request import Request
+from dflash_bench.core.types import Draws, Settings
+from dflash_bench.diagnose import distribution
+from dflash_bench.diagnose import show as report
+from dflash_bench.diagnose.goodness_of_fit import compared, verdicts
+from dflash_bench.runner.config import RunRequest
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -55,7 +55,7 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     out = capsys.readouterr().out
     assert said in out and "bonus token" in out
     assert f"{drawn.num_answers} answers of 15 tokens by each method, at temperature 0.5, top k 7, top p 0.9" in out
-    request = Request(methods=(METHOD,), dtype="float32")
+    request = RunRequest(methods=(METHOD,), dtype="float32")
     assert asked == [distribution.DrawRequest(request, Settings(0.5, 7, 0.9), 1000, 15)]
     assert main(monkeypatch, "verify-distribution", *options, "--json") == status
     stored = json.loads(capsys.readouterr().out)
@@ -70,9 +70,9 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
     columns["is_impossible"][7] = True
     some = [Draws("dflash", 200, columns)]
     tests = compared(some)
-    said = report.text(some, tests, verdicts(some, tests), Settings(1.0))
+    said = report.distribution_text(some, tests, verdicts(some, tests), Settings(1.0))
     assert "impossible" in said and "does NOT" in said and "a token that the model never draws" in said
-    json.dumps(report.as_json(some, tests, verdicts(some, tests), Settings(1.0)), allow_nan=False)
+    json.dumps(report.distribution_as_json(some, tests, verdicts(some, tests), Settings(1.0)), allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ import tiny
 import torch
 
 from dflash_bench import cli
-from dflash_bench.cli import net, output
-from dflash_bench.errors import UserError
-from dflash_bench.models import fetching
-from dflash_bench.train import starter
+from dflash_bench.cli import net
+from dflash_bench.core import terminal
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import catalogue
+from dflash_bench.training import prompts
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -134,7 +135,7 @@ def test_a_shell_that_allows_little_memory_is_told_so(
 def test_what_libraries_log_and_warn_of_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     factory, formatted = logging.getLogRecordFactory(), warnings.formatwarning
     try:
-        output.prepare()
+        terminal.prepare()
         for name in ("transformers", "datasets", "huggingface_hub", "httpx", "torch"):
             record = logging.getLogger(name).makeRecord(name, 30, "f", 1, "rope_type=%s", ("\x1b[31m\u202e",), None)
             assert record.getMessage() == "rope_type=\\u001b[31m\\u202e"
@@ -239,9 +240,9 @@ def test_a_training_without_end_is_refused_before_anything_is_loaded(kind: str, 
 
 def test_prompts_that_are_all_written_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {"forms": {"chat": ["Say {topic}."]}, "gaps": {"topic": ["yes", "no"]}}
-    monkeypatch.setattr(starter, "_texts", lambda: forms)
+    monkeypatch.setattr(prompts, "_texts", lambda: forms)
     with pytest.raises(UserError, match=r"there are only about 2 different prompts of chat; lower --written"):
-        list(starter.prompts("chat", 3))
+        list(prompts.prompts("chat", 3))
 
 
 def test_a_training_is_guarded_by_suites_that_are_there(main: Main, tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_a_pipe_as_a_plot_is_not_waited_for(main: Main, run: Path, tmp_path: Pat
 def test_nothing_is_downloaded_for_a_folder_that_cannot_be_written(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "_downloaded", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr(catalogue, "_downloaded", lambda *_: pytest.fail("downloaded"))
     (tmp_path / "file").write_text("")
     assert "nothing was downloaded" in one_line(main, "fetch", "smollm2", "--cache", tmp_path / "file")
 

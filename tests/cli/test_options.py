@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from dflash_bench import profiler
-from dflash_bench.cli import measuring
+from dflash_bench.cli import run
 from dflash_bench.cli.options import with_options
-from dflash_bench.doctor import diagnosis
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
-from dflash_bench.run import session
-from dflash_bench.run.option import check_options, options_of, to_json
-from dflash_bench.run.request import Output, Request, ServerOptions, require_prompts
-from dflash_bench.run.resolving import swept
-from dflash_bench.secrets import Arguments
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
+from dflash_bench.core.secrets import Arguments
+from dflash_bench.diagnose import doctor, profile
+from dflash_bench.runner import session
+from dflash_bench.runner.config import Output, RunRequest, ServerOptions, require_prompts
+from dflash_bench.runner.option import check_options, options_of, to_json
+from dflash_bench.runner.plan import swept
 
 Main = Callable[..., tuple[int, str, str]]
 STOP = "as far as this test goes"
@@ -85,7 +84,7 @@ def value_of(name: str) -> Any:
 
 
 def key_of(name: str) -> str:
-    return options_of(Request)[name].flag.removeprefix("--")
+    return options_of(RunRequest)[name].flag.removeprefix("--")
 
 
 def toml(value: Any) -> str:
@@ -96,7 +95,7 @@ def toml(value: Any) -> str:
 
 def words(name: str) -> list[str]:
     """The option as it is typed."""
-    said, spec = VALUES[name][0], options_of(Request)[name]
+    said, spec = VALUES[name][0], options_of(RunRequest)[name]
     if said is True:
         return [spec.flag]
     if isinstance(said, list) and spec.parse is None and name != "block_size":
@@ -105,7 +104,7 @@ def words(name: str) -> list[str]:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callable[..., Request]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callable[..., RunRequest]:
     """What `run`, or another command, makes of these words."""
     monkeypatch.chdir(tmp_path)
     requests: list[Any] = []
@@ -114,10 +113,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callab
         requests.append(request)
         raise UserError(STOP)
 
-    for module in (session, diagnosis, profiler):
+    for module in (session, doctor, profile):
         monkeypatch.setattr(module, "perform", perform)
 
-    def made(*typed: object, command: str = "run") -> Request:
+    def made(*typed: object, command: str = "run") -> RunRequest:
         assert main(command, *typed) == (2, "", f"dflash-bench: {STOP}\n")
         request = requests.pop()
         return request.of_run if command == "profile" else request
@@ -126,28 +125,28 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callab
 
 
 def test_every_option_has_a_value_here() -> None:
-    assert list(VALUES) == list(options_of(Request)) == [item.name for item in fields(Request)]
+    assert list(VALUES) == list(options_of(RunRequest)) == [item.name for item in fields(RunRequest)]
     # Each differs from what is taken where nothing is said, or the tests below would show nothing.
-    assert all(spec.is_given(Request(**{name: value_of(name)})) for name, spec in options_of(Request).items())
+    assert all(spec.is_given(RunRequest(**{name: value_of(name)})) for name, spec in options_of(RunRequest).items())
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_flag_changes_its_field_and_no_other(name: str, asked: Callable[..., Request]) -> None:
-    assert asked() == Request()
-    assert asked(*words(name)) == replace(Request(), **{name: value_of(name)})
+def test_a_flag_changes_its_field_and_no_other(name: str, asked: Callable[..., RunRequest]) -> None:
+    assert asked() == RunRequest()
+    assert asked(*words(name)) == replace(RunRequest(), **{name: value_of(name)})
 
 
-def test_a_file_says_the_same_as_the_command_line_and_as_python(asked: Callable[..., Request]) -> None:
+def test_a_file_says_the_same_as_the_command_line_and_as_python(asked: Callable[..., RunRequest]) -> None:
     lines = [f"{key_of(name)} = {toml(said)}" for name, (said, _) in VALUES.items()]
     Path("all.toml").write_text("\n".join(lines), encoding="utf-8")
-    whole = Request(**{name: value_of(name) for name in VALUES})
+    whole = RunRequest(**{name: value_of(name) for name in VALUES})
     assert asked("--config", "all.toml") == whole == asked(*(word for name in VALUES for word in words(name)))
 
 
 def test_help_names_every_option_once(main: Main) -> None:
     status, out, _ = main("run", "--help")
     shown = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)
-    declared = [spec.flag for group in (Request, Output) for spec in options_of(group).values()]
+    declared = [spec.flag for group in (RunRequest, Output) for spec in options_of(group).values()]
     assert status == 0 and sorted(shown) == sorted([*declared, "--json", "--config", "--help"])
     assert main("sweep", "--help")[1].partition("Prompts:")[2] == out.partition("Prompts:")[2]
 
@@ -156,26 +155,26 @@ def test_help_names_every_option_once(main: Main) -> None:
 
 
 @pytest.fixture
-def configured(asked: Callable[..., Request]) -> Callable[..., Request]:
-    def made(text: str, *typed: object) -> Request:
+def configured(asked: Callable[..., RunRequest]) -> Callable[..., RunRequest]:
+    def made(text: str, *typed: object) -> RunRequest:
         Path("run.toml").write_text(text, encoding="utf-8")
         return asked("--config", "run.toml", *typed)
 
     return made
 
 
-def test_the_command_line_wins_over_the_file(configured: Callable[..., Request]) -> None:
+def test_the_command_line_wins_over_the_file(configured: Callable[..., RunRequest]) -> None:
     file = "limit = 4\nmethod = ['dflash', 'eagle3']\nthinking = 'on'\n"
     given = configured(file, "--limit", "2", "--method", "medusa")
-    assert given == Request(limit=2, methods=("medusa",), thinking="on")
+    assert given == RunRequest(limit=2, methods=("medusa",), thinking="on")
 
 
-def test_false_is_as_if_nothing_were_said(configured: Callable[..., Request]) -> None:
-    assert configured("resume = false\none-at-a-time = false\ntemperature = -0.0") == Request()
+def test_false_is_as_if_nothing_were_said(configured: Callable[..., RunRequest]) -> None:
+    assert configured("resume = false\none-at-a-time = false\ntemperature = -0.0") == RunRequest()
 
 
-def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callable[..., Request]) -> None:
-    assert configured("draft = 'dflash=-x'\nlaunch-args = '--a=1'") == Request(
+def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callable[..., RunRequest]) -> None:
+    assert configured("draft = 'dflash=-x'\nlaunch-args = '--a=1'") == RunRequest(
         drafts=("dflash=-x",), launch_args=Arguments(["--a=1"])
     )
 
@@ -221,19 +220,19 @@ def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) 
 # What an option needs
 
 
-@pytest.mark.parametrize("name", [name for name, spec in options_of(Request).items() if spec.needs])
+@pytest.mark.parametrize("name", [name for name, spec in options_of(RunRequest).items() if spec.needs])
 def test_an_option_without_what_it_needs_is_refused_by_its_flag(name: str) -> None:
     # An audit has an effect unless all is drawn.
     others = {"temperature": (1.0,)} if name == "audit" else {}
-    request = Request(**{name: value_of(name)}, **others)
-    flag = options_of(Request)[name].flag
+    request = RunRequest(**{name: value_of(name)}, **others)
+    flag = options_of(RunRequest)[name].flag
     with pytest.raises(UserError, match=rf"^{flag} (has no effect |needs )"):
         check_options(request)
 
 
 def against(**given: Any) -> str:
     with pytest.raises(UserError) as raised:
-        check_options(Request(**given))
+        check_options(RunRequest(**given))
     return str(raised.value)
 
 
@@ -280,7 +279,7 @@ def test_what_goes_together_is_not_refused() -> None:
         {"workers": 2, "ray_address": "a:1", "device": "cuda"},
         {"repetition_penalty": (1.0, 1.2)},
     ):
-        check_options(Request(**given))
+        check_options(RunRequest(**given))
 
 
 def test_where_a_run_goes_is_checked_likewise() -> None:
@@ -293,44 +292,46 @@ def test_where_a_run_goes_is_checked_likewise() -> None:
 
 
 def test_the_engine_of_our_own_has_an_older_name() -> None:
-    assert Request(engine="lean") == Request(engine="native") == replace(Request(), engine="lean")
-    assert to_json(Request(engine="lean"))["engine"] == "native"
+    assert RunRequest(engine="lean") == RunRequest(engine="native") == replace(RunRequest(), engine="lean")
+    assert to_json(RunRequest(engine="lean"))["engine"] == "native"
 
 
 def test_a_sweep_gives_settings_as_their_flag_would() -> None:
     over = ("concurrency=1,2", "temperature=0,1", "context=none,4k", "thinking=on,off")
-    request, _ = swept(Request(over=over), [parse("ar"), parse("dflash")])
-    assert request == Request(over=over, concurrency=(1, 2), temperature=(0, 1), context=(None, 4096), thinking="both")
+    request, _ = swept(RunRequest(over=over), [parse("ar"), parse("dflash")])
+    assert request == RunRequest(
+        over=over, concurrency=(1, 2), temperature=(0, 1), context=(None, 4096), thinking="both"
+    )
     assert all(isinstance(number, int) for number in request.concurrency)
 
 
 def test_what_is_kept_holds_no_secret_and_is_plain() -> None:
-    kept = to_json(Request(prompts=Path("a/b"), launch_args=Arguments(["--api-key", "geheim-123"])))
+    kept = to_json(RunRequest(prompts=Path("a/b"), launch_args=Arguments(["--api-key", "geheim-123"])))
     assert kept["prompts"] == "a/b" and kept["launch_args"] == "--api-key ***"
     assert list(kept) == list(VALUES)
 
 
 def test_a_request_has_two_sides() -> None:
-    request = Request(model="nano", limit=2, timeout=3.0, **SERVED)
-    assert request.only(ServerOptions) == Request(timeout=3.0, **SERVED)
-    assert request.without(ServerOptions) == Request(model="nano", limit=2)
+    request = RunRequest(model="nano", limit=2, timeout=3.0, **SERVED)
+    assert request.only(ServerOptions) == RunRequest(timeout=3.0, **SERVED)
+    assert request.without(ServerOptions) == RunRequest(model="nano", limit=2)
 
 
-def test_commands_that_need_no_prompts_ask_for_none(asked: Callable[..., Request]) -> None:
+def test_commands_that_need_no_prompts_ask_for_none(asked: Callable[..., RunRequest]) -> None:
     assert asked("--model", "nano", command="doctor") == asked("--model", "nano", command="profile")
-    assert asked("--model", "nano", command="profile") == Request(model="nano")
-    check_options(Request(model="nano"))
+    assert asked("--model", "nano", command="profile") == RunRequest(model="nano")
+    check_options(RunRequest(model="nano"))
     with pytest.raises(UserError, match=r"^nothing to run: give --suite \(aime24,"):
-        require_prompts(Request(model="nano"))
+        require_prompts(RunRequest(model="nano"))
 
 
 def test_a_command_takes_options_in_the_order_that_it_names() -> None:
     @with_options("limit", "mine", "suites", helps={"limit": "Otherwise."})
-    def command(request: Request, mine: int = 1, last: int = 2) -> None:
+    def command(request: RunRequest, mine: int = 1, last: int = 2) -> None:
         found.append((request, mine, last))
 
     found: list[Any] = []
     assert list(command.__signature__.parameters) == ["limit", "mine", "suites", "last", "config"]
     command(limit=3, suites=["a"], mine=4, last=5, config=None)
-    assert found == [(Request(limit=3, suites=("a",)), 4, 5)]
-    assert measuring.run.__doc__.startswith("Measure methods")
+    assert found == [(RunRequest(limit=3, suites=("a",)), 4, 5)]
+    assert run.run.__doc__.startswith("Measure methods")

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from fake import main
 
-from dflash_bench import environment
+from dflash_bench.core import environment
 
 SMALL = ("--context", "16", "--width", "1,2,4")
 
@@ -101,7 +101,7 @@ def test_what_it_refuses(
     words: tuple[str, ...], message: str, model: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("dflash_bench.engine.profiling.measure", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr("dflash_bench.perf.measure.measure", lambda *_: pytest.fail("measured all the same"))
     own = () if "--target" in words else ("--model", model)
     rest = SMALL if "--context" not in words else SMALL[2:]
     assert message in refused(monkeypatch, capsys, *own, *words, *rest)

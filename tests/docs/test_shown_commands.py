@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import shown
 
-from dflash_bench import cli, methods
+from dflash_bench import cli
+from dflash_bench.core import methods
 from dflash_bench.models import presets
 from dflash_bench.tasks import suites
 

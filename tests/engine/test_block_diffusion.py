@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from toy import run, tiny
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import METHODS, parse
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.drafters.block_diffusion import BlockDiffusionDrafter, build
-from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
-from dflash_bench.methods import METHODS, parse
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
 

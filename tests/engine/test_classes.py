@@ -13,14 +13,14 @@ from classes import ATTENTION, HYBRID, made
 from torch import Tensor
 from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
-from dflash_bench.engine import recurrent
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
+from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.local import open_backend
-from dflash_bench.engine.published import Published
-from dflash_bench.engine.recurrent import Kept, advance
+from dflash_bench.engine.forward import recurrent
+from dflash_bench.engine.forward.hf import HFForward
+from dflash_bench.engine.forward.recurrent import KeptTokens, advance
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
 
@@ -119,7 +119,7 @@ def the_rules_are_left_alone() -> Iterator[None]:
 
 
 def states(target: Target) -> list[tuple[Tensor, Tensor]]:
-    assert isinstance(target.network, Published) and target.network._recurrence is not None
+    assert isinstance(target.network, HFForward) and target.network._recurrence is not None
     return [(state.conv_states[0], state.recurrent_states[0]) for state in target.network._recurrence.states.values()]
 
 
@@ -172,7 +172,7 @@ def test_a_state_advances_as_the_published_rule_says_token_by_token(normalised: 
 def test_a_pass_that_breaks_off_leaves_the_rules_as_they_were() -> None:
     target = Target(made("qwen3.5"))
     target.begin(1, 8)
-    assert isinstance(target.network, Published)
+    assert isinstance(target.network, HFForward)
     target.network.model = lambda **_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         target.forward(torch.tensor([[1, 2]]), [0])
@@ -198,13 +198,13 @@ def test_nan_in_a_state_does_not_outlive_its_generation() -> None:
 
 def test_gates_are_closed_behind_each_rows_last_token() -> None:
     gate = torch.ones(3, 4, 2)
-    kept = Kept.of([4, 0, 2], torch.device("cpu"))
+    kept = KeptTokens.of([4, 0, 2], torch.device("cpu"))
     assert kept.longest == 4
     assert kept.close(gate)[:, :, 0].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
-    assert Kept.of([3, 3, 3], torch.device("cpu")).close(gate) is gate
+    assert KeptTokens.of([3, 3, 3], torch.device("cpu")).close(gate) is gate
 
 
 def test_the_last_inputs_of_each_row_are_its_window() -> None:
     inputs = torch.arange(6).repeat(2, 1, 1)
-    assert Kept.of([1, 3], torch.device("cpu")).window(inputs, 2).tolist() == [[[1, 2]], [[3, 4]]]
-    assert Kept.of([4, 4], torch.device("cpu")).window(inputs, 2).tolist() == [[[4, 5]]] * 2
+    assert KeptTokens.of([1, 3], torch.device("cpu")).window(inputs, 2).tolist() == [[[1, 2]], [[3, 4]]]
+    assert KeptTokens.of([4, 4], torch.device("cpu")).window(inputs, 2).tolist() == [[[4, 5]]] * 2

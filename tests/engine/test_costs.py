@@ -20,13 +20,13 @@ from test_decoding import STOP, answers, table, texts
 from test_drafters import DFLASH, PROMPTS, enlarged
 from toy import plain, run, tiny
 
-from dflash_bench.engine.costs import WIDTHS, Costs, Pace, best_width, expected_tokens
+from dflash_bench.engine.adaptive import WIDTHS, AdaptiveLength, Costs, best_width, expected_tokens
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter
 from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.nets.dflash import DFlashDraft
 
 probability = st.floats(0.001, 1)
 
@@ -104,7 +104,7 @@ class Machine:
 
     def __init__(self, fixed: float, slope: float, power: float = 1.0, lags: bool = False) -> None:
         self.time, self.fixed, self.slope, self.power = 0.0, fixed, slope, power
-        self.pace = Pace(15, lags, lambda: self.time)
+        self.pace = AdaptiveLength(15, lags, lambda: self.time)
         self.chance = random.Random(0)
 
     def round(self) -> tuple[int, int, list[float]]:
@@ -159,13 +159,13 @@ def test_an_expensive_width_is_cut_and_a_free_one_is_not() -> None:
 
 def test_a_width_is_one_of_few_and_the_whole_draft_among_them() -> None:
     for num_drafts in (1, 4, 15, 63, 255):
-        widths = Pace(num_drafts, lags=False).widths
+        widths = AdaptiveLength(num_drafts, lags=False).widths
         assert widths[-1] == num_drafts and sorted({*widths}) == widths
         assert {*widths[:-1]} <= {*WIDTHS}
 
 
 def test_other_numbers_of_rows_have_costs_of_their_own() -> None:
-    pace = Pace(15, lags=False)
+    pace = AdaptiveLength(15, lags=False)
     for rows in (1, 3, 1):
         pace.begin(rows)
         for _ in range(5):
@@ -177,7 +177,7 @@ def test_other_numbers_of_rows_have_costs_of_their_own() -> None:
 
 
 def test_rows_that_have_ended_do_not_count() -> None:
-    pace = Pace(3, lags=False, now=lambda: 0.0)
+    pace = AdaptiveLength(3, lags=False, now=lambda: 0.0)
     pace.begin(2)
     pace.kept([4, 0])
     pace.start()
@@ -210,7 +210,7 @@ def auto_ddtree(target: Target) -> AutoDDTreeDrafter:
 def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_rows: int, lags: bool) -> None:
     target, prompts = Target(tiny("qwen3")), RAGGED[:num_rows]
     drafter = make(target)
-    drafter.pace = Pace(drafter.num_drafts, lags, erratic())
+    drafter.pace = AdaptiveLength(drafter.num_drafts, lags, erratic())
     drafted = set()
     for _ in range(2):
         out = run(target, drafter, prompts, 16)
@@ -224,7 +224,7 @@ def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_r
 def test_drafts_that_are_often_right_are_cut_anywhere_and_stay_exact(num_rows: int, lags: bool) -> None:
     prompts = RAGGED[:num_rows]
     drafter = noisy_ddtree(AutoDDTreeDrafter, texts(prompts), 24)
-    drafter.pace = Pace(drafter.num_drafts, lags, erratic())
+    drafter.pace = AdaptiveLength(drafter.num_drafts, lags, erratic())
     for _ in range(4):
         out = run(table(), drafter, prompts, stop_ids=frozenset({STOP}))
         assert out.tokens == answers(prompts)

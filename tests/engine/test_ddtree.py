@@ -22,7 +22,7 @@ from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.nets.dflash import DFlashDraft
 
 CPU = torch.device("cpu")
 Way = tuple[int, ...]

@@ -31,11 +31,10 @@ from toy import (
 )
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import DecodingError, HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import DecodingError, Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 

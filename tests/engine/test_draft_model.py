@@ -10,13 +10,13 @@ import torch
 from classes import HYBRID, made
 from toy import generated, plain, run, tiny
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.draft_model import ModelDrafter, build
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
 from dflash_bench.models.loading import Models
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]

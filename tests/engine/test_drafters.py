@@ -21,9 +21,9 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading, presets
-from dflash_bench.models.common import Rotary
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
+from dflash_bench.models.nets.layers import Rotary
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 BODY: dict[str, Any] = {

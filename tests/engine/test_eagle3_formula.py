@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.models import loading
-from dflash_bench.models.dflash import initialise
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
+from dflash_bench.models.nets.dflash import initialise
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
 
 VOCABULARY, HIDDEN, NUM_DRAFTS = 53, 24, 5
 CONFIG = Eagle3Config(

@@ -27,8 +27,8 @@ from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.common import Rotary
-from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.models.nets.layers import Rotary
 
 Way = tuple[int, ...]
 """The tokens from below the anchor down to a node."""

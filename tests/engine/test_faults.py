@@ -14,12 +14,12 @@ from matrix import Way
 from test_local import Letters
 from toy import Scripted, sometimes_wrong
 
+from dflash_bench.core.types import Generation, Record
+from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
-from dflash_bench.engine.local import LocalBackend
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.records import Generation, Record
 
 Sound = Callable[[Way], Sequence[Record]]
 FEW = {"float32": (1, 2), "bfloat16": (1,)}

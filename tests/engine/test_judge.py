@@ -11,10 +11,10 @@ import torch
 from classes import ATTENTION, HYBRID, made
 from toy import generated, tiny
 
+from dflash_bench.core.types import Divergence
 from dflash_bench.engine import judge as judging
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.target import Target
-from dflash_bench.records import Divergence
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 

@@ -11,12 +11,12 @@ import transformers
 from classes import EXPERTS, SHAPE
 from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
-from dflash_bench.engine import networks
+from dflash_bench.core.errors import UserError
+from dflash_bench.engine import selection
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.lean import Lean, why_not
-from dflash_bench.engine.networks import name_of, target_of
+from dflash_bench.engine.forward.native import Lean, why_not
+from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
-from dflash_bench.errors import UserError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 LLAMA3 = {
@@ -181,7 +181,7 @@ def test_what_is_not_covered_is_refused_with_the_reason(model: Any, said: str) -
 def test_ours_is_used_by_itself_where_it_covers_the_target_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(tiny("qwen3"))
     assert name_of(target_of(model)) == "native" and name_of(target_of(model, "transformers")) == "transformers"
-    monkeypatch.setattr(networks, "_difference", lambda *_: 1.0)
+    monkeypatch.setattr(selection, "_difference", lambda *_: 1.0)
     assert name_of(target_of(model)) == "transformers"
 
 
@@ -200,6 +200,6 @@ def test_a_network_that_says_something_else_is_refused(monkeypatch: pytest.Monke
             super().__init__(model)
             self.norm.weight = self.norm.weight * 1.05
 
-    monkeypatch.setattr(networks, "Lean", Off)
+    monkeypatch.setattr(selection, "Lean", Off)
     with pytest.raises(UserError, match="computes this target differently"):
         target_of(copy.deepcopy(tiny("llama")), "native")

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import KVCache, causal_mask, rotations
-from dflash_bench.engine.lean_dflash import LeanDFlash
-from dflash_bench.engine.lean_eagle3 import LeanEagle3
-from dflash_bench.models.common import Rotary
-from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.models.eagle3 import Eagle3Draft
+from dflash_bench.engine.forward.native_drafts import LeanDFlash, LeanEagle3
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.models.nets.layers import Rotary
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}

@@ -11,18 +11,18 @@ import pytest
 import torch
 from toy import Scripted, plain, sometimes_wrong, tiny
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import METHODS, Method, parse
+from dflash_bench.core.types import Message, Settings
+from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
-from dflash_bench.methods import METHODS, Method, parse
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import Preset
-from dflash_bench.records import Message, Settings
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 

@@ -14,17 +14,16 @@ from lookups import CPU, PROMPTS, STOP, VOCAB, accepted, chains_of, drafted_afte
 from toy import plain, run
 
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.drafters.hosted import Trie, chains, trees
-from dflash_bench.engine.drafters.lookahead import LookaheadDrafter, Pool, Window, max_nodes
+from dflash_bench.engine.drafters.base import Trie, chains, trees
+from dflash_bench.engine.drafters.lookahead import LookaheadDrafter, NgramPool, Window, max_nodes
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.drafters.oracle import OracleDrafter
 from dflash_bench.engine.drafters.random import RandomDrafter
 from dflash_bench.engine.drafters.rest import RestDrafter, most_frequent
-from dflash_bench.engine.drafters.suffix import SuffixDrafter
-from dflash_bench.engine.drafters.suffix_tree import Node, Place, SuffixTree
+from dflash_bench.engine.drafters.suffix import Node, Place, SuffixDrafter, SuffixTree
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits
 from dflash_bench.models import datastore
 
 
@@ -293,7 +292,7 @@ def test_of_a_prompt_the_last_answer_is_kept_and_once() -> None:
 
 
 def test_a_window_is_a_tree_in_which_each_guess_sees_the_first_level_and_its_own_column() -> None:
-    window = Window([1], 3, 4, Pool(2))
+    window = Window([1], 3, 4, NgramPool(2))
     window.levels = [[11, 12], [20, 21, 22], [30, 31, 32]]
     trie = Trie()
     window.hang_into(trie)
@@ -311,7 +310,7 @@ def path_to(trie: Trie, node: int) -> list[int]:
 
 
 def test_a_window_moves_by_one_place_and_its_columns_are_n_grams() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     window = Window([1], 3, 4, pool)
     window.levels = [[11, 12], [20, 21, 22], [30, 31, 32]]
     trie = Trie()
@@ -326,7 +325,7 @@ def test_a_window_moves_by_one_place_and_its_columns_are_n_grams() -> None:
 
 
 def test_a_pool_keeps_the_latest() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     for rest in ((1,), (2,), (1,), (3,)):
         pool.add(7, rest)
     assert pool.starting_with(7) == [(1,), (3,)] and pool.starting_with(8) == []

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import METHODS, parse
+from dflash_bench.core.types import Generation
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.dflash_ngram import DFlashNGramDrafter
-from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import METHODS, parse
 from dflash_bench.models import datastore, loading, presets
-from dflash_bench.records import Generation
 
 QUESTIONS = [
     "Write a Python function that says whether a number is prime.",

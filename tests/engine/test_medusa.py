@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toy import plain, run, tiny
 
-from dflash_bench.engine.architecture import final_norm
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.medusa import MedusaDrafter, build
+from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.loading import Models
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24

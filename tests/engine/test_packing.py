@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from toy import tiny
 
-from dflash_bench.engine import packing
-from dflash_bench.engine.lean_layers import Linear, packed
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.engine.networks import in_words, target_of
-from dflash_bench.engine.packing import Packed, can_pack, packed_head
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
-from dflash_bench.models import layout, loading, presets
-from dflash_bench.run.opening import Wanted
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
+from dflash_bench.engine.backend import LocalBackend, open_backend
+from dflash_bench.engine.forward import packed as forward_packed
+from dflash_bench.engine.forward.native import Linear, packed
+from dflash_bench.engine.forward.packed import Packed, can_pack, packed_head
+from dflash_bench.engine.selection import in_words, target_of
+from dflash_bench.models import loading, presets, weights
+from dflash_bench.runner.setup import Wanted
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.zeros(1024, 1024)), reason="this torch has no oneDNN for this processor"
@@ -28,7 +28,7 @@ PROMPTS = [[5, 17, 100, 9], [*range(30, 70)], [7, 7, 8, 300, 12, 90, 91]]
 
 @pytest.fixture
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MOST_ELEMENTS", 0)
+    monkeypatch.setattr(weights, "MOST_ELEMENTS", 0)
 
 
 def opened(dtype: torch.dtype = torch.float32, **how: Any) -> LocalBackend:
@@ -66,7 +66,7 @@ def test_a_head_reads_tokens_of_several_rows() -> None:
 @pytest.mark.usefixtures("all_are_large")
 def test_every_method_gives_the_same_tokens_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     second = opened()
-    monkeypatch.setattr(packing, "environment", _memory(None))
+    monkeypatch.setattr(forward_packed, "environment", _memory(None))
     first = opened()
     assert (first.describe()["network"], second.describe()["network"]) == ("native", "native, packed weights")
     assert second.drafters["dflash"].head is second.target.head  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def test_a_layout_that_says_something_else_is_let_go(monkeypatch: pytest.MonkeyP
     ("free_bytes", "network"), [(None, "native"), (10**6, "native"), (10**12, "native, packed weights")]
 )
 def test_memory_must_be_left_for_it(free_bytes: int | None, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "environment", _memory(free_bytes))
+    monkeypatch.setattr(forward_packed, "environment", _memory(free_bytes))
     model = loading.load("nano", [], "cpu", torch.float32).target
     assert in_words(target_of(model, packs=True)) == network
     assert in_words(target_of(model)) == "native"
@@ -129,13 +129,13 @@ def test_a_torch_without_these_operations_packs_nothing(error: Any, monkeypatch:
     def missing(*_: Any) -> None:
         raise error("no such operation")
 
-    monkeypatch.setattr(packing, "_types", None)
+    monkeypatch.setattr(forward_packed, "_types", None)
     monkeypatch.setattr(Packed, "__init__", missing)
     assert not can_pack(torch.zeros(1024, 1024))
 
 
 def test_operations_that_say_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_types", None)
+    monkeypatch.setattr(forward_packed, "_types", None)
     monkeypatch.setattr(Packed, "added_to", lambda self, x, update: self(update))
     assert not can_pack(torch.zeros(1024, 1024))
 

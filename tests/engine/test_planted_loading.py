@@ -17,12 +17,13 @@ from faults import Fault, Plant
 from matrix import Way
 from torch import Tensor
 
-from dflash_bench.engine import lean_layers, local
+from dflash_bench.engine import backend
+from dflash_bench.engine.forward import native
 from dflash_bench.engine.witness import OTHER_PROMPT
 from dflash_bench.models import chat, loading
-from dflash_bench.models.layout import twin
-from dflash_bench.results.run_json import read_info
-from dflash_bench.run.conversation import Conversation
+from dflash_bench.models.weights import twin
+from dflash_bench.results.run_info import read_info
+from dflash_bench.runner.loop import Conversation
 
 
 def in_loading(change: Callable[[Any], None]) -> Plant:
@@ -72,7 +73,7 @@ def other_stop_in_config(models: loading.Models) -> None:
 
 def damaged_joined(patch: pytest.MonkeyPatch) -> None:
     """Where small weights are joined in a copy, and where large ones stay the model's own."""
-    sound = lean_layers.joined
+    sound = native.joined
 
     @torch.no_grad()
     def damaged(groups: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -81,11 +82,11 @@ def damaged_joined(patch: pytest.MonkeyPatch) -> None:
             whole[:, ::3] *= 0.5
         return whole
 
-    patch.setattr(lean_layers, "joined", damaged)
+    patch.setattr(native, "joined", damaged)
 
 
 def lost_stop_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local, "stop_ids", lambda *_: frozenset())
+    patch.setattr(backend, "stop_ids", lambda *_: frozenset())
 
 
 def a_space_more(patch: pytest.MonkeyPatch) -> None:
@@ -99,8 +100,8 @@ def a_space_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_token_lost(patch: pytest.MonkeyPatch) -> None:
-    encode = local.LocalBackend.encode
-    patch.setattr(local.LocalBackend, "encode", lambda self, *asked: encode(self, *asked)[1:])
+    encode = backend.LocalBackend.encode
+    patch.setattr(backend.LocalBackend, "encode", lambda self, *asked: encode(self, *asked)[1:])
 
 
 BOTH, OURS, THEIRS = ("native", "transformers"), ("native",), ("transformers",)
@@ -191,14 +192,14 @@ def test_shared_weights_that_change_while_a_run_goes_on_end_it_and_nobody_reads_
 def test_shared_weights_that_are_damaged_where_they_are_joined_are_refused(tmp_path: Path) -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         shared(patch)
-        sound = lean_layers.joined
+        sound = native.joined
 
         @torch.no_grad()
         def faulty(groups: Sequence[Sequence[Tensor]]) -> Tensor:
             groups[0][0].data[0, 0:1] += 1
             return sound(groups)
 
-        patch.setattr(lean_layers, "joined", faulty)
+        patch.setattr(native, "joined", faulty)
 
     status, _, error = matrix.ended(Fault("damaged", plant), Way(), tmp_path / "run", limit=1)
     assert status == 2 and "was changed when the engine laid out its weights" in error
@@ -208,5 +209,5 @@ def test_a_twin_of_shared_weights_has_no_hook() -> None:
     model = matrix.LOAD("nano", [], "cpu", torch.float32).target
     hooked_head(loading.Models(model, None, {}, {}))
     assert twin(model).lm_head._forward_hooks
-    witness = local.given(model, frozenset, 8)
+    witness = backend.given(model, frozenset, 8)
     assert not any(module._forward_hooks for module in witness.judge.model.modules())

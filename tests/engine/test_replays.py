@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_bench.engine import captures
-from dflash_bench.engine.capturing import capture_passes
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.engine.replays import BUCKET, Replays, bucket_of
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
+from dflash_bench.core.types import Message
+from dflash_bench.engine import graphs
+from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
+from dflash_bench.engine.graphs import BUCKET, Replays, bucket_of
 from dflash_bench.models import loading, presets
-from dflash_bench.records import Message
-from dflash_bench.run.option import check_options
-from dflash_bench.run.request import Request
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.option import check_options
 
 LABELS = (
     "ar", "dflash", "dflash:steps=2", "dflash:block=auto", "ddtree:nodes=16", "eagle3", "eagle3-tree:nodes=15", "ngram",
@@ -51,7 +50,7 @@ def usual() -> LocalBackend:
 
 @pytest.fixture(scope="module")
 def replayed() -> LocalBackend:
-    return replaying(opened(), lambda: Replays(captures.traced))
+    return replaying(opened(), lambda: Replays(graphs.traced))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def test_answers_and_acceptance_are_those_of_computed_passes(
 
 
 def test_nothing_is_captured_while_an_answer_is_decoded(prompts: list[list[int]]) -> None:
-    backend = replaying(opened(("ar",)), lambda: Replays(captures.traced))
+    backend = replaying(opened(("ar",)), lambda: Replays(graphs.traced))
     backend.generate_ids("ar", prompts[:1])
     assert backend.captured()["captured"] == backend.captured()["replayed"] == 0
     answer = backend.generate_ids("ar", prompts[:1])[0]
@@ -105,7 +104,7 @@ def with_an_old_buffer(_places: int, tokens: Tensor, starts: Tensor) -> tuple[Te
 
 @torch.inference_mode()
 def after_capture(function: Callable[..., tuple[Tensor, ...]], must: bool = False) -> tuple[Replays, object]:
-    replays, inputs = Replays(captures.traced, must=must), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
+    replays, inputs = Replays(graphs.traced, must=must), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
     replays.moved(BUCKET)
     assert replays.run("key", function, 10, *inputs) is None
     assert replays.prepare(1, 5, BUCKET, lambda _key: True)
@@ -170,4 +169,4 @@ def test_a_compiler_that_is_missing_is_named(tiny_backend: LocalBackend, monkeyp
 )
 def test_options_that_cannot_go_together(options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_options(Request(suites=("gsm8k",), methods=("dflash",), **options))  # type: ignore[arg-type]
+        check_options(RunRequest(suites=("gsm8k",), methods=("dflash",), **options))  # type: ignore[arg-type]

@@ -11,15 +11,14 @@ import torch
 from test_decoding import PARTS, PROMPTS, STOP, VOCAB, texts, transfers
 from toy import RandomTree, Sampled, Scripted, TableTarget, Tree, follows, plain, run, sometimes_wrong, tiny
 
-from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import decode
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.judge import Judge
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling, penalised, probabilities
-from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 
 SAMPLINGS = {
     "penalty at temperature 0": Sampling(repetition_penalty=1.5),

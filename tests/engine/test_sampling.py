@@ -18,16 +18,8 @@ from transformers import (
 )
 from transformers.generation import GenerationConfig, GenerationMixin
 
-from dflash_bench.engine.sampling import (
-    PURPOSES,
-    Sampler,
-    Sampling,
-    inverse_cdf,
-    penalised,
-    probabilities,
-    uniform,
-)
-from dflash_bench.records import Settings
+from dflash_bench.core.types import Settings
+from dflash_bench.engine.sampling import PURPOSES, Sampler, Sampling, inverse_cdf, penalised, probabilities, uniform
 
 CPU = torch.device("cpu")
 VOCAB = 60

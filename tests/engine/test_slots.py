@@ -13,18 +13,17 @@ from classes import HYBRID, made
 from test_lookup_nano import encoded, models
 from toy import Scripted, TableTarget, Tree, generated, plain, sometimes_wrong
 
-from dflash_bench.engine import decoding
-from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import decode
+from dflash_bench.core.methods import parse
+from dflash_bench.core.types import Generation
+from dflash_bench.engine import loop
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.drafter import Drafter, NoDrafter
-from dflash_bench.engine.drafters.cached import CachedDrafter
-from dflash_bench.engine.local import LocalBackend, open_backend
+from dflash_bench.engine.drafters.base import CachedDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits, Round
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import parse
 from dflash_bench.models import presets
-from dflash_bench.records import Generation
 
 VOCAB, STOPS = 23, frozenset({3})
 PROMPTS: list[list[int]] = [
@@ -36,7 +35,7 @@ PROMPTS: list[list[int]] = [
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that many prompts come in several parts."""
-    monkeypatch.setattr(decoding, "PART", 4)
+    monkeypatch.setattr(loop, "PART", 4)
 
 
 def rounds_of(
@@ -220,7 +219,7 @@ def test_plain_answers_of_nano_are_those_of_the_published_model() -> None:
 def test_a_loop_that_leaves_something_of_the_row_before_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = {"starts": {}, "numbers": {"temperature": 0.8}, "seen": {"repetition_penalty": 1.4}}[fault]
     alone = tokens_of(rounds_of(TableTarget(VOCAB), NoDrafter(), 1, **sampling))
-    begin = decoding.Sampler.begin
+    begin = loop.Sampler.begin
 
     def leaves(self: Any, prompts: Any, seeds: Any, vocab_size: int, first: int = 0) -> None:
         before = self._numbers.clone(), None if self._seen is None else self._seen.clone()
@@ -229,9 +228,9 @@ def test_a_loop_that_leaves_something_of_the_row_before_is_found(fault: str, mon
             self._numbers, self._seen = before
 
     if fault == "starts":
-        monkeypatch.setattr(decoding, "deque", lambda rows: _Half(rows))
+        monkeypatch.setattr(loop, "deque", lambda rows: _Half(rows))
     else:
-        monkeypatch.setattr(decoding.Sampler, "begin", leaves)
+        monkeypatch.setattr(loop.Sampler, "begin", leaves)
     assert tokens_of(rounds_of(TableTarget(VOCAB), NoDrafter(), 3, **sampling)) != alone
 
 

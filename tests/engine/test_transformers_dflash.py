@@ -17,14 +17,14 @@ from assistant import assistant
 from toy import Watching, run
 from transformers.generation import candidate_generator
 
+from dflash_bench.core.types import Message
+from dflash_bench.engine.backend import LocalBackend, stop_ids
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.local import LocalBackend, stop_ids
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.records import Message
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.tasks import suites
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,9 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
-from dflash_bench.models.common import Rotary
-from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.models.eagle3 import Eagle3Draft, vocabulary_map
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft, vocabulary_map
+from dflash_bench.models.nets.layers import Rotary
 
 CPU = torch.device("cpu")
 

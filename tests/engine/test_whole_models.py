@@ -15,18 +15,17 @@ from test_local import Letters
 from torch import nn
 from toy import tiny
 
+from dflash_bench.core.methods import parse
+from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafters.medusa import MedusaDrafter
-from dflash_bench.engine.lean_dflash import LeanDFlash
-from dflash_bench.engine.lean_eagle3 import LeanEagle3
-from dflash_bench.engine.local import open_backend
-from dflash_bench.engine.networks import target_of
-from dflash_bench.methods import parse
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.layout import is_large
+from dflash_bench.engine.forward.native_drafts import LeanDFlash, LeanEagle3
+from dflash_bench.engine.selection import target_of
 from dflash_bench.models.loading import Models
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from dflash_bench.models.presets import Preset
+from dflash_bench.models.weights import is_large
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 

@@ -14,13 +14,13 @@ from tiny import build
 from torch import nn
 from toy import tiny
 
+from dflash_bench.core.methods import parse
+from dflash_bench.core.types import Divergence, Message, Settings
 from dflash_bench.engine import witness
-from dflash_bench.engine.local import LocalBackend, open_backend, stop_ids
+from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.witness import checksums, has_room, words_in
-from dflash_bench.methods import parse
 from dflash_bench.models import loading, memory
 from dflash_bench.models.presets import Preset, preset
-from dflash_bench.records import Divergence, Message, Settings
 
 CHAT = (Message("user", "What is 6 times 7?"),)
 

@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.analysis.changes import Difference
-from dflash_bench.analysis.crosscheck import Checked
-from dflash_bench.crosscheck import session
-from dflash_bench.crosscheck.request import Asked
-from dflash_bench.records import Settings
-from dflash_bench.report import crosscheck
+from dflash_bench.analysis.compare import Difference
+from dflash_bench.core.secrets import Arguments
+from dflash_bench.core.types import Settings
+from dflash_bench.diagnose import crosscheck
+from dflash_bench.diagnose import show as diagnose_show
+from dflash_bench.diagnose.compare_counts import CrosscheckResult
+from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 from dflash_bench.report.tables import ABSENT, Rows, in_markdown, markdown, number
-from dflash_bench.results import frame
+from dflash_bench.results import table
 from dflash_bench.results.identity import settings_of
-from dflash_bench.run import launching
-from dflash_bench.run.request import Request
-from dflash_bench.run.resolving import methods_and_model, resolve
-from dflash_bench.secrets import Arguments
-from dflash_bench.servers.launching import Launched
-from dflash_bench.servers.programs.program import Program, Serving
+from dflash_bench.runner import launch
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.plan import methods_and_model, resolve
+from dflash_bench.servers.dialects.base import Program, Serving
+from dflash_bench.servers.launch import Launched
 from studies._study import bench
 
 CONCURRENCY = (1, 4)
@@ -44,8 +44,8 @@ class Prompts:
     max_new_tokens: int
     suites: tuple[str, ...] = ("paper",)
 
-    def request(self, *methods: str) -> Request:
-        return Request(
+    def request(self, *methods: str) -> RunRequest:
+        return RunRequest(
             suites=self.suites, methods=methods, model=self.model, data="embedded", limit=self.limit,
             max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def servings(program: Program, path: Path, asked: Prompts, methods: Sequence[str
     request = replace(
         asked.request(*methods), concurrency=CONCURRENCY, launch=program.name, launch_with=str(path), dtype="float32"
     )
-    return launching.servings_of(program, resolve(*methods_and_model(request)), print)
+    return launch.servings_of(program, resolve(*methods_and_model(request)), print)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def differences(engine: Path, server: Path) -> tuple[str, ...]:
 
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:
     """Of these methods, or of all."""
-    read = frame.read(folder)
+    read = table.read(folder)
     by_id = {settings.id: settings for settings in settings_of(read.info["identity"])}
     for (settings_id, method), rows in read.rows.groupby(["settings_id", "method"], observed=True, sort=False):
         if method in methods or not methods:
@@ -159,10 +159,10 @@ def wrong(lines: Sequence[Line]) -> Iterator[str]:
             yield f"{where}: only {line.num_exact} of {line.num_answers} answers are the model's own"
 
 
-def checked(asked: Prompts, urls: Mapping[str, str]) -> list[Checked]:
+def checked(asked: Prompts, urls: Mapping[str, str]) -> list[CrosscheckResult]:
     """What `dflash-bench crosscheck` says of the servers that draft."""
-    theirs = Request(servers=tuple(f"{label}={url}" for label, url in urls.items()))
-    return session.perform(Asked(asked.request(), theirs), show)
+    theirs = RunRequest(servers=tuple(f"{label}={url}" for label, url in urls.items()))
+    return crosscheck.perform(CrosscheckRequest(asked.request(), theirs), show)
 
 
 def show(doing: str) -> None:
@@ -198,8 +198,8 @@ def section(measurement: Measured) -> list[str]:
     ]
 
 
-def crosscheck_section(title: str, one: Checked) -> list[str]:
-    blocks = [f"## {title}", in_markdown(crosscheck.sentence(one))]
-    for part in crosscheck.tables(one):
+def crosscheck_section(title: str, one: CrosscheckResult) -> list[str]:
+    blocks = [f"## {title}", in_markdown(diagnose_show.sentence(one))]
+    for part in diagnose_show.tables(one):
         blocks += [f"### {part.title}", markdown(part.heads, part.rows)]
     return blocks

@@ -22,19 +22,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from dflash_bench import methods
+from dflash_bench.core import methods
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Generation, Message
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.engine.sequences import Limits
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.environment import describe, one_line
-from dflash_bench.models import dflash, eagle3, loading, presets
-from dflash_bench.records import Generation, Message
+from dflash_bench.models import loading, presets
+from dflash_bench.models.nets import dflash, eagle3
 from dflash_bench.tasks import suites
-from dflash_bench.train import session
-from dflash_bench.train.request import Request
+from dflash_bench.training import session
+from dflash_bench.training.config import TrainRequest
 
 pytestmark = pytest.mark.gpu
 METHODS = ("ar", "dflash", "eagle3")
@@ -285,7 +286,7 @@ def trained(method: str, device: torch.device) -> Training:
     start_s = time.monotonic()
     with TemporaryDirectory() as folder:
         out = Path(folder)
-        request = Request(
+        request = TrainRequest(
             target="nano", method=method, out=out, written=16, max_new_tokens=48, batch_size=24, steps=STEPS, rate=0.02,
             block_size=8 if method == "dflash" else None, device=str(device),
         )  # fmt: skip

@@ -19,19 +19,19 @@ import served
 import torch
 from served import Measured, Prompts
 
-from dflash_bench import methods
-from dflash_bench.analysis.crosscheck import Checked
 from dflash_bench.analysis.metrics import summarise
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.environment import describe, one_line
+from dflash_bench.core import methods
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Message
+from dflash_bench.diagnose.compare_counts import CrosscheckResult
+from dflash_bench.diagnose.show import sentence
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.models import loading, presets
-from dflash_bench.models.llamacpp.splitting import ODD_TEXTS
-from dflash_bench.records import Message
-from dflash_bench.report.crosscheck import sentence
+from dflash_bench.models.gguf_tokenizer import ODD_TEXTS
 from dflash_bench.report.tables import ABSENT, markdown, number
-from dflash_bench.results import frame
-from dflash_bench.servers.programs.llamacpp import LLAMACPP
-from dflash_bench.servers.programs.program import Serving
+from dflash_bench.results import table
+from dflash_bench.servers.dialects.base import Serving
+from dflash_bench.servers.dialects.llamacpp import LLAMACPP_PROGRAM
 from dflash_bench.tasks import suites
 from studies._llamacpp_server import Server, Settings, version
 from studies._study import bench
@@ -63,7 +63,7 @@ class Found:
     """What real servers answered; `wrong` is what is wrong with the file's tokenizer, template and numbers."""
 
     measurement: Measured
-    checked: dict[str, Checked]
+    checked: dict[str, CrosscheckResult]
     wrong: list[str]
 
 
@@ -84,14 +84,14 @@ def found(
     torch.set_num_threads(1)
     model, folder = pytestconfig.getoption("--model"), tmp_path_factory.mktemp("llamacpp")
     asked = Prompts(model, limit(PER_SUITE[model], max(served.CONCURRENCY)), MAX_NEW_TOKENS[model], SUITES[model])
-    servings = served.servings(LLAMACPP, PROGRAM, asked, COMPARABLE)
+    servings = served.servings(LLAMACPP_PROGRAM, PROGRAM, asked, COMPARABLE)
     with ExitStack() as stack:
-        urls = stack.enter_context(served.started(LLAMACPP, PROGRAM, servings, folder / "servers"))
+        urls = stack.enter_context(served.started(LLAMACPP_PROGRAM, PROGRAM, servings, folder / "servers"))
         urls["ngram"] = stack.enter_context(looking_up(python, servings[0])).address
         measurement = served.measured(asked, urls, METHODS, folder)
         checked = checks(asked, {label: urls[label] for label in COMPARABLE})
     (drafting,) = (serving for serving in servings if serving.method.label == "dflash")
-    with served.started(LLAMACPP, PROGRAM, [drafting], folder / "flash", ("--flash-attn", "on")) as urls:
+    with served.started(LLAMACPP_PROGRAM, PROGRAM, [drafting], folder / "flash", ("--flash-attn", "on")) as urls:
         checked[FLASH] = checks(asked, urls)["dflash"]
     remarks, wrong = looked_into(python, asked, servings[0].target)
     blocks = page(command("llamacpp"), model, measurement, checked, remarks, version(python))
@@ -146,11 +146,11 @@ def looking_up(python: Path, plain: Serving) -> Server:
     )
 
 
-def checks(asked: Prompts, urls: dict[str, str]) -> dict[str, Checked]:
+def checks(asked: Prompts, urls: dict[str, str]) -> dict[str, CrosscheckResult]:
     return {one.method: one for one in served.checked(asked, urls)} if urls else {}
 
 
-def problems(checked: dict[str, Checked]) -> Iterator[str]:
+def problems(checked: dict[str, CrosscheckResult]) -> Iterator[str]:
     for name, one in checked.items():
         is_wrong = one.verdict != "agree" if name != FLASH else bool(one.base.mismatches or one.failed)
         if is_wrong:
@@ -223,7 +223,7 @@ def page(
     command: str,
     model: str,
     measurement: Measured,
-    checked: dict[str, Checked],
+    checked: dict[str, CrosscheckResult],
     remarks: Sequence[str],
     theirs: str,
 ) -> list[str]:
@@ -244,7 +244,7 @@ def page(
 
 
 def launched_page(command: str, shown: str, theirs: str, run: Path) -> list[str]:
-    results = frame.read(run)
+    results = table.read(run)
     counted = {(line.method, line.concurrency): line.counted_by for line in served.lines_of(run, "server", ())}
     rows = [
         [

@@ -16,11 +16,11 @@ import pytest
 import served
 from served import Prompts
 
-from dflash_bench.environment import describe, one_line
-from dflash_bench.records import Record
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Record
 from dflash_bench.report.tables import in_markdown, markdown
 from dflash_bench.results import store
-from dflash_bench.servers.programs.program import Program, Serving
+from dflash_bench.servers.dialects.base import Program, Serving
 from studies._study import bench
 
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"

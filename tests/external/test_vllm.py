@@ -19,10 +19,10 @@ import served
 import torch
 from served import Measured, Prompts
 
-from dflash_bench.analysis.crosscheck import Checked, named
-from dflash_bench.environment import describe, one_line
-from dflash_bench.report.crosscheck import sentence
-from dflash_bench.servers.programs.vllm import VLLM
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.diagnose.compare_counts import CrosscheckResult, named
+from dflash_bench.diagnose.show import sentence
+from dflash_bench.servers.dialects.vllm import VLLM_PROGRAM
 
 pytestmark = pytest.mark.vllm
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
@@ -40,7 +40,7 @@ class Found:
     """What real servers answered; `fault` is what is wrong with their norm kernel, empty if nothing is."""
 
     measurement: Measured
-    checked: dict[str, Checked]
+    checked: dict[str, CrosscheckResult]
     fault: str
 
 
@@ -56,8 +56,8 @@ def found(
     folder, python = tmp_path_factory.mktemp("vllm"), server_environment("vllm") / "bin" / "python"
     asked = Prompts(MODEL, limit(PER_SUITE, max(served.CONCURRENCY)), MAX_NEW_TOKENS)
     fault = norm_fault(python)
-    servings = served.servings(VLLM, PROGRAM, asked, METHODS)
-    with served.started(VLLM, PROGRAM, servings, folder / "servers") as urls:
+    servings = served.servings(VLLM_PROGRAM, PROGRAM, asked, METHODS)
+    with served.started(VLLM_PROGRAM, PROGRAM, servings, folder / "servers") as urls:
         measurement = served.measured(asked, urls, METHODS, folder)
         drafting = {label: url for label, url in urls.items() if label != "ar"}
         checked = {one.method: one for one in served.checked(asked, drafting)}
@@ -65,7 +65,7 @@ def found(
         plugged = [serving for serving in servings if serving.method.label == "dflash"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(PLUGINS))
-            with served.started(VLLM, PROGRAM, plugged, folder / "plugged") as urls:
+            with served.started(VLLM_PROGRAM, PROGRAM, plugged, folder / "plugged") as urls:
                 (checked[PER_LAYER],) = served.checked(asked, urls)
     write_page("vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python)))
     return Found(measurement, checked, fault)
@@ -94,7 +94,7 @@ def norm_fault(python: Path) -> str:
     )
 
 
-def problems(checked: dict[str, Checked], fault: str) -> Iterator[str]:
+def problems(checked: dict[str, CrosscheckResult], fault: str) -> Iterator[str]:
     for name, one in checked.items():
         is_excused = bool(fault) and name == AS_RELEASED and CAUSE in [cause.cause.name for cause in named(one.tried)]
         if one.verdict != "agree" and not (is_excused and not one.base.mismatches and not one.failed):
@@ -109,7 +109,9 @@ def versions(python: Path) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def page(command: str, measurement: Measured, checked: dict[str, Checked], fault: str, theirs: str) -> list[str]:
+def page(
+    command: str, measurement: Measured, checked: dict[str, CrosscheckResult], fault: str, theirs: str
+) -> list[str]:
     env = describe()
     blocks = [
         "# This engine and vLLM, nano, on the CPU",

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.analysis.metrics import Cell, summarise
-from dflash_bench.environment import describe, one_line
-from dflash_bench.records import Record
-from dflash_bench.results import frame, parts, store
+from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.types import Record
+from dflash_bench.results import parts, store, table
 
 pytestmark = pytest.mark.ray
 PER_SUITE, WITH_WORKERS = 12, ("two", "killed", "stopped")
@@ -259,7 +259,7 @@ def num_workers(folder: Path) -> int:
 
 
 def cells_of(folder: Path) -> list[Cell]:
-    results = frame.read(folder)
+    results = table.read(folder)
     return summarise(results.rows, results.info["identity"])
 
 

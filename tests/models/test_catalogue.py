@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake import main
 
-from dflash_bench import environment
+from dflash_bench.core import environment
 from dflash_bench.models import catalogue, presets
 from dflash_bench.models.catalogue import Machine, fits
 from dflash_bench.models.presets import Preset

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 from toy import plain, run
 
+from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
 from dflash_bench.models import loading
-from dflash_bench.models.conversion import convert
-from dflash_bench.models.dflash import DFlashDraft
+from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
+from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.presets import NANO
 from dflash_bench.tasks import suites
 

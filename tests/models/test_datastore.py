@@ -12,9 +12,9 @@ from runs import answers, changed, failing, stored
 from safetensors.torch import save_file
 
 from dflash_bench.cli import app
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.models import datastore, presets, targets
-from dflash_bench.run import datastores
+from dflash_bench.runner import datastore as runner_datastore
 
 TEXTS = ["The answer is 4.", "The answer is 5.", "So the answer is 4."]
 
@@ -148,5 +148,5 @@ def test_what_is_no_datastore_is_refused(content: bytes, tmp_path: Path) -> None
 
 def test_texts_are_counted_once(tmp_path: Path) -> None:
     lines(tmp_path / "texts.jsonl", {"text": "a"}, {"text": "a"}, {"text": "b"})
-    built = datastores.build("nano", tmp_path / "texts.jsonl", [], tmp_path / "store")
+    built = runner_datastore.build("nano", tmp_path / "texts.jsonl", [], tmp_path / "store")
     assert built.num_texts == 2

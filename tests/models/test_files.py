@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dflash_bench.errors import UserError
-from dflash_bench.models.files import only_maps, read_tensors, write_checkpoint
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.weights import only_maps, read_tensors, write_checkpoint
 
 TENSORS = {
     "fc.weight": torch.arange(6.0).view(2, 3).bfloat16(),

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_bench.errors import UserError
-from dflash_bench.models import eagle3
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
+from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats import DraftModel, TargetShape, load_draft, save_draft
+from dflash_bench.models.nets import eagle3
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, default_target_layers, initialise
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
 
 TARGET = TargetShape(hidden_size=16, vocab_size=60, num_layers=12)
 BODY: dict[str, Any] = {

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

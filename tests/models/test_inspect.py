@@ -14,10 +14,10 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_bench.errors import DraftProblem, UserError
-from dflash_bench.methods import METHODS
-from dflash_bench.models import files
-from dflash_bench.models.inspection import as_json, inspect, text
+from dflash_bench.core.errors import DraftProblem, UserError
+from dflash_bench.core.methods import METHODS
+from dflash_bench.models import weights
+from dflash_bench.models.inspect import as_json, inspect, text
 from dflash_bench.models.presets import NANO
 
 
@@ -123,8 +123,8 @@ def test_everything_that_does_not_fit_is_a_line_of_its_own(copied: Path) -> None
 
 def test_weights_are_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = files._tensor
-    monkeypatch.setattr(files, "_tensor", lambda *given: seen.append(original(*given)) or seen[-1])
+    original = weights._tensor
+    monkeypatch.setattr(weights, "_tensor", lambda *given: seen.append(original(*given)) or seen[-1])
     inspect(str(copied / "eagle3"), str(copied / "target"))
     assert {tensor.ndim for tensor in seen if not tensor.is_meta} == {1} and any(tensor.is_meta for tensor in seen)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from dflash_bench.models.layout import MOST_ELEMENTS, by_columns, joined, laid_out, twin
+from dflash_bench.models.weights import MOST_ELEMENTS, by_columns, joined, laid_out, twin
 
 
 def is_by_columns(matrix: torch.Tensor) -> bool:

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from dflash_bench.errors import UserError
-from dflash_bench.models.conversion import convert
-from dflash_bench.models.folders import WHOLE
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
+from dflash_bench.models.hub import WHOLE
 from dflash_bench.models.presets import NANO
 
 KINDS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -16,11 +16,11 @@ from tokenizers.models import WordLevel
 from toy import tiny
 from transformers import PreTrainedTokenizerFast
 
-from dflash_bench.errors import UserError
-from dflash_bench.models import language, loading, presets
-from dflash_bench.models.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.models.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import loading, presets, targets
 from dflash_bench.models.formats import save_draft
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def model(whole: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path | str, *methods: str, **placement: Any) -> loading.Models:
-    return loading.load(str(folder), list(methods), "cpu", torch.float32, language.Placement(**placement))
+    return loading.load(str(folder), list(methods), "cpu", torch.float32, targets.Placement(**placement))
 
 
 def test_a_folder_is_a_model_with_the_drafts_beside_its_target(whole: Path) -> None:
@@ -160,7 +160,7 @@ def test_trust_in_code_that_is_not_there_has_no_effect(whole: Path) -> None:
 def test_a_target_is_spread_by_accelerate_or_the_user_is_told_to_install_it(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(language, "find_spec", lambda _name: None)
+    monkeypatch.setattr(targets, "find_spec", lambda _name: None)
     with pytest.raises(UserError, match=r"--device-map needs accelerate, .*; run: pip install accelerate"):
         load(whole, spread=True)
     monkeypatch.undo()
@@ -179,7 +179,7 @@ def test_a_target_that_overflows_its_gpus_is_not_measured_over_the_bus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(model, "hf_device_map", {"model.layers.0": 0, "model.layers.1": "cpu"}, raising=False)
     with pytest.raises(UserError, match="does not fit on the GPUs here"):
-        language.spread(whole, model)
+        targets.spread(whole, model)
 
 
 # Draft and target

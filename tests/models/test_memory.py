@@ -9,13 +9,13 @@ import pytest
 import tiny
 import torch
 
-from dflash_bench import methods
+from dflash_bench.core import methods
+from dflash_bench.core.types import Message
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.local import LocalBackend, open_backend
 from dflash_bench.models import presets
 from dflash_bench.models.loading import Models, load
 from dflash_bench.models.memory import Demand, Footprint, demand_of, round_of
-from dflash_bench.records import Message
 
 NANO = presets.preset("nano")
 LABELS = (

@@ -13,12 +13,12 @@ import tiny
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_bench.engine.local import open_backend
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
+from dflash_bench.engine.backend import open_backend
 from dflash_bench.models import loading, presets
 from dflash_bench.models.formats import medusa
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 
 BLOCKS = {"block_size": 4, "mask_token_id": 1000}
 

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from huggingface_hub import constants
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub, presets
 
 Main = Callable[..., tuple[int, str, str]]

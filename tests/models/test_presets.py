@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.errors import UserError
-from dflash_bench.methods import MAX_DRAFTS, WEIGHTS
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import MAX_DRAFTS, WEIGHTS
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 

@@ -14,23 +14,23 @@ import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from dflash_bench import methods
-from dflash_bench.engine.counting import size_of
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message
+from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.judge import CEILINGS
-from dflash_bench.engine.local import LocalBackend, open_backend
-from dflash_bench.errors import UserError
-from dflash_bench.models import language, presets, quantizing
-from dflash_bench.models.language import Placement
+from dflash_bench.models import presets, quantization, targets
 from dflash_bench.models.loading import Models, load
 from dflash_bench.models.memory import demand_of
-from dflash_bench.records import Message
-from dflash_bench.run.opening import Wanted, device_and_dtype
+from dflash_bench.models.targets import Placement
+from dflash_bench.perf.measure import size_of
+from dflash_bench.runner.setup import Wanted, device_and_dtype
 
 QUESTION = [Message("user", "Tom has 7 apples and buys 5 more. How many apples does he have?")]
 LABELS = ("dflash", "dflash:block=4", "eagle3", "eagle3-tree:nodes=15", "ddtree:nodes=15", "ngram", "lookahead")
 KINDS = [
     pytest.param(kind, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"needs pip install {package}"))
-    for kind, package in quantizing.PACKAGES.items()
+    for kind, package in quantization.PACKAGES.items()
     if kind != "fp8"
 ]
 """fp8 needs a GPU that has it."""
@@ -49,14 +49,14 @@ def linear(model: Any) -> list[Any]:
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing, "find_spec", lambda _name: None)
+    monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
     for kind, package in (("int8", "torchao"), ("nf4", "bitsandbytes")):
         with pytest.raises(UserError, match=f"--quantize {kind} needs {package}.*run: pip install {package}"):
             device_and_dtype(Wanted(quantize=kind), 0)
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing, "find_spec", lambda _name: object())
+    monkeypatch.setattr(quantization, "find_spec", lambda _name: object())
     with pytest.raises(UserError, match=r"fp8 \(compute capability 8.9 or newer\); on cpu here, int8 and nf4 work"):
         device_and_dtype(Wanted(quantize="fp8"), 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> No
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(UserError, match=r"is quantised already \(gptq\); leave out --quantize int8"):
-        language.check(target, Placement(quantize="int8"))
+        targets.check(target, Placement(quantize="int8"))
 
 
 def test_experts_would_stay_as_they_are() -> None:
@@ -80,7 +80,7 @@ def test_experts_would_stay_as_they_are() -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
     with pytest.raises(UserError, match="most weights of a qwen3_moe target are not in any; leave it out"):
-        quantizing.quantized(Qwen3MoeForCausalLM(config), "int8", "cpu")
+        quantization.quantized(Qwen3MoeForCausalLM(config), "int8", "cpu")
 
 
 # With the packages
@@ -110,9 +110,9 @@ def test_linear_layers_are_quantised_and_nothing_else(kind: str) -> None:
 def test_bytes_are_as_predicted_and_counted(kind: str, dtype: torch.dtype) -> None:
     plain, target = (loaded(one, dtype=dtype).target for one in (None, kind))
     by_hand = sum(
-        quantizing.predicted_bytes("a.weight", module.weight.shape, kind) or math.nan for module in linear(plain)
+        quantization.predicted_bytes("a.weight", module.weight.shape, kind) or math.nan for module in linear(plain)
     )
-    assert sum(quantizing.stored_bytes(module.weight) for module in linear(target)) == by_hand
+    assert sum(quantization.stored_bytes(module.weight) for module in linear(target)) == by_hand
     before, after = size_of(plain), size_of(target)
     assert after.matrix_elements == before.matrix_elements
     saved = sum(module.weight.nbytes for module in linear(plain)) - by_hand

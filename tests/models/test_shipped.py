@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_bench.engine.local import open_backend
-from dflash_bench.methods import parse
+from dflash_bench.core.methods import parse
+from dflash_bench.engine.backend import open_backend
 from dflash_bench.models import loading, presets
-from dflash_bench.train.cards import HISTORY, acceptance_of
+from dflash_bench.training.cards import HISTORY, acceptance_of
 
 SMOLLM2 = presets.preset("smollm2")
 MOST_BYTES = 30e6

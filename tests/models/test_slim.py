@@ -11,15 +11,15 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_bench.engine.local import open_backend
-from dflash_bench.errors import UserError
-from dflash_bench.methods import parse
-from dflash_bench.models import inspection, loading
-from dflash_bench.models.conversion import convert
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import parse
+from dflash_bench.engine.backend import open_backend
+from dflash_bench.models import inspect, loading
+from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
-from dflash_bench.models.language import load as load_target
 from dflash_bench.models.presets import Preset
-from dflash_bench.train import drafts
+from dflash_bench.models.targets import load as load_target
+from dflash_bench.training import drafts
 
 SHAPE = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 KINDS = ["dflash", "eagle3"]
@@ -70,9 +70,9 @@ def test_it_drafts_only_what_it_may_say_and_answers_stay_exact(slim: tuple[str, 
 
 def test_inspect_says_whose_the_head_is(slim: tuple[str, Path], target: Path) -> None:
     _, folder = slim
-    shown = inspection.inspect(str(folder), str(target))
+    shown = inspect.inspect(str(folder), str(target))
     assert not shown.own_head and not shown.problems and shown.draft_vocab_size == 103
-    assert "head           the target's" in inspection.text(shown)
+    assert "head           the target's" in inspect.text(shown)
 
 
 GOALS = [("dflash", "speculators"), ("eagle3", "speculators"), ("eagle3", "safeailab")]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny
 
-from dflash_bench.errors import UserError
-from dflash_bench.models import inspection
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import inspect
 from dflash_bench.models.formats import TargetShape, read_checkpoint, variants
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
@@ -135,5 +135,5 @@ def test_a_published_kind_that_is_not_computed_here_is_refused_by_name(case: str
     if not folder.is_dir():
         pytest.skip(f"{folder} is not here; DFLASH_BENCH_GOLDEN names another folder of golden cases")
     with pytest.raises(UserError) as told:
-        inspection.inspect(str(folder), None)
+        inspect.inspect(str(folder), None)
     assert NAMED[case] in str(told.value) and "not supported" in str(told.value)

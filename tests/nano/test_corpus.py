@@ -6,10 +6,10 @@ from itertools import islice
 
 import pytest
 
-from dflash_bench.methods import WEIGHTS
+from dflash_bench.core.methods import WEIGHTS
 from dflash_bench.models.presets import NANO
-from dflash_bench.tasks import sandbox, scoring, suites
-from dflash_bench.train.cards import overlap_table
+from dflash_bench.tasks import sandbox, scorers, suites
+from dflash_bench.training.cards import overlap_table
 from nano import embedded, leaks
 from nano.builder import NanoRecipe
 from nano.corpus import mixture
@@ -48,14 +48,14 @@ def test_worked_answers_score_as_right(suite):
     tasks = islice((task for task in mixture.tasks(2) if task.suite == suite), 150)
     for task in tasks:
         prompt = suites.to_prompt(scorer, "task", 0, with_id(scorer.name, 0, task.row))
-        assert scoring.score(scorer.scorer, prompt, task.answers[0]).passed, task
+        assert scorers.score(scorer.scorer, prompt, task.answers[0]).passed, task
 
 
 @pytest.mark.parametrize("suite", ["humaneval", "mbpp"])
 def test_functions_pass_their_own_tests(suite):
     for task in islice((task for task in mixture.tasks(3) if task.suite == suite), 6):
         prompt = suites.to_prompt(SUITES[suite], "task", 0, with_id(suite, 0, task.row))
-        assert scoring.score(suite, prompt, task.answers[0], sandbox.strongest() or sandbox.UNSAFE).passed, task
+        assert scorers.score(suite, prompt, task.answers[0], sandbox.strongest() or sandbox.UNSAFE).passed, task
 
 
 def test_chat_has_two_turns_in_all_eight_categories():

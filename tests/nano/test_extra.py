@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from nano.corpus.task import Task
 from nano.data import corpus_text, sample_stream, training_tasks
 from nano.extra import load_extra

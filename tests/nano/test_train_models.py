@@ -10,10 +10,10 @@ import torch
 from toy import tiny
 
 from dflash_bench.engine.target import Target
-from dflash_bench.models.medusa import MedusaConfig
-from dflash_bench.train import medusa
-from dflash_bench.train.loop import DraftRecipe, Objective, train
-from dflash_bench.train.medusa import MedusaObjective
+from dflash_bench.models.nets.medusa import MedusaConfig
+from dflash_bench.training import medusa
+from dflash_bench.training.medusa import MedusaObjective
+from dflash_bench.training.trainer import DraftRecipe, Objective, train
 from nano import block_diffusion, draft_model
 from nano.block_diffusion import BlockDiffusionObjective, Noise
 from nano.draft_model import DraftModelObjective

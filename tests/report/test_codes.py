@@ -11,16 +11,16 @@ import pytest
 from rows import pair
 from runs import answers, changed, frame_of, stored
 
-from dflash_bench.analysis.changes import Difference, differences, refuse_unlike
+from dflash_bench.analysis.compare import Difference, differences, refuse_unlike
 from dflash_bench.analysis.findings import findings
-from dflash_bench.analysis.gate import against
+from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import Baseline
 from dflash_bench.analysis.metrics import summarise
-from dflash_bench.doctor.diagnosis import _misfit
-from dflash_bench.errors import DraftProblem, UserError
-from dflash_bench.records import Record
+from dflash_bench.core.errors import DraftProblem, UserError
+from dflash_bench.core.types import Record
+from dflash_bench.diagnose.doctor import _misfit
 from dflash_bench.report import RESULTS, ROUNDS
-from dflash_bench.results import frame
+from dflash_bench.results import table
 
 Main = Callable[..., tuple[int, str, str]]
 LOW = [0, 0, 1, 0, 0, 2, 0]
@@ -63,7 +63,7 @@ def _greedy() -> dict[str, object]:
 def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> None:
     one, other = stored(tmp_path / "a", answers()), stored(tmp_path / "b", answers(), dtype="bfloat16")
     expected = Difference("dtype", "dtype", "float32", "bfloat16")
-    read = [frame.read(folder) for folder in (one, other)]
+    read = [table.read(folder) for folder in (one, other)]
     assert list(differences(*read)) == refuse_unlike(*read, ["dtype"]) == [expected]
     with pytest.raises(UserError, match="dtype: dtype float32 and bfloat16"):
         refuse_unlike(*read, [])
@@ -76,12 +76,12 @@ def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> No
 def test_another_machine_is_known_by_the_kind_and_not_by_how_a_note_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = frame.read(stored(tmp_path / "a", answers()))
+    run = table.read(stored(tmp_path / "a", answers()))
     odd = [Difference("draft", "device of the draft", "x", "y")]
-    monkeypatch.setattr(against.changes, "refuse_unlike", lambda *_: odd)
+    monkeypatch.setattr(gate_checks.compare, "refuse_unlike", lambda *_: odd)
     monkeypatch.setattr(Difference, "__str__", lambda self: self.words)
     baseline = Baseline("base", run.info, False, {}, {}, {})
-    assert against.unlike([run], baseline, ["draft"]) == ["device of the draft x and y"]
+    assert gate_checks.unlike_baseline([run], baseline, ["draft"]) == ["device of the draft x and y"]
 
 
 def test_a_check_that_fails_says_why_by_a_code(tmp_path: Path, main: Main) -> None:

@@ -13,9 +13,9 @@ from golden import assert_golden
 from rows import drafted, pair, plain
 from runs import SUITES, answers, asked, changed, frame_of, slower, stored
 
-from dflash_bench.analysis.peers import published, zlab
-from dflash_bench.records import SCHEMA_VERSION
-from dflash_bench.results import columns, store
+from dflash_bench.analysis.peers import paper, zlab
+from dflash_bench.core.types import SCHEMA_VERSION
+from dflash_bench.results import schema, store
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -178,7 +178,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
     tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        for module in (store, columns):
+        for module in (store, schema):
             newer.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         stored(tmp_path / "run", answers())
     assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")
@@ -330,7 +330,7 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
     own = {each["published"]["formula"]: each["own"] for each in figures}
     (official,) = [each for each in zlab.official(frame_of(answers())) if each.method == "dflash"]
     assert own["al.zlab"] == pytest.approx(official.al)
-    assert {name for name, value in own.items() if value is None} <= set(published.FORMULAS)
+    assert {name for name, value in own.items() if value is None} <= set(paper.FORMULAS)
 
 
 def test_embedded_prompts_are_not_set_beside_the_papers(tmp_path: Path, main: Main) -> None:
@@ -359,9 +359,9 @@ def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path:
 
 
 def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
-    eagle = {each.formula for each in published.load_figures() if each.method.startswith("eagle3")}
+    eagle = {each.formula for each in paper.load_figures() if each.method.startswith("eagle3")}
     assert eagle == {"al.unstated", "speedup.unstated", "al.served", "speedup.served"}
-    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in published.load_figures() if each.method == "dflash"}
+    assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in paper.load_figures() if each.method == "dflash"}
 
 
 def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
@@ -383,7 +383,7 @@ def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: P
     )
     stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B", **asked("gsm8k"))
     assert not any("target" in note for note in found(main, "same", "--against", "paper:qwen3-8b")["notes"])
-    assert published.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
+    assert paper.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
 
 
 @pytest.mark.parametrize(
@@ -430,9 +430,9 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
 
 
 def test_every_published_figure_has_a_formula_and_a_source() -> None:
-    figures = published.load_figures()
+    figures = paper.load_figures()
     assert len(figures) > 500
-    assert {each.formula for each in figures} == {*published.FORMULAS, "al.zlab", "speedup.zlab"}
+    assert {each.formula for each in figures} == {*paper.FORMULAS, "al.zlab", "speedup.zlab"}
     assert all(each.source and each.value > 0 for each in figures)
 
 

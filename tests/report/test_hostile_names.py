@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 import runs
 
+from dflash_bench.core.labels import shortened, visible
 from dflash_bench.report.tables import in_markdown
-from dflash_bench.text import shortened, visible
 
 Main = Callable[..., tuple[int, str, str]]
 NAMES = {

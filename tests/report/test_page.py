@@ -17,14 +17,15 @@ from rows import failed, generation, record
 from runs import answers, stored
 from tokenizers import Tokenizer
 
-from dflash_bench.records import Record
+from dflash_bench.core.types import Record
+from dflash_bench.report import answers as report_answers
 from dflash_bench.report import answers as shown_answers
-from dflash_bench.report import html, read_document, tokens
-from dflash_bench.results import asked
+from dflash_bench.report import html, read_document
+from dflash_bench.results import run_info
 
 Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
-NANO = Tokenizer.from_file(str(tokens.NANO / "tokenizer.json"))
+NANO = Tokenizer.from_file(str(report_answers.NANO / "tokenizer.json"))
 TEXT = "The answer is 7 € naïvely, so \\boxed{7}.<|im_end|>"
 
 
@@ -135,7 +136,7 @@ def test_an_answer_stands_below_what_was_asked_in_its_turn(tmp_path: Path) -> No
     folder = stored(tmp_path / "run", rows)
     opening = [{"role": "system", "content": "Be brief."}]
     prompt = {"suite": "gsm8k", "prompt_id": "p0", "prompt_hash": "h", "category": None, "reference": "7"}
-    asked.write(folder, [{**prompt, "opening": opening, "turns": ["What is 3 + 4?", "And 5?"]}])
+    run_info.write(folder, [{**prompt, "opening": opening, "turns": ["What is 3 + 4?", "And 5?"]}])
     page = data(page_of(folder))
     assert page["prompts"] == ["Be brief.\n\nWhat is 3 + 4?", "And 5?"]
     assert [row.get("asked") for row in page["rows"]] == [0, 0, 1, 1, None, None]
@@ -157,7 +158,7 @@ def test_without_the_tokenizer_the_text_is_whole_and_the_page_says_why(tmp_path:
     page = page_of(stored(tmp_path / "run", told(), model="elsewhere"))
     assert data(page)["texts"] == [NANO.decode(NANO.encode(TEXT).ids, skip_special_tokens=True)]
     assert "give --tokenizer FOLDER" in page
-    given = page_of(tmp_path / "run", tokenizer=tokens.NANO)
+    given = page_of(tmp_path / "run", tokenizer=report_answers.NANO)
     assert "".join(data(given)["texts"][0]) == TEXT
 
 
@@ -165,7 +166,7 @@ def test_a_tokenizer_that_gives_another_text_is_not_believed(tmp_path: Path) -> 
     rows = [replace(row, generation=replace(row.generation, text="another text")) for row in told()]
     page = page_of(stored(tmp_path / "run", rows))
     assert data(page)["texts"] == ["another text"]
-    assert tokens.OTHER in page
+    assert report_answers.OTHER in page
 
 
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, main: Main) -> None:

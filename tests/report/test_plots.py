@@ -12,13 +12,12 @@ from rows import generation, pair, record
 from runs import IDENTITY, SUITES, answers, asked, slower, stored
 
 from dflash_bench.analysis import metrics
-from dflash_bench.records import Record, Settings
+from dflash_bench.core.types import Record, Settings
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.plots import acceptance, speed, style
-from dflash_bench.report.plots.material import Material
-from dflash_bench.report.plots.training import training
-from dflash_bench.report.plots.trend import trend
-from dflash_bench.results import frame
+from dflash_bench.report.plots.curves import training, trend
+from dflash_bench.report.plots.style import Material
+from dflash_bench.results import table
 
 NO_THINKING = Settings(thinking=False).id
 Main = Callable[..., tuple[int, str, str]]
@@ -149,7 +148,7 @@ def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Pat
 def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
     rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
     folder = stored(tmp_path / "run", rows)
-    cells = metrics.summarise(frame.read(folder, by="output-position").rows, IDENTITY)
+    cells = metrics.summarise(table.read(folder, by="output-position").rows, IDENTITY)
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
     assert Material(read_document(folder)).along["gsm8k", "", NO_THINKING, "dflash"] == expected

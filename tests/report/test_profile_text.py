@@ -11,19 +11,29 @@ import pytest
 from runs import answers, stored
 
 from dflash_bench import report
-from dflash_bench.analysis.profiling import Round, Verdict, at_full_depth, places
-from dflash_bench.analysis.width_curve import curve
-from dflash_bench.forwards import Attention, Drafting, Forward, Hosting, Line, Measured, Pass, Rates, Size
-from dflash_bench.report import curve as words
+from dflash_bench.analysis.roofline import curve
+from dflash_bench.core.forwards import (
+    AttentionCost,
+    Drafting,
+    Forward,
+    Hosting,
+    LinearCost,
+    Measured,
+    Pass,
+    Rates,
+    Size,
+)
+from dflash_bench.perf.verdict import RoundCost, RoundVerdict, at_full_depth, places
+from dflash_bench.report import perf as words
 from dflash_bench.report import plots
-from dflash_bench.report.profile import Profiled, as_json, estimate_note, sentence, text
+from dflash_bench.report.perf import Profiled, as_json, estimate_note, sentence, text
 
-SIZE = Size(weight_bytes=1000, matrix_elements=250, num_layers=2, attention=(Attention(2, None, 8, 16),))
+SIZE = Size(weight_bytes=1000, matrix_elements=250, num_layers=2, attention=(AttentionCost(2, None, 8, 16),))
 RATES = Rates(1000.0, 1e9)
 WIDTHS = (1, 2, 4, 8, 16)
 
 
-def of_run(line: Line) -> dict[str, Any]:
+def of_run(line: LinearCost) -> dict[str, Any]:
     seconds = {str(width): line.at(width) for width in WIDTHS}
     return {
         "rows": 1, "context": 128, "seconds": seconds, "bandwidth": 1e3, "products": 1e9,
@@ -32,7 +42,7 @@ def of_run(line: Line) -> dict[str, Any]:
 
 
 def test_a_curve_in_words() -> None:
-    info = {"forwards": of_run(Line(4.9, 0.1))}
+    info = {"forwards": of_run(LinearCost(4.9, 0.1))}
     line, meaning = words.sentences(info)
     assert line == "width curve: C(n) = 4,900 + 100 n ms (one row, context 128, n to 16); fixed cost"
     assert meaning.startswith(
@@ -40,13 +50,13 @@ def test_a_curve_in_words() -> None:
         "16 tokens costs 1.30 times one of 1."
     )
     assert "A larger model, whose forwards are not mostly fixed cost, says more." in meaning
-    assert "so that is mostly what binds it" in words.sentences({"forwards": of_run(Line(1.2, 0.01))})[1]
-    assert "bound by arithmetic" in words.sentences({"forwards": of_run(Line(1.0, 1.0))})[1]
+    assert "so that is mostly what binds it" in words.sentences({"forwards": of_run(LinearCost(1.2, 0.01))})[1]
+    assert "bound by arithmetic" in words.sentences({"forwards": of_run(LinearCost(1.0, 1.0))})[1]
 
 
 def test_an_older_run_has_no_curve() -> None:
     assert words.sentences({}) == ["width curve: n/a (not measured in this run)"]
-    assert words.as_json({}) is None
+    assert words.curve_as_json({}) is None
 
 
 def test_a_line_that_is_none_says_how_far_off_it_is() -> None:
@@ -58,7 +68,7 @@ def test_every_format_of_a_run_shows_its_curve_once(tmp_path: Path) -> None:
     folder = stored(tmp_path / "run", answers(6))
     path = folder / "run.json"
     info = json.loads(path.read_text())
-    path.write_text(json.dumps(info | {"forwards": of_run(Line(0.0049, 0.0001))}))
+    path.write_text(json.dumps(info | {"forwards": of_run(LinearCost(0.0049, 0.0001))}))
     document = report.read_document(folder)
     formula = "C(n) = 4.9 + 0.1 n ms"
     for name in ("table", "markdown", "latex"):
@@ -73,41 +83,41 @@ def test_an_edited_curve_is_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path / "run", answers(2))
     path = folder / "run.json"
     info = json.loads(path.read_text())
-    path.write_text(json.dumps(info | {"forwards": of_run(Line(1, 1)) | {"seconds": {"1": "fast"}}}))
+    path.write_text(json.dumps(info | {"forwards": of_run(LinearCost(1, 1)) | {"seconds": {"1": "fast"}}}))
     with pytest.raises(Exception, match=r"forwards\.seconds\.'1' is 'fast', not a number above 0"):
         report.read_document(folder)
 
 
-ROUND = Round("dflash", 16, 1.0, 0.5, 1.4, 0.1)
+ROUND = RoundCost("dflash", 16, 1.0, 0.5, 1.4, 0.1)
 
 
 @pytest.mark.parametrize(
     ("verdict", "expected"),
     [
         (
-            Verdict(ROUND, "acceptance", 4.0, "as given", 2.0),
+            RoundVerdict(ROUND, "acceptance", 4.0, "as given", 2.0),
             "dflash: acceptance binds: a round of 16 tokens costs 2.00 plain steps, and 4 tokens a round (as given) "
             "make it 2.00 times as fast as plain decoding; with all 16 kept it would be 8.0 times as fast.",
         ),
         (
-            Verdict(ROUND, "draft", 12.0, "as given", 6.0),
+            RoundVerdict(ROUND, "draft", 12.0, "as given", 6.0),
             "dflash: the draft binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens a round (as given) "
             "make it 6.00 times as fast as plain decoding; with a draft for nothing it would be 8.00 times as fast.",
         ),
         (
-            Verdict(ROUND, "launch overhead", 12.0, "as given", 6.0),
+            RoundVerdict(ROUND, "launch overhead", 12.0, "as given", 6.0),
             "dflash: launch overhead binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens a round "
             "(as given) make it 6.00 times as fast as plain decoding; draft and target wait for work to be launched, "
             "far from what the device can do.",
         ),
         (
-            Verdict(ROUND, "verify", None, "", None),
+            RoundVerdict(ROUND, "verify", None, "", None),
             "dflash: a round of 16 tokens costs 2.00 plain steps, so it needs more than 2.00 tokens a round to gain. "
             "Of that price, verifying binds; --acceptance says how much is gained.",
         ),
     ],
 )
-def test_the_sentence_says_what_binds_and_what_it_costs(verdict: Verdict, expected: str) -> None:
+def test_the_sentence_says_what_binds_and_what_it_costs(verdict: RoundVerdict, expected: str) -> None:
     assert sentence(verdict) == expected
 
 
@@ -119,7 +129,7 @@ def profiled(layers: int = 2) -> Profiled:
         "model": "m", "target": "org/m", "methods": ["dflash"], "layers": 2, "all_layers": layers,
         "random_weights": True, "device": "cpu", "dtype": "float32", "threads": 1, "engine": "transformers",
     }  # fmt: skip
-    full = replace(SIZE, num_layers=layers, attention=(Attention(layers, None, 8, 16),))
+    full = replace(SIZE, num_layers=layers, attention=(AttentionCost(layers, None, 8, 16),))
     acceptance = {"dflash": (4.0, "as given")}
     estimated = places(at_full_depth(measured, full), acceptance) if layers > 2 else []
     return Profiled(about, measured, places(measured, acceptance), estimated, ["a note"])

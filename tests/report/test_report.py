@@ -24,7 +24,7 @@ from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.findings import findings as find
 from dflash_bench.analysis.metrics import FORMULAS, Cell
-from dflash_bench.records import GREEDY, CellKey, Divergence, Record, Settings
+from dflash_bench.core.types import GREEDY, CellKey, Divergence, Record, Settings
 from dflash_bench.results.identity import settings_to_json
 
 ENVIRONMENT: dict[str, Any] = {

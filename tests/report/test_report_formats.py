@@ -16,7 +16,7 @@ from rows import failed, plain
 from runs import IDENTITY, answers, changed, stored
 
 from dflash_bench.report import read_document
-from dflash_bench.report.texts import latex_escaped
+from dflash_bench.report.markup import latex_escaped
 from dflash_bench.results import store
 
 Main = Callable[..., tuple[int, str, str]]
@@ -200,7 +200,7 @@ def test_sentences_below_a_table_are_paragraphs_in_markdown(
     run: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two were joined by a newline, which then was escaped as what nobody can see."""
-    monkeypatch.setattr("dflash_bench.report.curve.sentences", lambda info: ["What a forward costs.", "What it means."])
+    monkeypatch.setattr("dflash_bench.report.perf.sentences", lambda info: ["What a forward costs.", "What it means."])
     shown = main("report", "run", "--format", "markdown")[1]
     assert "\n\nWhat a forward costs.\n\nWhat it means.\n\n" in shown and "u000a" not in shown
 

@@ -15,13 +15,13 @@ from rows import generation, plain, record
 from runs import in_time, stored
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.changes import ratio_of
+from dflash_bench.analysis.compare import ratio_of
 from dflash_bench.analysis.stats import Change, Interval
-from dflash_bench.analysis.sweeps import Curve, Sweep
-from dflash_bench.records import Record, Settings
+from dflash_bench.analysis.sweep import Sweep, SweepCurve
+from dflash_bench.core.types import Record, Settings
 from dflash_bench.report import FORMATS, Document, plots, read_document
-from dflash_bench.report.plots.material import Material
-from dflash_bench.report.plots.sweep import sweep as drawn
+from dflash_bench.report.plots.series import sweep as drawn
+from dflash_bench.report.plots.style import Material
 from dflash_bench.results.identity import settings_to_json
 
 SPEEDS = {"dflash:block=4": 1.5, "dflash:block=8": 2.0, "dflash:block=16": 2.01}
@@ -55,7 +55,7 @@ def document(folder: Path, rows: Sequence[Record], **left_open: int) -> Document
     return read_document(stored(folder / "run", rows, methods=methods_of(rows, **left_open)))
 
 
-def only(sweeps: Sequence[Sweep]) -> tuple[Sweep, Curve]:
+def only(sweeps: Sequence[Sweep]) -> tuple[Sweep, SweepCurve]:
     (sweep,) = sweeps
     (curve,) = sweep.answers
     return sweep, curve
@@ -150,7 +150,7 @@ def test_p_is_by_holm_over_all_pairs(tmp_path: Path) -> None:
 def test_both_interval_and_p_must_tell_them_apart() -> None:
     changes = [Change(Interval(1.1, 0.99, 1.2), 0.01), Change(Interval(1.1, 1.01, 1.2), 0.06)]
     changes += [Change(Interval(1.1, 1.01, 1.2), 0.04), Change(Interval(1.1, None, None), None)]
-    assert Curve("dflash", ("gsm8k",), (), 4, dict(enumerate(changes))).rivals == [0, 1, 3]
+    assert SweepCurve("dflash", ("gsm8k",), (), 4, dict(enumerate(changes))).rivals == [0, 1, 3]
 
 
 def test_over_several_suites_their_mean_decides_and_each_suite_counts_once(tmp_path: Path) -> None:
@@ -218,11 +218,11 @@ def test_the_plot_has_both_figures_with_the_mean_first_and_a_ring_around_the_bes
 
 
 def test_numbers_stand_where_they_belong_and_words_behind_them() -> None:
-    from dflash_bench.analysis.sweeps import Point
-    from dflash_bench.report.plots.sweep import _places
+    from dflash_bench.analysis.sweep import Point
+    from dflash_bench.report.plots.series import _places
 
     points = tuple(Point(value, "", 1, None, None) for value in (4, 8, 16, "auto"))
-    places = _places(Sweep("block", "tokens", (Curve("dflash", ("gsm8k",), points),)))
+    places = _places(Sweep("block", "tokens", (SweepCurve("dflash", ("gsm8k",), points),)))
     assert list(places) == [4, 8, 16, "auto"]
     assert all(before < after for before, after in pairwise(places.values()))
 

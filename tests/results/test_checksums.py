@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rows import pair
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.results import checksums, parts, store
 
 

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.models import formats
 from dflash_bench.models.formats import TargetShape, load_draft
-from dflash_bench.models.inspection import inspect, text
+from dflash_bench.models.inspect import inspect, text
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]

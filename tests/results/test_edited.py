@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from runs import answers, stored
 
-from dflash_bench import reading, report
+from dflash_bench import report
 from dflash_bench.analysis.gate.checks import checked
-from dflash_bench.errors import UserError
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts
 
 Main = Callable[..., tuple[int, str, str]]
@@ -138,6 +139,6 @@ def test_what_is_only_deep_or_long_enough_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for value in ([[[[[["deep"]]]]]], {"long": "x" * 100_000}, {"emoji": "🙂"}, list(range(1000))):
         path.write_text(json.dumps(value))
-        assert reading.json_of(path) == value
+        assert files.json_of(path) == value
     with pytest.raises(UserError, match=r"cannot read .*absent\.json: No such file"):
-        reading.json_of(tmp_path / "absent.json")
+        files.json_of(tmp_path / "absent.json")

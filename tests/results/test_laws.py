@@ -18,13 +18,12 @@ import fake
 import pytest
 from runs import listed
 
-from dflash_bench.engine.generations import Decoded
-from dflash_bench.engine.local import LocalBackend
-from dflash_bench.records import CEILINGS, Generation
+from dflash_bench.core.types import CEILINGS, Generation
+from dflash_bench.engine.backend import LocalBackend, PromptRounds
 from dflash_bench.results import laws, parts, store, validity
-from dflash_bench.run import stopwatch
-from dflash_bench.tasks import sandbox, scoring
-from dflash_bench.tasks.scoring.answers import Score
+from dflash_bench.runner import stopwatch
+from dflash_bench.tasks import sandbox, scorers
+from dflash_bench.tasks.scorers.base import Score
 
 Main = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
@@ -289,7 +288,7 @@ def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
     run: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edited(run, lambda row: {"text": row["text"] + "!"})
-    monkeypatch.setattr("dflash_bench.rereading._Reader._tokenizers", lambda _: iter([Path("absent")]))
+    monkeypatch.setattr("dflash_bench.diagnose.reread._Reader._tokenizers", lambda _: iter([Path("absent")]))
     out = main("check", "run", "--no-rescore")[1]
     assert "note: texts were not tried: the target's tokenizer is not on this disk\n" in out
 
@@ -332,7 +331,7 @@ def test_bookkeeping_that_is_broken_gives_failed_rows(
     # Without the runner's own clock and counter, which would be the first to object.
     monkeypatch.setattr(stopwatch, "alone", lambda *_, **__: None)
     monkeypatch.setattr(stopwatch.Stopwatch, "columns", lambda *_, **__: {})
-    monkeypatch.setattr(Decoded, "generation", broken(Decoded.generation))
+    monkeypatch.setattr(PromptRounds, "generation", broken(PromptRounds.generation))
     assert fake.main(monkeypatch, *WORDS) == 1
     rows = [row for row in store.load(Path("run"))[1] if row.method in methods]
     errors = {row.generation.error for row in rows}
@@ -354,7 +353,7 @@ def test_a_scorer_that_is_always_right_is_found_by_a_sound_process(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(scoring.SCORERS.own, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
+        patched.setitem(scorers.SCORERS.own, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
         # A spoiled copy of an answer was right, too.
         assert fake.main(patched, *WORDS) == 1
     code, out, _ = main("check", "run")

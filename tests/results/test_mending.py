@@ -15,9 +15,9 @@ from fake import FakeBackend, install, main
 from runs import listed
 from test_whole import rewritten, without
 
-from dflash_bench.records import Record
+from dflash_bench.core.types import Record
 from dflash_bench.results import store
-from dflash_bench.results.run_json import read_info
+from dflash_bench.results.run_info import read_info
 from dflash_bench.results.validity import CLOCK
 
 Captured = pytest.CaptureFixture[str]

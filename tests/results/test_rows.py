@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.errors import UserError
-from dflash_bench.tasks import rows
-from dflash_bench.tasks.rows import DataSet
+from dflash_bench.core.errors import UserError
+from dflash_bench.tasks import suites
+from dflash_bench.tasks.suites import DataSet
 
 TOY = DataSet("toy", "nobody/toy", "test")
 ROWS: list[dict[str, Any]] = [
@@ -39,8 +39,8 @@ def lines(*values: object, end: str = "\n") -> str:
     return "".join(json.dumps(value, ensure_ascii=False) + end for value in values)
 
 
-def read(folder: Path) -> list[rows.Row]:
-    return [row for _, row in rows.from_folder(TOY, folder)]
+def read(folder: Path) -> list[suites.Row]:
+    return [row for _, row in suites.from_folder(TOY, folder)]
 
 
 def refusal(folder: Path) -> str:
@@ -79,7 +79,7 @@ def test_parquet_rows_equal_json_rows_and_json_is_tried_first(tmp_path: Path) ->
 
 def test_a_row_comes_with_its_place(tmp_path: Path) -> None:
     path = write(tmp_path, lines(ROWS[0]) + "\n" + lines(ROWS[1]))
-    assert [where for where, _ in rows.json_lines(path)] == [f"{path} line 1", f"{path} line 3"]
+    assert [where for where, _ in suites.json_lines(path)] == [f"{path} line 1", f"{path} line 3"]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def refused_by_hub() -> str:
     with pytest.raises(UserError) as caught:
-        rows.from_hub(TOY)
+        suites.from_hub(TOY)
     return str(caught.value)
 
 
 def test_the_hub_is_asked_for_the_commit_behind_the_revision(hub: Hub) -> None:
-    found, source = rows.from_hub(replace(TOY, subset="small"))
+    found, source = suites.from_hub(replace(TOY, subset="small"))
     assert hub.paths == ["/api/datasets/nobody/toy/revision/main"]
     assert hub.asked == {"source": "nobody/toy", "subset": "small", "split": "test", "revision": COMMIT}
     assert source == f"hub nobody/toy@{COMMIT}"
@@ -190,7 +190,7 @@ def test_the_hub_is_asked_for_the_commit_behind_the_revision(hub: Hub) -> None:
 def test_loading_from_the_hub_turns_telemetry_off() -> None:
     from huggingface_hub import constants
 
-    rows.from_hub(TOY)
+    suites.from_hub(TOY)
     assert constants.HF_HUB_DISABLE_TELEMETRY is True
 
 
@@ -209,7 +209,7 @@ def test_a_hub_that_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-        monkeypatch.setattr(rows, "HUB_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(suites, "HUB_TIMEOUT_S", 0.1)
         assert refused_by_hub() == f"cannot get nobody/toy from the hub (timed out); {REMEDY}"
 
 
@@ -236,7 +236,7 @@ def test_a_cache_that_holds_another_commit_is_refused(hub: Hub) -> None:
 
 def test_offline_mode_trusts_a_pinned_revision_without_asking(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    _, source = rows.from_hub(replace(TOY, revision=COMMIT))
+    _, source = suites.from_hub(replace(TOY, revision=COMMIT))
     assert (source, hub.paths) == (f"hub nobody/toy@{COMMIT}", [])
 
 

@@ -20,9 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import drafted, generation, pair, plain, record
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import GREEDY, SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
-from dflash_bench.results import columns, store
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
+from dflash_bench.results import schema as results_schema
+from dflash_bench.results import store
 from dflash_bench.results.identity import OF_RUN, settings_to_json
 
 INFO: dict[str, Any] = {
@@ -174,9 +175,9 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Record, Generation, Settings) for field in fields(kind)}
-    places = {column for of_place in columns.PLACES.values() for column in of_place.values()}
+    places = {column for of_place in results_schema.PLACES.values() for column in of_place.values()}
     of_run = {*OF_RUN, "method_name", "method_options", "draft", "source", "settings_id"}
-    assert set(columns.COLUMNS) == names - {"generation", "settings", *columns.PLACES} | places | of_run
+    assert set(results_schema.COLUMNS) == names - {"generation", "settings", *results_schema.PLACES} | places | of_run
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:

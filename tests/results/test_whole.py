@@ -14,7 +14,8 @@ import pytest
 from rows import generation, pair, plain, record
 from runs import SUITES, answers, changed, failing, listed, stored
 
-from dflash_bench.results import frame, parts
+from dflash_bench.results import parts
+from dflash_bench.results import table as results_table
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
@@ -168,10 +169,10 @@ def test_each_answer_counts_once_whatever_is_allowed(run: Path, main: Main) -> N
     before = numbers()
     copy_a_part(run)
     assert numbers() == before
-    for by in frame.SLICES:
-        rows = frame.read(run, by=by, allow=["doubled"]).rows
+    for by in results_table.SLICES:
+        rows = results_table.read(run, by=by, allow=["doubled"]).rows
         (run / "part-000099.parquet").rename("aside")
-        assert len(rows) == len(frame.read(run, by=by).rows)
+        assert len(rows) == len(results_table.read(run, by=by).rows)
         Path("aside").rename(run / "part-000099.parquet")
 
 
@@ -192,15 +193,15 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
         *changed(pair("control", [4, 0]), "ar", exactness="mismatch"),
     ]  # fmt: skip
     stored(tmp_path / "greedy", rows)
-    assert frame.read(tmp_path / "greedy").flaws == ()
+    assert results_table.read(tmp_path / "greedy").flaws == ()
     unlike = [replace(row, exactness=None, generation=replace(row.generation, token_ids=tuple(range(100, 109))))
               if row.method == "dflash" else row for row in pair("a", [4, 0, 1])]  # fmt: skip
     stored(tmp_path / "sampled", unlike, temperature=1.0)
-    assert frame.read(tmp_path / "sampled").flaws == ()
+    assert results_table.read(tmp_path / "sampled").flaws == ()
     again = [replace(row, repeat=1, order=row.order + 100) for row in pair("a", [4, 0, 2])]
     later = [replace(row, turn=1, order=row.order + 200) for row in [*pair("a", [1]), *pair("a", [1], repeat=1)]]
     stored(tmp_path / "long", [*pair("a", [4, 0, 2]), *again, *later], repeats=2)
-    assert frame.read(tmp_path / "long").flaws == ()
+    assert results_table.read(tmp_path / "long").flaws == ()
 
 
 # Of the checksums

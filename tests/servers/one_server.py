@@ -8,7 +8,7 @@ from typing import Any
 from fake_server import FakeServer
 from fake_words import text_of
 
-from dflash_bench.records import GREEDY, Divergence, Generation, Message, Settings
+from dflash_bench.core.types import GREEDY, Divergence, Generation, Message, Settings
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
 

@@ -10,9 +10,9 @@ import pytest
 from fake_server import END, FAULTS, FakeServer, tokens_of
 from one_server import CHAT, backend, one
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message, Settings
-from dflash_bench.servers.heard import Heard
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message, Settings
+from dflash_bench.servers.stream import StreamState
 
 DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 OF_TEXTS = ("mlx", "openai")
@@ -162,7 +162,7 @@ def test_times_are_those_of_the_stream_and_of_tokens() -> None:
 
 def test_what_arrives_in_one_piece_has_no_time_between() -> None:
     ticks = iter([1.0, 1.5, 2.0, 4.0])
-    heard = Heard(lambda: next(ticks), 20)
+    heard = StreamState(lambda: next(ticks), 20)
     heard.begin()
     heard.arrived()
     heard.delta("", None)  # the role, which is no token
@@ -177,7 +177,7 @@ def test_what_arrives_in_one_piece_has_no_time_between() -> None:
 
 
 def test_an_answer_in_a_single_piece_has_no_time_a_token() -> None:
-    heard = Heard(iter([1.0, 2.0]).__next__, 20)
+    heard = StreamState(iter([1.0, 2.0]).__next__, 20)
     heard.begin()
     heard.arrived()
     heard.delta("all of it", None, "length")
@@ -284,6 +284,6 @@ def test_thinking_is_said_where_every_server_takes_it_or_the_user_asks(dialect: 
 
 
 def test_an_empty_thought_that_a_server_repeats_is_none() -> None:
-    heard = Heard(iter([1.0]).__next__, 20, text="4", thought="\n\n")
+    heard = StreamState(iter([1.0]).__next__, 20, text="4", thought="\n\n")
     assert heard.whole_text == "4"
-    assert Heard(iter([1.0]).__next__, 20, text="4", thought="so").whole_text == "<think>so</think>4"
+    assert StreamState(iter([1.0]).__next__, 20, text="4", thought="so").whole_text == "<think>so</think>4"

@@ -8,7 +8,7 @@ import pytest
 from fake_server import Count, FakeServer
 from one_server import CHAT, backend, one
 
-from dflash_bench.counted import COUNTED
+from dflash_bench.core.types import COUNTED
 
 COUNTED_BY = [
     ({"dialect": "vllm"}, "vllm.counters"),

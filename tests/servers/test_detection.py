@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import GREEDY, Message, Settings
-from dflash_bench.secrets import Secret
-from dflash_bench.servers import counters
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.secrets import Secret
+from dflash_bench.core.types import GREEDY, Message, Settings
+from dflash_bench.servers import prometheus
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
-from dflash_bench.servers.counters import Counters
-from dflash_bench.servers.heard import Counts
+from dflash_bench.servers.prometheus import Counters
+from dflash_bench.servers.stream import AcceptanceCounts
 
 CHAT = (Message("user", "What is 6 times 7?"),)
 SECRET = "sk-very-secret"
@@ -180,7 +180,7 @@ vllm:num_requests_running{engine="0"} 1.0
 
 
 def test_counters_are_read_over_all_engines() -> None:
-    assert counters.parse(METRICS) == Counters(
+    assert prometheus.parse(METRICS) == Counters(
         "vllm",
         {
             "spec_decode_num_drafts": 12, "spec_decode_num_draft_tokens": 150, "spec_decode_num_accepted_tokens": 40,
@@ -188,23 +188,25 @@ def test_counters_are_read_over_all_engines() -> None:
         },
         {0: 10, 12: 3},
     )  # fmt: skip
-    plain = counters.parse("llamacpp:tokens_predicted_total 7\nvllm 3\n")
+    plain = prometheus.parse("llamacpp:tokens_predicted_total 7\nvllm 3\n")
     assert plain is not None
     assert not plain.count_rounds
-    assert counters.parse("process_start_time_seconds 1.7e+09\nvllm:e2e 1") is None
+    assert prometheus.parse("process_start_time_seconds 1.7e+09\nvllm:e2e 1") is None
 
 
 def at(rounds: float, drafted: float, accepted: float, tokens: float | None = None) -> Counters:
-    values = dict(zip((counters.ROUNDS, counters.DRAFTED, counters.ACCEPTED), (rounds, drafted, accepted), strict=True))
+    values = dict(
+        zip((prometheus.ROUNDS, prometheus.DRAFTED, prometheus.ACCEPTED), (rounds, drafted, accepted), strict=True)
+    )
     return Counters("vllm", values | ({} if tokens is None else {"generation_tokens": tokens}))
 
 
 @pytest.mark.parametrize(
     ("after", "num_tokens", "expected"),
     [
-        (at(13, 46, 17), 11, Counts("vllm.counters", 3, 16, 7)),
-        (at(13, 46, 17, 111), 11, Counts("vllm.counters", 3, 16, 7)),
-        (at(10, 30, 10, 111), 11, Counts("vllm.counters", 0, 0, 0)),
+        (at(13, 46, 17), 11, AcceptanceCounts("vllm.counters", 3, 16, 7)),
+        (at(13, 46, 17, 111), 11, AcceptanceCounts("vllm.counters", 3, 16, 7)),
+        (at(10, 30, 10, 111), 11, AcceptanceCounts("vllm.counters", 0, 0, 0)),
         (at(13, 46, 17, 112), 11, "counted 12 tokens for an answer of 11"),
         (at(9, 46, 17), 11, "went back"),
         (
@@ -215,11 +217,11 @@ def at(rounds: float, drafted: float, accepted: float, tokens: float | None = No
     ],
 )
 def test_what_an_answer_added_is_told_or_why_it_cannot_be(
-    after: Counters, num_tokens: int, expected: Counts | str
+    after: Counters, num_tokens: int, expected: AcceptanceCounts | str
 ) -> None:
-    added = counters.difference(at(10, 30, 10, 100), after, num_tokens)
+    added = prometheus.difference(at(10, 30, 10, 100), after, num_tokens)
     if isinstance(expected, str):
         assert expected in str(added)
     else:
         assert added == expected
-    assert "counts no rounds" in str(counters.difference(None, replace(after, wrong=None), num_tokens))
+    assert "counts no rounds" in str(prometheus.difference(None, replace(after, wrong=None), num_tokens))

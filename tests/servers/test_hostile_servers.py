@@ -19,15 +19,14 @@ import pytest
 from fake_server import FakeServer
 from one_server import CHAT, backend
 
-from dflash_bench.counted import contradiction
-from dflash_bench.errors import UserError
-from dflash_bench.records import Generation
-from dflash_bench.run import remote
-from dflash_bench.run.request import Request
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import visible
+from dflash_bench.core.types import Generation, contradiction
+from dflash_bench.runner import config
+from dflash_bench.runner.config import RunRequest
 from dflash_bench.servers import client
 from dflash_bench.servers.address import key_of, parse
 from dflash_bench.servers.backend import ServerBackend
-from dflash_bench.text import visible
 
 INPUTS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "data/hostile/servers.json").read_text())
 SECRET = "hunter2secret"
@@ -54,7 +53,7 @@ def encoded(text: str) -> bytes:
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test waits for what does not come; and none takes long."""
     monkeypatch.setattr(client, "WAITS_S", ())
-    monkeypatch.setattr("dflash_bench.servers.asking.SETTLES_S", (0.0,))
+    monkeypatch.setattr("dflash_bench.servers.requests.SETTLES_S", (0.0,))
     begin_s = time.monotonic()
     yield
     assert time.monotonic() - begin_s < LONGEST_S
@@ -97,7 +96,7 @@ def test_a_key(text: str) -> None:
 @pytest.mark.parametrize("name", INPUTS["name of a key's variable"], ids=lambda text: ascii(text)[:40])
 def test_the_name_of_a_keys_variable(name: str) -> None:
     with pytest.raises(UserError) as refused:
-        remote.access_of(Request(servers=("plain=http://a",), api_key_env=name))
+        config.access_of(RunRequest(servers=("plain=http://a",), api_key_env=name))
     said(refused.value)
 
 
@@ -268,7 +267,7 @@ def test_a_status_or_a_head_of_pages(kind: str) -> None:
 def test_proxies_of_the_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("socks9://me:hunter2secret@a", "http://[", "socks5://me:hunter2secret@a", "http://a:hunter2secret"):
         monkeypatch.setenv("HTTP_PROXY", value)
-        access = remote.access_of(Request(servers=("plain=http://127.0.0.1:9",), env_proxy=True))
+        access = config.access_of(RunRequest(servers=("plain=http://127.0.0.1:9",), env_proxy=True))
         with pytest.raises(UserError) as refused:
             ServerBackend(parse(["plain=http://127.0.0.1:9"]), access, 16)
         assert SECRET not in str(refused.value)
@@ -286,7 +285,7 @@ MOST_BYTES = 1 << 30
 CLIENT = f"""
 import asyncio, json, resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.servers import client
 from one_server import CHAT, Tokenizer
 from dflash_bench.servers.address import Access, parse

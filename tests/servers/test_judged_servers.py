@@ -12,10 +12,10 @@ from fake_server import FakeServer
 from matrix import command
 from nano_words import nano_text
 
+from dflash_bench.core.types import Message
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
-from dflash_bench.records import Message
-from dflash_bench.results import asked, store
+from dflash_bench.results import run_info, store
 from dflash_bench.servers.backend import is_same_text
 
 Main = Callable[..., tuple[int, str, str]]
@@ -36,7 +36,7 @@ def engine(main: Main, ran: Path) -> Mapping[str, list[int]]:
     """What our engine answers, by the ids of the prompt as JSON; the run is in the folder `engine`."""
     shutil.copytree(ran, "engine")
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
     return {
         json.dumps(chat.encoded(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
             *record.generation.token_ids

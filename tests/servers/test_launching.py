@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from nano_words import nano_text
 
-from dflash_bench import methods
-from dflash_bench.errors import UserError
-from dflash_bench.results import frame, store
-from dflash_bench.secrets import Arguments
-from dflash_bench.servers import keeper, launching
-from dflash_bench.servers.launching import PROGRAMS, Launched
-from dflash_bench.servers.programs.program import Serving
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.secrets import Arguments
+from dflash_bench.results import store, table
+from dflash_bench.servers import launch, supervisor
+from dflash_bench.servers.dialects.base import Serving
+from dflash_bench.servers.launch import PROGRAMS, Launched
 
 Main = Callable[..., tuple[int, str, str]]
 PROGRAM = Path(__file__).parent / "fake_program.py"
@@ -115,8 +115,8 @@ def test_what_ignores_being_ended_and_leaves_its_group_is_ended_all_the_same(
     program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = tmp_path / "keeper.py"
-    short.write_text(Path(keeper.__file__).read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.3"))
-    monkeypatch.setattr(launching.keeper, "__file__", str(short))
+    short.write_text(Path(supervisor.__file__).read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.3"))
+    monkeypatch.setattr(launch.supervisor, "__file__", str(short))
     with launched(program(ignores=True, child=str(tmp_path / "pids")), tmp_path / "logs") as servers:
         servers.start([serving()])
         processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -130,7 +130,7 @@ def test_nothing_is_left_when_we_or_the_keeper_are_killed(
     program: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
     path = program(child=str(tmp_path / "pids"))
-    command = [sys.executable, keeper.__file__, str(path), "serve", "T", "--port", "0"]
+    command = [sys.executable, supervisor.__file__, str(path), "serve", "T", "--port", "0"]
     # Whoever started the keeper is a process that only holds the other end of its standard input.
     code = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=-1); time.sleep(600)"
     starter = subprocess.Popen([sys.executable, "-c", code, *command], start_new_session=True)
@@ -182,14 +182,14 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(
 @pytest.fixture
 def engine(main: Main) -> dict[str, list[int]]:
     """What our engine answers, by the prompt's ids as JSON."""
+    from dflash_bench.core.types import Message
     from dflash_bench.models import chat, targets
     from dflash_bench.models.presets import NANO
-    from dflash_bench.records import Message
-    from dflash_bench.results import asked
+    from dflash_bench.results import run_info
 
     assert main(*ASKED, "--method", "dflash", "--out", "engine")[0] == 0
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
     return {
         json.dumps(chat.encoded(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
             *record.generation.token_ids
@@ -214,7 +214,7 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     program(answers=engine, most=24)
     code, _, err = main(*words, "--resume")
     assert (code, kept) == (0, {"ar"}), err
-    results = frame.read(Path("run"))
+    results = table.read(Path("run"))
     assert len(results.rows) == 4
     assert results.rows["error"].isna().all()
     assert set(results.rows["exactness"].dropna()) == {"exact"}

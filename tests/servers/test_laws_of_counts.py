@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from dflash_bench.analysis.conventions import CONVENTIONS, Decoded
-from dflash_bench.counted import COUNTED, LAWS, MOST_DRAFTED, contradiction
+from dflash_bench.core.types import COUNTED, LAWS, MOST_DRAFTED, contradiction
+from dflash_bench.diagnose.compare_counts import CONVENTIONS, DecodedAnswer
 
 
 def test_every_way_of_counting_has_its_law() -> None:
     assert LAWS.keys() == COUNTED.keys() == CONVENTIONS.keys()
 
 
-def decoded(number: int) -> Iterator[Decoded]:
+def decoded(number: int) -> Iterator[DecodedAnswer]:
     """Answers as engines decode them: ended by a stop anywhere in a round, or by the limit."""
     dice = random.Random(number)
     for _ in range(400):
@@ -24,7 +24,7 @@ def decoded(number: int) -> Iterator[Decoded]:
         while done < min(limit, stops):
             accepted.append(dice.choice([0, drafts, dice.randint(0, drafts)]))
             done += accepted[-1] + 1
-        yield Decoded(min(done, limit, stops), tuple(accepted), drafts, limit)
+        yield DecodedAnswer(min(done, limit, stops), tuple(accepted), drafts, limit)
 
 
 @pytest.mark.parametrize("by", sorted(LAWS))

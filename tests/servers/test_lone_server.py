@@ -12,10 +12,11 @@ from nano_words import nano_text
 from runs import listed
 
 from dflash_bench.analysis import metrics
+from dflash_bench.core.types import Message
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
-from dflash_bench.records import Message
-from dflash_bench.results import asked, frame, store
+from dflash_bench.results import run_info, store
+from dflash_bench.results import table as results_table
 
 Main = Callable[..., tuple[int, str, str]]
 PROMPTS = 4
@@ -47,7 +48,7 @@ def test_acceptance_and_speed_are_told_and_no_speedup(
 ) -> None:
     code, out, _ = main(*words(server, prompts, "run", *more))
     assert code == 0
-    read = frame.read(Path("run"))
+    read = results_table.read(Path("run"))
     (cell,) = metrics.summarise(read.rows, read.info["identity"])
     assert (cell.method, cell.num_prompts, cell.num_errors) == ("dflash", PROMPTS, 0)
     rows = store.load(Path("run"))[1]
@@ -122,7 +123,7 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
     question = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()
     assert main("run", *question, "--method", "dflash", "--out", "engine")[0] == 0
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in asked.read(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
     right = {
         json.dumps(chat.encoded(tokenizer, [Message("user", turns[row.prompt_id])], False)): [*row.generation.token_ids]
         for row in store.load(Path("engine"))[1]

@@ -11,7 +11,7 @@ import pytest
 from fake_server import FakeServer, tokens_of
 from one_server import Tokenizer, backend
 
-from dflash_bench.records import GREEDY, Message
+from dflash_bench.core.types import GREEDY, Message
 
 MANY = 1000
 FILES = 3 * MANY

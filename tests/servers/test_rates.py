@@ -15,15 +15,15 @@ import pandas as pd
 import pytest
 from fake_server import FakeServer
 
-from dflash_bench.analysis.load import loads
+from dflash_bench.analysis.concurrency import loads
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message, Settings
-from dflash_bench.report import load as words
-from dflash_bench.results import frame
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message, Settings
+from dflash_bench.report import sections as words
+from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json
-from dflash_bench.run.opening import late
-from dflash_bench.run.request import objectives
+from dflash_bench.runner.config import objectives
+from dflash_bench.runner.setup import late
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend, arrivals
 
@@ -86,7 +86,7 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
         )  # fmt: skip
         assert code == 0
         assert all("noticed arrivals" in line for line in err.splitlines()), err
-    read = frame.read(Path("run"))
+    read = table.read(Path("run"))
     assert read.info["identity"]["slo"] == {"ttft_s": 0.1, "tpot_s": 30.0}
     assert set(read.rows["settings_id"]) == {Settings(rate=rate).id for rate in (50.0, 100.0)}
     assert "rate /s" in out and "goodput /s" in out
@@ -123,7 +123,7 @@ def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> No
     goodput = load.levels[0].goodput
     assert goodput is not None
     assert (goodput.per_s, goodput.share) == (2 / 4.0, 2 / 5)
-    assert words.table([load])[1][1][-1] == "0.50 (40%)"
+    assert words.load_table([load])[1][1][-1] == "0.50 (40%)"
     assert words.sentences([load]) == []
 
 

@@ -17,8 +17,8 @@ import pytest
 from fake_server import FakeServer
 from fake_words import text_of
 
-from dflash_bench.secrets import Arguments, Secret, command, hidden, of_environment
-from dflash_bench.servers import keeper, launching
+from dflash_bench.core.secrets import Arguments, Secret, command, hidden, of_environment
+from dflash_bench.servers import launch, supervisor
 
 Main = Callable[..., tuple[int, str, str]]
 SECRET = "hunter2-very-secret"
@@ -149,12 +149,12 @@ def test_secrets_of_launched_servers_are_nowhere(
 
 
 def test_a_launched_server_is_sent_the_key_that_it_wants() -> None:
-    llamacpp, vllm = launching.PROGRAMS["llama.cpp"], launching.PROGRAMS["vllm"]
+    llamacpp, vllm = launch.PROGRAMS["llama.cpp"], launch.PROGRAMS["vllm"]
     given = Arguments(["--api-key", SECRET])
-    assert launching.key_of(vllm, given, {"VLLM_API_KEY": "other"}) == Secret(SECRET)
-    assert launching.key_of(vllm, Arguments([f"--api-key={SECRET}"]), {}) == Secret(SECRET)
-    assert launching.key_of(vllm, None, {"VLLM_API_KEY": "other"}) == Secret("other")
-    assert launching.key_of(llamacpp, None, {"VLLM_API_KEY": "other"}) is None
+    assert launch.key_of(vllm, given, {"VLLM_API_KEY": "other"}) == Secret(SECRET)
+    assert launch.key_of(vllm, Arguments([f"--api-key={SECRET}"]), {}) == Secret(SECRET)
+    assert launch.key_of(vllm, None, {"VLLM_API_KEY": "other"}) == Secret("other")
+    assert launch.key_of(llamacpp, None, {"VLLM_API_KEY": "other"}) is None
 
 
 def kept(code: str, secrets: list[str], log: Path) -> bytes:
@@ -163,9 +163,9 @@ def kept(code: str, secrets: list[str], log: Path) -> bytes:
         file.write(b"the command\n")
         file.flush()
         process = subprocess.Popen(
-            [sys.executable, "-I", keeper.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE,
+            [sys.executable, "-I", supervisor.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE,
             stdout=file, start_new_session=True,
-            env={**os.environ, keeper.TO_HIDE: json.dumps(secrets)},
+            env={**os.environ, supervisor.TO_HIDE: json.dumps(secrets)},
         )  # fmt: skip
         assert process.wait(60) == 0
     return log.read_bytes()
@@ -175,7 +175,8 @@ def test_logs_hold_no_secret_that_is_written_in_pieces_and_programs_do_not_get_t
     code = (
         "import os, sys, time\n"
         f"for letter in 'see {SECRET} and {SECRET[:7]}':\n    os.write(1, letter.encode()); time.sleep(0.002)\n"
-        f"os.write(2, b' err {SECRET}{SECRET} ' + str('{keeper.TO_HIDE}' in os.environ).encode() + b' {SECRET[:5]}')\n"
+        f"os.write(2, b' err {SECRET}{SECRET} '"
+        f" + str('{supervisor.TO_HIDE}' in os.environ).encode() + b' {SECRET[:5]}')\n"
     )
     log = kept(code, [SECRET], tmp_path / "log")
     assert log == f"the command\nsee *** and {SECRET[:7]} err ****** False {SECRET[:5]}".encode()
@@ -186,6 +187,6 @@ def test_a_log_without_end_keeps_its_beginning_and_its_end(tmp_path: Path) -> No
         "import os\nfor n in range(700):\n    os.write(1, b'%06d ' % n + b'x' * 65536 + b'\\n')\nos.write(1, b'dead')"
     )
     log = kept(code, [], tmp_path / "log")
-    assert len(log) <= keeper.LONGEST + keeper.PIECE
+    assert len(log) <= supervisor.LONGEST + supervisor.PIECE
     assert log.startswith(b"the command\n000000 x") and log.endswith(b"x\ndead")
     assert log.count(b"bytes are left out ...]") == 1

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from cages import BOXES, MARKER, Box, num_processes
 
-from dflash_bench.records import Prompt
+from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
-from dflash_bench.tasks.scoring import score
+from dflash_bench.tasks.scorers import score
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
 TESTS = """

@@ -13,9 +13,9 @@ import pytest
 from cages import BOXES, MARKER, RIGHT, Box, num_processes
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.cage import syscalls
+from dflash_bench.tasks.isolation import walls
 
-NUMBERS = syscalls.X86_64 if os.uname().machine == "x86_64" else syscalls.AARCH64
+NUMBERS = walls.X86_64 if os.uname().machine == "x86_64" else walls.AARCH64
 REFUSED = (
     "Operation not permitted|Permission denied|No such file|Read-only file system|Function not implemented"
     "|Is a directory|out of pty devices"
@@ -367,7 +367,7 @@ def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     "override",
     [
         "import os; os._exit = print",
-        "from dflash_bench.tasks.cage import answering, runner; answering.serve = runner.os = print",
+        "from dflash_bench.tasks.isolation import child, protocol; protocol.serve = child.os = print",
         "import builtins; builtins.eval = builtins.AssertionError = lambda *_: None",
         "import sys; sys.modules.clear()",
         "import sys; sys.excepthook = lambda *_: None",

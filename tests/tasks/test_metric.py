@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.errors import UserError
-from dflash_bench.tasks import scoring
+from dflash_bench.core.errors import UserError
+from dflash_bench.tasks import scorers
 
 evaluate: Any = pytest.importorskip("evaluate")
 
@@ -29,11 +29,11 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_scorer_is_loaded_by_the_path_of_the_file(name: str, predictions: list[str], tmp_path: Path) -> None:
-    metric = evaluate.load(scoring.METRIC, name, cache_dir=str(tmp_path))
+    metric = evaluate.load(scorers.METRIC, name, cache_dir=str(tmp_path))
     assert metric.compute(predictions=predictions, references=["7", "8", "10"]) == {"accuracy": pytest.approx(2 / 3)}
 
 
 @pytest.mark.parametrize("name", ["humaneval", "bleu", None])
 def test_what_is_no_scorer_of_text_lists_those_that_are(name: str | None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^unknown metric '.*'; known: aime_integer, gsm8k_number, math$"):
-        evaluate.load(scoring.METRIC, name, cache_dir=str(tmp_path))
+        evaluate.load(scorers.METRIC, name, cache_dir=str(tmp_path))

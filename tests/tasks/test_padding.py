@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message, Prompt
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message, Prompt
 from dflash_bench.tasks import padding, suites
 from dflash_bench.tasks.padding import BETWEEN, Padding, example, pad
 from dflash_bench.tasks.suites import Loaded, Suite

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_bench.tasks.cage import plain, testing
-from dflash_bench.tasks.cage.link import ClosedError, Link
+from dflash_bench.tasks.isolation import protocol, testing
+from dflash_bench.tasks.isolation.protocol import ClosedError, Link
 
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
@@ -32,7 +32,7 @@ VALUES = st.recursive(
 
 
 def there_and_back(value: object) -> Any:
-    return plain.from_bytes(plain.to_bytes(value))
+    return protocol.from_bytes(protocol.to_bytes(value))
 
 
 @given(VALUES)
@@ -86,8 +86,8 @@ def test_what_is_built_on_a_plain_type_comes_back_as_that_type(value: object, ba
     result = there_and_back(value)
     assert repr(result) == repr(back)
     assert type(result) is type(back)
-    with pytest.raises(plain.NotPlainError):
-        plain.to_bytes(value, exact=True)
+    with pytest.raises(protocol.NotPlainError):
+        protocol.to_bytes(value, exact=True)
 
 
 def test_iterators_and_views_stay_what_they_are() -> None:
@@ -102,41 +102,41 @@ def test_iterators_and_views_stay_what_they_are() -> None:
 @given(st.binary(max_size=200))
 @settings(max_examples=500, deadline=None)
 def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
-    with contextlib.suppress(plain.MalformedError):
-        plain.from_bytes(data)
+    with contextlib.suppress(protocol.MalformedError):
+        protocol.from_bytes(data)
 
 
 @given(VALUES, st.data())
 @settings(max_examples=300, deadline=None)
 def test_damaged_values_are_values_or_malformed(value: object, data: st.DataObject) -> None:
-    damaged = bytearray(plain.to_bytes(value))
+    damaged = bytearray(protocol.to_bytes(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(plain.MalformedError):
-        plain.from_bytes(bytes(damaged))
+    with contextlib.suppress(protocol.MalformedError):
+        protocol.from_bytes(bytes(damaged))
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"", b"l", struct.pack("<cI", b"q", 0), struct.pack("<cI", b"l", 2**32 - 1), struct.pack("<cI", b"i", 9) + b"1",
-        struct.pack("<cI", b"e", 1) + plain.to_bytes([]), struct.pack("<cI", b"d", 1) + plain.to_bytes(1),
-        struct.pack("<cI", b"s", 1) + b"\xff", struct.pack("<cI", b"r", 1) + plain.to_bytes("x"),
-        struct.pack("<cI", b"f", 3) + b"abc", plain.to_bytes(1) + b"x", struct.pack("<cI", b"l", 1) * 100_000,
+        struct.pack("<cI", b"e", 1) + protocol.to_bytes([]), struct.pack("<cI", b"d", 1) + protocol.to_bytes(1),
+        struct.pack("<cI", b"s", 1) + b"\xff", struct.pack("<cI", b"r", 1) + protocol.to_bytes("x"),
+        struct.pack("<cI", b"f", 3) + b"abc", protocol.to_bytes(1) + b"x", struct.pack("<cI", b"l", 1) * 100_000,
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_value(data: bytes) -> None:
-    with pytest.raises(plain.MalformedError):
-        plain.from_bytes(data)
+    with pytest.raises(protocol.MalformedError):
+        protocol.from_bytes(data)
 
 
 def test_neither_too_much_nor_too_deep() -> None:
     for value in ("x" * 2**20, [0] * 2**18, 1 << 2**23, iter(lambda: 0, 1)):
-        with pytest.raises(plain.TooMuchError, match="more than 1048576 bytes"):
-            plain.to_bytes(value)
+        with pytest.raises(protocol.TooMuchError, match="more than 1048576 bytes"):
+            protocol.to_bytes(value)
     nested: list[Any] = []
     nested.append(nested)
-    with pytest.raises(plain.TooMuchError, match="deeper than 64"):
-        plain.to_bytes(nested)
+    with pytest.raises(protocol.TooMuchError, match="deeper than 64"):
+        protocol.to_bytes(nested)
 
 
 # ---- the tests' side, by itself --------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def hearing(monkeypatch: pytest.MonkeyPatch, *sent: bytes) -> testing.Tests:
 
 
 def framed(value: object) -> bytes:
-    data = plain.to_bytes(value)
+    data = protocol.to_bytes(value)
     return struct.pack("<I", len(data)) + data
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message
 from dflash_bench.tasks import prompts
 
 

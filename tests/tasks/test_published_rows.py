@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import prompts, suites
 
 SPEC_BENCH = [

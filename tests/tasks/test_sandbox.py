@@ -291,7 +291,8 @@ def test_walls_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
 def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeypatch: Patch) -> None:
     """It knows fewer rights; emptying a file that may be read, for one, is not among the first."""
     older = (
-        "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.cage import kernel, keeper\n"
+        "import sys; sys.path.append(sys.argv[1])\n"
+        "from dflash_bench.tasks.isolation import walls as kernel, supervisor as keeper\n"
         "call = kernel.system_call\n"
         f"kernel.system_call = lambda n, *args: {version} if (n, args[0]) == (444, None) else call(n, *args)\n"
         "keeper.main()"

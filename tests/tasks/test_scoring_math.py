@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_bench.records import Prompt
-from dflash_bench.tasks.scoring import score
+from dflash_bench.core.types import Prompt
+from dflash_bench.tasks.scorers import score
 
 pytest.importorskip("math_verify")
 

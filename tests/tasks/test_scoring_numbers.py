@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_bench.records import Prompt
-from dflash_bench.tasks.scoring import score
-from dflash_bench.tasks.scoring.answers import Score
+from dflash_bench.core.types import Prompt
+from dflash_bench.tasks.scorers import score
+from dflash_bench.tasks.scorers.base import Score
 
 GSM8K = [
     # reference, text, passed

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_bench.errors import UserError
-from dflash_bench.records import Message, Prompt
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message, Prompt
 from dflash_bench.tasks import suites
 from dflash_bench.tasks.suites import Suite
 

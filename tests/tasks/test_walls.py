@@ -9,7 +9,7 @@ import pytest
 from cages import ASKED_BY_US, MARKER, SHORT, num_processes
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.cage import kernel
+from dflash_bench.tasks.isolation import walls
 from dflash_bench.tasks.sandbox import Cage, ProgramOutcome
 
 Run = Callable[[str], ProgramOutcome]
@@ -54,7 +54,7 @@ def test_namespaces_have_no_network_and_end_with_all_their_processes(alone: Call
 
 def test_landlock_ends_signals_and_connections_at_its_border(alone: Callable[[str], Run]) -> None:
     run = alone("landlock")
-    version = kernel.system_call(444, None, 0, 1)
+    version = walls.system_call(444, None, 0, 1)
     if version < 6:
         pytest.skip(f"version {version} of Landlock rules over neither")
     assert "Operation not permitted" in run("import os\nos.kill(os.getppid(), 9)").reason

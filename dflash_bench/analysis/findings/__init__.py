@@ -11,12 +11,12 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import loops, machines, over_time, pace, serving, speed, witnesses
+from dflash_bench.analysis.findings import repetition, servers, speed, timing, witnesses
 from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Remedy, Seen, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, option_of, tokens_a_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.methods import has_draft, is_lossy, is_probe, is_tree
-from dflash_bench.records import CODE_SCORERS, Divergence
+from dflash_bench.core.methods import has_draft, is_lossy, is_probe, is_tree
+from dflash_bench.core.types import CODE_SCORERS, Divergence
 from dflash_bench.tasks import sandbox
 
 __all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
@@ -257,12 +257,12 @@ _CODE = {
 
 
 CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
-    _mismatch, witnesses.proves_nothing, pace.slow_plain,
-    serving.worse_answers, serving.plain_drafts, _failed, _no_baseline, serving.unjudged, _lossy,
+    _mismatch, witnesses.proves_nothing, timing.slow_plain,
+    servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
     _near_ties, _nothing_drafted,
-    loops.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
-    speed.unclear, _saturated, over_time.first_is_slow, over_time.outliers, over_time.drift, _truncated, _few_prompts,
-    speed.wide_interval, _code, serving.other_servers, serving.compared_by_text, serving.reused_prompts,
-    serving.uncounted, serving.derived_rounds, machines.shared_machine, machines.unlike_machines, _unpinned,
-    machines.shared_weights, machines.fallback, witnesses.untried,
+    repetition.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
+    speed.unclear, _saturated, timing.first_is_slow, timing.outliers, timing.drift, _truncated, _few_prompts,
+    speed.wide_interval, _code, servers.other_servers, servers.compared_by_text, servers.reused_prompts,
+    servers.uncounted, servers.derived_rounds, timing.shared_machine, timing.unlike_machines, _unpinned,
+    timing.shared_weights, timing.fallback, witnesses.untried,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflash_bench.analysis.findings.case import Case, Remedy, Seen
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.methods import METHODS, has_draft, is_probe, name_of
+from dflash_bench.core.methods import METHODS, has_draft, is_probe, name_of
 
 DEAD_AL = 1.05
 FIRST_KEPT = 0.5

@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench import reading
-from dflash_bench.analysis import changes
-from dflash_bench.analysis.metrics import FIGURES, Cell
-from dflash_bench.analysis.terms import COLUMN, TERMS
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.records import SCHEMA_VERSION, CellKey, Settings
-from dflash_bench.results import shape
-from dflash_bench.results.columns import SCHEMA, refuse_other_schema
-from dflash_bench.results.frame import Results
+from dflash_bench.analysis import compare
+from dflash_bench.analysis.metrics import COLUMN, FIGURES, TERMS, Cell
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.types import SCHEMA_VERSION, CellKey, Settings
+from dflash_bench.results import schema
 from dflash_bench.results.identity import settings_of, short_names
+from dflash_bench.results.schema import SCHEMA, refuse_other_schema
+from dflash_bench.results.table import Results
 
 DIGITS = 10
 """Significant digits kept of seconds: more than a clock has."""
@@ -55,19 +54,19 @@ Runs = Mapping[CellKey, tuple[Cell, ...]]
 
 
 SHAPE: dict[str, Any] = {
-    "identity": shape.IDENTITY,
-    "environment": shape.MACHINE,
+    "identity": schema.IDENTITY,
+    "environment": schema.MACHINE,
     "with_timings": bool,
     "limits": dict,
-    "prompt_hashes": {shape.ANY: {shape.ANY: str}},
+    "prompt_hashes": {schema.ANY: {schema.ANY: str}},
     "cells": [
         {
             "suite": str,
             "method": str,
-            "settings": shape.SETTINGS,
+            "settings": schema.SETTINGS,
             "prompts": [str],
             "figures?": dict,
-            "sums": {shape.ANY: list},
+            "sums": {schema.ANY: list},
         }
     ],
 }
@@ -89,7 +88,7 @@ class Baseline:
         return len(next(iter(self.cells.values())))
 
     def as_results(self) -> Results:
-        """Results with just what `changes.differences` reads."""
+        """Results with just what `compare.differences` reads."""
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
@@ -121,13 +120,13 @@ def cell_name(cell: Cell) -> str:
 def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
     """Writes a baseline. Raises UserError for runs without plain answers, and for runs that differ."""
     for other in runs[1:]:
-        changes.refuse_unlike(runs[0], other, ())
-    cells = by_key(runs, [changes.summarised(results) for results in runs])
+        compare.refuse_unlike(runs[0], other, ())
+    cells = by_key(runs, [compare.summarised(results) for results in runs])
     judged = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
     counts = ["answers", "paired"] if with_timings else ["answers"]
     kept = list(dict.fromkeys([*counts, *(term for figure in judged for term in (*figure.top, *figure.bottom))]))
     hashes: dict[str, dict[str, str]] = {}
-    for suite, prompt, text in changes.hashes(runs[0].rows).itertuples(index=False, name=None):
+    for suite, prompt, text in compare.hashes(runs[0].rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
     environment = runs[0].info.get("environment") or {}
     stored = {
@@ -140,7 +139,7 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
         "prompt_hashes": hashes,
         "cells": [_cells_as_json(of_runs, kept, with_timings) for of_runs in cells.values() if of_runs[0].num_prompts],
     }
-    reading.require_output(path)
+    files.require_output(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_one_cell_a_line(stored), encoding="utf-8")
@@ -153,7 +152,7 @@ def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: boo
     first = cells[0]
     if any(set(cell.prompts) != set(first.prompts) for cell in cells):
         raise UserError(f"the runs did not all answer the same prompts of {first.suite} by {first.method}")
-    in_order = changes.on_common_prompts(*cells, first)[:-1]
+    in_order = compare.on_common_prompts(*cells, first)[:-1]
     if len(in_order[0]) < len(first.prompts):
         raise UserError(f"the runs did not answer the prompts of {first.suite} by {first.method} equally often")
     figures = [name for name in LIMITS if name in first.figures and (with_timings or not FIGURES[name].is_timing)]
@@ -187,7 +186,7 @@ def _cell_lines(cell: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Baseline:
-    stored = reading.json_of(path)
+    stored = files.json_of(path)
     if not isinstance(stored, dict) or "cells" not in stored or not ({SCHEMA, "format"} & stored.keys()):
         raise UserError(f"{path} is not a baseline; write one with: dflash-bench baseline RUN... -o FILE")
     again = "write it again with: dflash-bench baseline RUN... -o FILE"
@@ -196,7 +195,7 @@ def read(path: Path) -> Baseline:
     refuse_other_schema(path, stored, again)
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
-    for fault in shape.faults(SHAPE, stored, ""):
+    for fault in schema.shape_faults(SHAPE, stored, ""):
         raise UserError(f"{path} is damaged: {fault.lstrip('.')}; {again}")
     try:
         return _baseline_of_json(str(path), stored)
@@ -226,7 +225,7 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str]) -> 
     num_runs = max(map(len, runs.values()), default=0)
     sums = np.zeros((num_runs, len(stored["prompts"]), len(TERMS)))
     for name, values in runs.items():
-        if name not in TERMS or len(values) != num_runs or any(shape.faults([[float]], values, "")):
+        if name not in TERMS or len(values) != num_runs or any(schema.shape_faults([[float]], values, "")):
             raise ValueError(f"the sums {name!r} are unknown, or not a list of numbers for each run")
         if any(len(of_run) != sums.shape[1] or min(of_run) < 0 for of_run in values):
             raise ValueError(f"the sums {name!r} are negative, or not one for each prompt")
@@ -250,7 +249,7 @@ def _check_figures(stored: Mapping[str, Any], sums: Any) -> None:
     """
     for name, values in stored.get("figures", {}).items():
         where = f"the figure {name!r} of {stored['suite']} {stored['method']}"
-        if name not in LIMITS or any(shape.faults([float], values, "")) or len(values) != len(sums):
+        if name not in LIMITS or any(schema.shape_faults([float], values, "")) or len(values) != len(sums):
             raise ValueError(f"{where} is unknown, or not a number for each run")
         for value, of_run in zip(values, sums, strict=True):
             given = float(FIGURES[name].statistic(of_run.sum(axis=0)))
@@ -260,7 +259,7 @@ def _check_figures(stored: Mapping[str, Any], sums: Any) -> None:
 
 def read_limits(path: Path) -> dict[str, Limit]:
     """Reads a TOML file with a table per figure, such as ["al.pooled"] with `fall = 0.01` or `at_least = 4` in it."""
-    return _limits(str(path), reading.toml_of(path))
+    return _limits(str(path), files.toml_of(path))
 
 
 def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
@@ -277,7 +276,7 @@ def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
                 continue
             if key == "run_noise" and not FIGURES[name].is_timing:
                 raise UserError(f"{where}: {name} cannot have run_noise, because it is not a timing")
-            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < shape.MOST
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < schema.MOST
             if not number or value < 0:
                 raise UserError(f"{where}: {name} {key} must be a number of 0 or more, not {value!r}")
             if key == "fall" and value >= 1:

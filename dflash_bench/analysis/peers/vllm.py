@@ -9,8 +9,8 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-from dflash_bench import reading
-from dflash_bench.errors import UserError
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
 
 FORMULAS = {
     "tps.served": "output tokens / wall time, all requests together",
@@ -23,7 +23,7 @@ POSITIONS = "spec_decode_per_position_acceptance_rates"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class VllmBenchResult:
     """Figures by formula id; those that the file does not hold are absent."""
 
     name: str
@@ -35,16 +35,16 @@ class Served:
     figures: Mapping[str, float]
 
 
-def read_result(path: Path) -> Served:
+def read_result(path: Path) -> VllmBenchResult:
     """Raises UserError for a file that is not such a result, and names the key of a value that is not a number."""
-    result = reading.json_of(path)
+    result = files.json_of(path)
     if not isinstance(result, dict) or "output_throughput" not in result or "completed" not in result:
         raise UserError(f"{path} is not a result of vllm bench serve (it needs output_throughput and completed)")
     completed, failed, concurrency = (_count(path, result, key) for key in ("completed", "failed", "max_concurrency"))
     if not completed:
         raise UserError(f"{path}: no request was completed")
     model = str(result.get("model_id") or "model not stated")
-    return Served(str(path), model, completed, failed, concurrency, _figures(path, result))
+    return VllmBenchResult(str(path), model, completed, failed, concurrency, _figures(path, result))
 
 
 def _figures(path: Path, result: Mapping[str, Any]) -> dict[str, float]:

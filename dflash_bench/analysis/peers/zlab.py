@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, without_errors
-from dflash_bench.methods import name_of
+from dflash_bench.core.methods import name_of
 
 KNOWN = (BASELINE, "dflash")
 """The methods of the official harness."""

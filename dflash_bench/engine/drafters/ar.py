@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.sampling import Sampler, inverse_cdf
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 

@@ -13,15 +13,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from dflash_bench.engine.costs import Pace
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.drafters.dflash import DFlashDrafter, PacedDrafter
-from dflash_bench.engine.packing import Product
+from dflash_bench.engine.forward.packed import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
-from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.dflash import DFlashDraft
 
 MOST_NODES = 63
 """As many as nodes=auto chooses from."""
@@ -78,7 +78,7 @@ class DDTreeDrafter(DFlashDrafter):
 
 
 class AutoDDTreeDrafter(PacedDrafter, DDTreeDrafter):
-    """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`costs.py`)."""
+    """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`engine/adaptive.py`)."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class AutoDDTreeDrafter(PacedDrafter, DDTreeDrafter):
         block_size: int | None = None,
     ) -> None:
         super().__init__(draft, embedding, head, nodes, top_k, block_size)
-        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu")
+        self.pace = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu")
 
     def propose(self) -> Draft:
         self.pace.start()

@@ -9,19 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import rotations
-from dflash_bench.engine.costs import Pace
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.cached import CachedDrafter
-from dflash_bench.engine.drafters.picking import Picker
-from dflash_bench.engine.lean_dflash import LeanDFlash
-from dflash_bench.engine.packing import Product, packed_head
+from dflash_bench.engine.drafters.base import CachedDrafter, Picker
+from dflash_bench.engine.forward.native_drafts import LeanDFlash
+from dflash_bench.engine.forward.packed import Product, packed_head
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.methods import Method
-from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.models.layout import laid_out
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.weights import laid_out
 
 MARGIN = 0.02
 """How much slower a block may seem than the best width and still be verified further."""
@@ -142,7 +141,7 @@ class DFlashDrafter(CachedDrafter):
 class PacedDrafter(DFlashDrafter):
     """One that sends only as much of its draft to be verified as pays; `pace` learns from what each round kept."""
 
-    pace: Pace
+    pace: AdaptiveLength
 
     def begin(self, num_rows: int, capacity: int) -> None:
         super().begin(num_rows, capacity)
@@ -157,7 +156,7 @@ class PacedDrafter(DFlashDrafter):
 
 
 class AutoDFlashDrafter(PacedDrafter):
-    """Drafts the whole block, and sends as much of it to be verified as pays (`costs.py`).
+    """Drafts the whole block, and sends as much of it to be verified as pays (`engine/adaptive.py`).
 
     The pass itself stays as wide as the draft was trained: a narrower one predicts worse and costs hardly less. How
     much is verified depends on the draft's probabilities alone, never on a token drawn from them: of drawn tokens, only
@@ -169,7 +168,7 @@ class AutoDFlashDrafter(PacedDrafter):
         self, draft: DFlashDraft, embedding: nn.Module, head: Product, rule: str = "match", steps: int = 1
     ) -> None:
         super().__init__(draft, embedding, head, None, rule, steps)
-        self.pace = Pace(self.num_drafts, lags=self.device.type != "cpu", margin=MARGIN)
+        self.pace = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu", margin=MARGIN)
 
     def propose(self) -> Draft:
         self.pace.start()

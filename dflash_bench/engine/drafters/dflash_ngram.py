@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.base import Text, chains
 from dflash_bench.engine.drafters.dflash import DFlashDrafter, block_size
-from dflash_bench.engine.drafters.hosted import Text, chains
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.methods import Method
-from dflash_bench.models.dflash import DFlashDraft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.dflash import DFlashDraft
 
 
 class DFlashNGramDrafter:

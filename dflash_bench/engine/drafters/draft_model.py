@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.picking import Picker
-from dflash_bench.engine.networks import alike
+from dflash_bench.engine.drafters.base import Picker
+from dflash_bench.engine.selection import alike
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 

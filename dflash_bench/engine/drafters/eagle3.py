@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import causal_mask, rotations, to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.cached import CachedDrafter
-from dflash_bench.engine.lean_eagle3 import LeanEagle3
+from dflash_bench.engine.drafters.base import CachedDrafter
+from dflash_bench.engine.forward.native_drafts import LeanEagle3
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.methods import Method
-from dflash_bench.models.eagle3 import Eagle3Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
 
 def build(models: Models, target: Target, method: Method) -> Eagle3Drafter:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
-from dflash_bench.models.eagle3 import Eagle3Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
 
 def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:

@@ -18,15 +18,15 @@ from dataclasses import replace
 
 import torch
 
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.hosted import HostDrafter, Text, Trie, generator, trees
+from dflash_bench.engine.drafters.base import HostDrafter, Text, Trie, generator, trees
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 
-class Pool:
+class NgramPool:
     """By first token, the rests of the N-grams that were seen last, at most `size`."""
 
     def __init__(self, size: int) -> None:
@@ -50,7 +50,7 @@ class Window:
     Until all levels are there each round adds one; the first begins as much longer, since a round costs it a place.
     """
 
-    def __init__(self, prompt: Text, width: int, size: int, pool: Pool) -> None:
+    def __init__(self, prompt: Text, width: int, size: int, pool: NgramPool) -> None:
         self.size, self.pool = size, pool
         self.levels = [generator(0, prompt).choices(prompt, k=width + size - 3)]
         self.ends: list[int] = []
@@ -89,7 +89,7 @@ class LookaheadDrafter(HostDrafter):
         super().__init__(max_nodes(width, size, num_guesses), device)
 
     def start(self, row: int, prompt: Text) -> None:
-        self.windows[row] = Window(prompt, self.width, self.size, Pool(self.num_guesses))
+        self.windows[row] = Window(prompt, self.width, self.size, NgramPool(self.num_guesses))
 
     def observe(self, committed: Committed) -> None:
         super().observe(committed)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dflash_bench.engine.architecture import final_norm
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.ddtree import Levels, best_nodes
+from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
-from dflash_bench.models.layout import laid_out
 from dflash_bench.models.loading import Models
-from dflash_bench.models.medusa import MedusaHeads
+from dflash_bench.models.nets.medusa import MedusaHeads
+from dflash_bench.models.weights import laid_out
 
 
 def build(models: Models, target: Target, method: Method) -> MedusaDrafter:

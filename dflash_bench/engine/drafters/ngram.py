@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from dflash_bench.engine.drafters.hosted import HostDrafter, Text
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.drafters.base import HostDrafter, Text
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_bench.engine.clock import HostClock
-from dflash_bench.engine.decoding import decode
+from dflash_bench.core.methods import Method
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.drafters.hosted import HostDrafter, Text
+from dflash_bench.engine.drafters.base import HostDrafter, Text
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.sequences import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 

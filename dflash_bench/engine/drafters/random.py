@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from dflash_bench.engine.drafters.hosted import HostDrafter, Text, generator
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.drafters.base import HostDrafter, Text, generator
 from dflash_bench.engine.target import Target
-from dflash_bench.methods import Method
 from dflash_bench.models.loading import Models
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash_bench.engine.drafters.hosted import HostDrafter, Trie, trees
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.drafters.base import HostDrafter, Trie, trees
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.errors import UserError
-from dflash_bench.methods import Method
 from dflash_bench.models import datastore
 from dflash_bench.models.datastore import END, Datastore, Places
 from dflash_bench.models.loading import Models

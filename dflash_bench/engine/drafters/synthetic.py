@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from dflash_bench.engine.drafters.hosted import Text, generator
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import MAX_DRAFTS, Method
+from dflash_bench.engine.drafters.base import Text, generator
 from dflash_bench.engine.drafters.oracle import OracleDrafter
 from dflash_bench.engine.target import Target
-from dflash_bench.errors import UserError
-from dflash_bench.methods import MAX_DRAFTS, Method
 from dflash_bench.models.loading import Models
 
 

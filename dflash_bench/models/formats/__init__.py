@@ -1,30 +1,125 @@
-"""Checkpoints of drafts in the formats of their publishers: read into one description, checked, written again.
-
-A format is a file here with a reader and a writer; the networks know nothing of formats. A checkpoint is never loaded
-in part: an error names what is missing, surplus, of the wrong shape or made for another target.
-"""
+"""Draft checkpoints in the formats in which they are published: recognised, and read as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dflash_bench.errors import DraftProblem, UserError, unknown
-from dflash_bench.models import files
-from dflash_bench.models.dflash import DFlashDraft
-from dflash_bench.models.folders import read_config
-from dflash_bench.models.formats import checks, fields
-from dflash_bench.models.formats.checkpoint import Checkpoint, DraftModel, Format, TargetShape
-from dflash_bench.models.formats.detect import FORMATS, detect
+from dflash_bench.core.errors import DraftProblem, UserError, unknown
+from dflash_bench.models import weights
+from dflash_bench.models.formats import base, deepspec, safeailab, speculators, zlab
+from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
+from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.dflash import DFlashDraft
 
 __all__ = [
-    "FORMATS", "Checkpoint", "DraftModel", "Format", "TargetShape", "format_named", "load_draft", "problems",
-    "read_checkpoint", "read_config", "save_draft",
-]  # fmt: skip
+    "FORMATS",
+    "Checkpoint",
+    "DraftModel",
+    "Format",
+    "TargetShape",
+    "format_named",
+    "load_draft",
+    "problems",
+    "read_checkpoint",
+    "read_config",
+    "save_draft",
+]
+
+# Which format is this? Decided by the config and the names of tensors; unsupported kinds that we know are named.
+
+
+FORMATS = {
+    (form.name, form.kind): form
+    for form in (
+        zlab.DFLASH, speculators.DFLASH, speculators.EAGLE3, deepspec.DFLASH, deepspec.EAGLE3, safeailab.EAGLE3,
+    )
+}  # fmt: skip
+SPECULATORS = {"dflash": speculators.DFLASH, "eagle3": speculators.EAGLE3}
+ARCHITECTURES = {
+    "DFlashDraftModel": zlab.DFLASH,
+    "Qwen3DSparkModel": deepspec.DFLASH,
+    "Qwen3Eagle3Model": deepspec.EAGLE3,
+}
+UNSUPPORTED_ARCHITECTURES = {
+    "DFlash2DraftModel": "DFlash 2",
+    "DominoDraftModel": "Domino",
+    "DSparkDraftModel": "DSpark",
+    "QwenDFlareDraftModel": "DFlare",
+    "LiLiCorrDraftModel": "LiLiCorr",
+    "XPressDraftModel": "XPress",
+    "PEagleDraftModel": "P-EAGLE",
+    "Gemma4DSparkModel": "DeepSpec's DFlash for Gemma 4",
+    "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
+}
+UNSUPPORTED_TENSORS = {
+    r"candidate_selector\.|.*(attention|mlp)_conv\.": "DFlash 2",
+    r"(logit_head\.)?(prefix_gru|embed_proj)\.": "Domino",
+    r"layer_fusion_weights|.*\.[kv]_proj_target\.": "DFlare",
+    r"markov_head\.": "DSpark",
+    r"confidence_head\.": "DSpark with a confidence head",
+    r"mask_hidden$": "P-EAGLE",
+    r"lilicorr\.": "LiLiCorr",
+    r"refiner_head\.": "XPress",
+    r"encoder\.fc\.": "an assistant for transformers' own DFlash",
+    r"\d+\.\d+\.linear\.": "Medusa",
+}
+LOOKED_FOR = (
+    "config.json with speculators_model_type, dflash_config, draft_vocab_size or the architectures "
+    f"{', '.join(ARCHITECTURES)}; tensors midlayer.* or d2t"
+)
+
+
+def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
+    """The format of a folder. Raises UserError, with a name if we know one, for what is not supported."""
+    names = list(names)
+    architectures = config.get("architectures") or ()
+    _refuse_unsupported(folder, config, architectures, names)
+    if "speculators_model_type" in config:
+        return _speculators(folder, config)
+    for name in architectures:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if "dflash_config" in config:
+        return zlab.DFLASH
+    if "draft_vocab_size" in config or any(name == "d2t" or name.startswith("midlayer.") for name in names):
+        return safeailab.EAGLE3
+    raise UserError(f"{folder} is not a draft that we know; looked for {LOOKED_FOR}")
+
+
+def _speculators(folder: Path, config: Json) -> Format:
+    kind = config["speculators_model_type"]
+    if kind not in SPECULATORS:
+        raise UserError(
+            f"{folder}: a speculators draft of type {kind!r} is not supported; only {', '.join(SPECULATORS)} are"
+        )
+    return SPECULATORS[kind]
+
+
+def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> None:
+    for architecture in architectures:
+        if architecture in UNSUPPORTED_ARCHITECTURES:
+            what = UNSUPPORTED_ARCHITECTURES[architecture]
+            raise UserError(f"{folder} is {what} (architecture {architecture}), which is not supported")
+    for name in names:
+        for pattern, what in UNSUPPORTED_TENSORS.items():
+            if re.match(pattern, name):
+                raise UserError(f"{folder} is {what} (tensor {name}), which is not supported")
+    if config.get("markov_rank"):
+        raise UserError(f"{folder} is DSpark (markov_rank {config['markov_rank']}), which is not supported")
+    if (folder / "mask_embedding.pt").exists():
+        raise UserError(f"{folder} has its mask's embedding in mask_embedding.pt, which is not supported")
+
+
+# Checkpoints of drafts in the formats of their publishers: read into one description, checked, written again.
+#
+# A format is a file here with a reader and a writer; the networks know nothing of formats. A checkpoint is never loaded
+# in part: an error names what is missing, surplus, of the wrong shape or made for another target.
 
 
 def load_draft(
@@ -39,7 +134,7 @@ def load_draft(
     if checkpoint.target_head:
         assert head is not None
         checkpoint = checkpoint.with_head(head)
-    draft = checks.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
+    draft = base.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
     draft.load_state_dict(dict(checkpoint.tensors))
     return draft.eval()
 
@@ -52,14 +147,14 @@ def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, 
     kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
     form = format_named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
     checkpoint = Checkpoint(draft.config, draft.state_dict())
-    files.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
+    weights.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
 
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
     """A folder's format and description. Call `problems` to check that it is complete and fits."""
     config, path = read_config(folder), folder / "config.json"
-    tensors = files.read_tensors(folder, files.only_maps if headers_only else files.everything)
-    checks.check_map(str(folder), tensors)
+    tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
+    base.check_map(str(folder), tensors)
     try:
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
@@ -69,14 +164,14 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
         raise UserError(f"{path} lacks {error}") from error
     except (AttributeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise UserError(f"{path} holds a value of the wrong type ({error})") from error
-    checks.check_values(str(path), checkpoint.config)
-    return form, replace(checkpoint, tensors=fields.with_whole_map(checkpoint.config, checkpoint.tensors))
+    base.check_values(str(path), checkpoint.config)
+    return form, replace(checkpoint, tensors=base.with_whole_map(checkpoint.config, checkpoint.tensors))
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:
     """Everything that prevents running it. Without a target, what the file alone shows."""
-    yield from checks.misfits(checkpoint.config, target or checks.own_target(checkpoint.config))
-    yield from checks.unsound_tensors(checkpoint, form.layer)
+    yield from base.misfits(checkpoint.config, target or base.own_target(checkpoint.config))
+    yield from base.unsound_tensors(checkpoint, form.layer)
 
 
 def format_named(name: str, kind: str) -> Format:

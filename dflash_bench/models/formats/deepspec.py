@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_bench.errors import UserError
-from dflash_bench.models.dflash import DFlashConfig
-from dflash_bench.models.eagle3 import Eagle3Config
-from dflash_bench.models.formats import dflash, fields, variants
-from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.formats import base, variants, zlab
+from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.dflash import DFlashConfig
+from dflash_bench.models.nets.eagle3 import Eagle3Config
 
 LAYER = "layers.0."
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
-    return dflash.checkpoint(
+    return zlab.checkpoint(
         config,
         tensors,
         depth,
@@ -30,7 +30,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 def read_eagle3(config: Json, tensors: Tensors, _depth: int | None) -> Checkpoint:
     variants.refuse(config, "an EAGLE-3 draft", variants.OF_LAYERS)
-    fields.refuse(config, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
+    base.refuse(config, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
     draft = Eagle3Config(
         draft_vocab_size=config["vocab_size"],
         target_layer_ids=_taps(config),
@@ -38,9 +38,9 @@ def read_eagle3(config: Json, tensors: Tensors, _depth: int | None) -> Checkpoin
         attention_bias=config.get("attention_bias", False),
         qk_norm=True,
         own_embedding="embed_tokens.weight" in tensors,
-        **fields.body(config, "an EAGLE-3 draft"),
+        **base.body(config, "an EAGLE-3 draft"),
     )
-    return Checkpoint(draft, fields.renamed(tensors, LAYER, "midlayer."), config.get("_name_or_path"))
+    return Checkpoint(draft, base.renamed(tensors, LAYER, "midlayer."), config.get("_name_or_path"))
 
 
 def _taps(config: Json) -> tuple[int, ...]:
@@ -53,13 +53,13 @@ def _taps(config: Json) -> tuple[int, ...]:
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
-    fields.cannot_hold(
+    base.cannot_hold(
         "deepspec",
         infill_labels=not config.shifted_labels,
         draft_vocab_size=config.draft_vocab_size,
         target_hidden_size=config.target_hidden_size,
     )
-    fields.needs_vocabulary("deepspec", checkpoint)
+    base.needs_vocabulary("deepspec", checkpoint)
     header = {
         "architectures": ["Qwen3DSparkModel"],
         "block_size": config.block_size,
@@ -76,7 +76,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
     reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
-    fields.cannot_hold(
+    base.cannot_hold(
         "deepspec",
         draft_vocab_size=reduced,
         target_hidden_size=config.target_hidden_size,
@@ -86,10 +86,10 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         norm_output=config.norm_output,
         layer_without_query_and_key_norms=not config.qk_norm,
     )
-    fields.needs_vocabulary("deepspec", checkpoint)
+    base.needs_vocabulary("deepspec", checkpoint)
     header = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}
-    tensors = fields.without_whole_map(config, checkpoint.tensors)
-    return header | _rest(config, checkpoint), fields.renamed(tensors, "midlayer.", LAYER)
+    tensors = base.without_whole_map(config, checkpoint.tensors)
+    return header | _rest(config, checkpoint), base.renamed(tensors, "midlayer.", LAYER)
 
 
 def _rest(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _rest(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
         **{key: value for key, value in optional.items() if value is not None},
         "tie_word_embeddings": False,
-        **fields.body_json(config, checkpoint.tensors),
+        **base.body_json(config, checkpoint.tensors),
     }
 
 

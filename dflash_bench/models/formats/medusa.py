@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from dflash_bench.errors import DraftProblem, UserError
-from dflash_bench.models import files
-from dflash_bench.models.folders import read_config
-from dflash_bench.models.formats.checkpoint import Json, TargetShape, Tensors
-from dflash_bench.models.formats.checks import FLOATS
-from dflash_bench.models.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.core.errors import DraftProblem, UserError
+from dflash_bench.models import weights
+from dflash_bench.models.formats.base import FLOATS, Json, TargetShape, Tensors
+from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST = 64
@@ -60,7 +59,7 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensor
         raise UserError(f"{folder} holds no Medusa heads: {' or '.join(WEIGHTS)} is missing")
     if str(config.get("version", "1")) != "1":
         raise UserError(f"{folder}: Medusa heads of version {config['version']} are not supported; use version 1")
-    tensors = files.read_file(path, (lambda _name: False) if headers_only else files.everything)
+    tensors = weights.read_file(path, (lambda _name: False) if headers_only else weights.everything)
     medusa_config = _described(path, config, tensors)
     _check_tensors(path, medusa_config, tensors)
     return medusa_config, tensors
@@ -73,7 +72,7 @@ def save(heads: MedusaHeads, folder: Path, base_model: str) -> None:
         "medusa_num_heads": heads.config.num_heads,
         "medusa_num_layers": heads.config.num_layers,
     }
-    files.write_checkpoint(folder, config, heads.state_dict(), WEIGHTS[0])
+    weights.write_checkpoint(folder, config, heads.state_dict(), WEIGHTS[0])
 
 
 def _described(path: Path, config: Json, tensors: Tensors) -> MedusaConfig:

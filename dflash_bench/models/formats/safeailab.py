@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
-from dflash_bench.models.formats import dflash, fields, variants
-from dflash_bench.models.formats.checkpoint import Checkpoint, Format, Json, Stored, Tensors
+from dflash_bench.models.formats import base, variants, zlab
+from dflash_bench.models.formats.base import Checkpoint, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
 FORMULA = "1, n//2 - 1, n - 4"
 WHAT = "an EAGLE-3 draft"
 READ = (
-    *fields.READ, "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
+    *base.READ, "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
     "norm_output", "draft_vocab_size",
 )  # fmt: skip
 """Keys of `eagle_config` that are read here."""
@@ -28,10 +28,10 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     variants.refuse_unknown(inner, "eagle_config", WHAT, READ)
     variants.refuse(both, WHAT, variants.OF_LAYERS)
     taps = both.get("eagle_aux_hidden_state_layer_ids") or ()
-    tensors = fields.renamed(tensors, "layers.0.", "midlayer.")
+    tensors = base.renamed(tensors, "layers.0.", "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=both["draft_vocab_size"],
-        target_layer_ids=tapped_outputs(taps) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
+        target_layer_ids=tapped_outputs(taps) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
         num_target_layers=None,
         # Publishers copy attention_bias from the target even if the draft's layer has no bias.
         attention_bias="midlayer.self_attn.q_proj.bias" in tensors,
@@ -40,18 +40,18 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         fc_norm=both.get("fc_norm") or False,
         norm_output=both.get("norm_output") or False,
         own_embedding="embed_tokens.weight" in tensors,
-        **fields.body(both, WHAT, both.get("head_dim") or both["hidden_size"] // both["num_attention_heads"]),
+        **base.body(both, WHAT, both.get("head_dim") or both["hidden_size"] // both["num_attention_heads"]),
     )
     notes = [f"eagle_aux_hidden_state_layer_ids {list(taps)}: {_convention(taps)}"] if taps else []
     notes += [OLDER_NAME] if draft.norm_output else []
     formula = None if taps or depth else FORMULA
-    return Checkpoint(draft, tensors, None, tuple(notes), formula, fields.leaves_head(config, tensors))
+    return Checkpoint(draft, tensors, None, tuple(notes), formula, base.leaves_head(config, tensors))
 
 
 def tapped_outputs(taps: Sequence[int]) -> tuple[int, ...]:
     """A file's list of inputs or outputs -> outputs."""
     ids = tuple(taps)
-    return ids if ids[0] == 1 else fields.shifted(ids, -1)
+    return ids if ids[0] == 1 else base.shifted(ids, -1)
 
 
 def _convention(taps: Sequence[int]) -> str:
@@ -63,8 +63,8 @@ def _convention(taps: Sequence[int]) -> str:
 def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
-    inputs = fields.shifted(config.target_layer_ids, 1)
-    fields.cannot_hold(
+    inputs = base.shifted(config.target_layer_ids, 1)
+    base.cannot_hold(
         "safeailab",
         query_and_key_norms=config.qk_norm,
         norm_before_residual=config.norm_before_residual,
@@ -77,14 +77,14 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "draft_vocab_size": config.draft_vocab_size,
-        **fields.head_json(checkpoint),
+        **base.head_json(checkpoint),
         "num_hidden_layers": 1,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(inputs), **inner},
         **norms,
         **width,
-        **fields.body_json(config, checkpoint.tensors),
+        **base.body_json(config, checkpoint.tensors),
     }
-    return written, fields.without_whole_map(config, checkpoint.tensors)
+    return written, base.without_whole_map(config, checkpoint.tensors)
 
 
 EAGLE3 = Format("safeailab", "eagle3", read_eagle3, write_eagle3, holds_vocabulary=False)

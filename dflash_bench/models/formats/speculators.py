@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dflash_bench.errors import UserError
-from dflash_bench.models.dflash import DFlashConfig
-from dflash_bench.models.eagle3 import Eagle3Config, default_target_layers
-from dflash_bench.models.formats import dflash, fields, safeailab, variants
-from dflash_bench.models.formats.checkpoint import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.formats import base, safeailab, variants, zlab
+from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.dflash import DFlashConfig
+from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
 LAYER = "layers.0."
 BODIES = ("qwen3", "llama")
@@ -22,15 +22,15 @@ NO_FLAG = "norm_before_residual is absent: read as False, the library's default;
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     body = _body(config)
-    variants.refuse(config, dflash.WHAT)
+    variants.refuse(config, zlab.WHAT)
     taps = config.get("aux_hidden_state_layer_ids")
-    reduced = fields.different(config.get("draft_vocab_size", 32000), body["vocab_size"])
-    checkpoint = dflash.checkpoint(
+    reduced = base.different(config.get("draft_vocab_size", 32000), body["vocab_size"])
+    checkpoint = zlab.checkpoint(
         {**body, "block_size": config.get("block_size", 8), "mask_token_id": config["mask_token_id"]},
         tensors,
         depth,
         _verifier(config),
-        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
+        target_layer_ids=base.shifted(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
         shifted_labels=config.get("sample_from_anchor") or False,
         draft_vocab_size=reduced,
     )
@@ -41,10 +41,10 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     body = _body(config)
     variants.refuse({**body, **config}, safeailab.WHAT, variants.OF_LAYERS)
     taps = config.get("eagle_aux_hidden_state_layer_ids")
-    tensors = fields.renamed(tensors, LAYER, "midlayer.")
+    tensors = base.renamed(tensors, LAYER, "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=config["draft_vocab_size"],
-        target_layer_ids=fields.shifted(taps, -1) if taps else default_target_layers(depth or dflash.UNKNOWN_DEPTH),
+        target_layer_ids=base.shifted(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
         num_target_layers=None,
         attention_bias=body["attention_bias"],
         qk_norm=body["model_type"] == "qwen3",
@@ -53,7 +53,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         fc_norm=bool(config.get("fc_norm")) or "fc_norm.0.weight" in tensors,
         norm_output=config.get("norm_output") or False,
         own_embedding="embed_tokens.weight" in tensors,
-        **fields.body(body, safeailab.WHAT),
+        **base.body(body, safeailab.WHAT),
     )
     notes = () if "norm_before_residual" in config else (NO_FLAG,)
     return Checkpoint(draft, tensors, _verifier(config), notes, None if taps or depth else safeailab.FORMULA)
@@ -84,7 +84,7 @@ def _verifier(config: Json) -> str | None:
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
-    fields.needs_vocabulary("speculators", checkpoint)
+    base.needs_vocabulary("speculators", checkpoint)
     header = {
         "architectures": ["DFlashSpeculator"],
         "auto_map": {"": "config.DFlashSpeculatorConfig"},
@@ -92,7 +92,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        "aux_hidden_state_layer_ids": list(fields.shifted(config.target_layer_ids, 1)),
+        "aux_hidden_state_layer_ids": list(base.shifted(config.target_layer_ids, 1)),
         "sample_from_anchor": config.shifted_labels,
     }
     layers = {"num_hidden_layers": config.num_layers, "layer_types": ["full_attention"] * config.num_layers}
@@ -103,26 +103,26 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
 def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
-    fields.needs_vocabulary("speculators", checkpoint)
+    base.needs_vocabulary("speculators", checkpoint)
     header = {
         "architectures": ["Eagle3Speculator"],
         "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(fields.shifted(config.target_layer_ids, 1)),
+        "eagle_aux_hidden_state_layer_ids": list(base.shifted(config.target_layer_ids, 1)),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
     }
     layer = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
-    tensors = fields.without_whole_map(config, checkpoint.tensors)
-    return header | _rest(checkpoint, "eagle3", 5, layer), fields.renamed(tensors, "midlayer.", LAYER)
+    tensors = base.without_whole_map(config, checkpoint.tensors)
+    return header | _rest(checkpoint, "eagle3", 5, layer), base.renamed(tensors, "midlayer.", LAYER)
 
 
 def _rest(checkpoint: Checkpoint, algorithm: str, num_drafts: int, layers: Json) -> dict[str, Any]:
     config: DraftConfig = checkpoint.config
-    body = fields.body_json(config, checkpoint.tensors)
+    body = base.body_json(config, checkpoint.tensors)
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_drafts}
     return {
         "target_hidden_size": config.target_hidden_size,

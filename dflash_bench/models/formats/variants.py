@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dflash_bench.errors import UserError
+from dflash_bench.core.errors import UserError
 
 ABSENT = (None, False)
 """Values that say no: `false` and `null`, and of a number also 0."""

@@ -1,20 +1,99 @@
-"""DFlash as z-lab publishes it: infill labels, layers named by their output, embedding and head left to the target.
-
-Such a file holds no reduced vocabulary. Ours may, with `d2t` and the target's rows for a head (`target_head`).
-Block size, mask and layers stand beside `dflash_config` or inside it; if in both places, the inner value counts.
-"""
+"""DFlash checkpoints: the fields that several publishers share, and z-lab's own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from dflash_bench.errors import UserError
-from dflash_bench.models.dflash import DFlashConfig
-from dflash_bench.models.formats import dflash, fields, variants
-from dflash_bench.models.formats.checkpoint import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
+from torch import Tensor
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.formats import base, variants
+from dflash_bench.models.formats.base import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.dflash import DFlashConfig, default_target_layers
+
+# What all DFlash formats share: reading a flat config, and renaming tensors to our names.
+
+
+WHAT = "a DFlash draft"
+FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
+UNKNOWN_DEPTH = 36
+"""A stand-in depth, if only the number of tapped layers matters; `derived_taps` then says that they are not known."""
+
+
+def checkpoint(
+    config: Json, tensors: Tensors, depth: int | None, trained_for: str | None = None, **differences: Any
+) -> Checkpoint:
+    """`differences` are fields that the format stores in its own way. A missing key is a KeyError.
+
+    `depth` is that of the user's target; a depth that the file declares takes precedence.
+    """
+    variants.refuse(config, WHAT)
+    _refuse_sliding(config)
+    unfused = _unfused(config, tensors)
+    values: dict[str, Any] = {
+        "num_layers": config["num_hidden_layers"],
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "attention_bias": config.get("attention_bias", False),
+        "num_target_layers": config.get("num_target_layers"),
+        "own_embedding": "embed_tokens.weight" in unfused,
+        # A reduced vocabulary needs its own head: if that is absent, it is reported as a missing tensor.
+        "own_head": "lm_head.weight" in unfused or differences.get("draft_vocab_size") is not None,
+        **base.body(config, WHAT),
+        **differences,
+    }
+    formula = None
+    if not values["target_layer_ids"]:
+        depth = values["num_target_layers"] or depth
+        formula = None if depth else FORMULA
+        values["target_layer_ids"] = default_target_layers(depth or UNKNOWN_DEPTH, _num_taps(values, unfused))
+    return Checkpoint(DFlashConfig(**values), unfused, trained_for, derived_taps=formula)
+
+
+def _refuse_sliding(config: Json) -> None:
+    """A config lists its layers by type; if not, with `use_sliding_window` those from `max_window_layers` on slide."""
+    types, count = config.get("layer_types"), config["num_hidden_layers"]
+    if types is None and config.get("use_sliding_window") and config.get("sliding_window"):
+        types = ["sliding_attention"] if config.get("max_window_layers", 28) < count else None
+    elif types is not None and len(types) != count:
+        raise UserError(f"layer_types names {len(types)} layers, num_hidden_layers {count}")
+    if set(types or ()) - {"full_attention"}:
+        raise UserError("a DFlash draft with sliding-window layers is not supported: implementations disagree on them")
+
+
+def _num_taps(values: dict[str, Any], tensors: Tensors) -> int:
+    """How many layers feed the draft, by the width of `fc`, if the config names none."""
+    if "fc.weight" in tensors and tensors["fc.weight"].ndim == 2:
+        return int(tensors["fc.weight"].shape[1] // (values["target_hidden_size"] or values["hidden_size"])) or 1
+    return 1
+
+
+def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
+    """Splits q, k and v, which some publishers store in one tensor in this order. Beside separate ones, that tensor
+    is left as it is, and later reported as surplus."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    num_rows = [n * config["head_dim"] for n in (heads, kv_heads, kv_heads)]
+    unfused: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".qkv_proj." not in name or name.replace(".qkv_proj.", ".q_proj.") in tensors:
+            unfused[name] = tensor
+            continue
+        if tensor.shape[0] != sum(num_rows) or min(num_rows) < 1:
+            raise UserError(f"{name} has {tensor.shape[0]} rows, but config.json says {sum(num_rows)}")
+        parts = zip("qkv", tensor.split(num_rows), strict=True)
+        unfused |= {name.replace(".qkv_proj.", f".{letter}_proj."): part for letter, part in parts}
+    return unfused
+
+
+# DFlash as z-lab publishes it: infill labels, layers named by their output, embedding and head left to the target.
+#
+# Such a file holds no reduced vocabulary. Ours may, with `d2t` and the target's rows for a head (`target_head`).
+# Block size, mask and layers stand beside `dflash_config` or inside it; if in both places, the inner value counts.
+
 
 READ = (
-    *fields.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size",
+    *base.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size",
     TARGET_HEAD, "sample_from_anchor",
 )  # fmt: skip
 """Keys of `dflash_config` that are read here."""
@@ -23,21 +102,21 @@ READ = (
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     inner = config.get("dflash_config") or {}
     both = {**config, **inner}
-    variants.refuse(config, dflash.WHAT)  # an inner one counts, but does not take back what stands beside it
-    variants.refuse_unknown(inner, "dflash_config", dflash.WHAT, READ)
-    fields.refuse(both, dflash.WHAT, "sample_from_anchor")
+    variants.refuse(config, WHAT)  # an inner one counts, but does not take back what stands beside it
+    variants.refuse_unknown(inner, "dflash_config", WHAT, READ)
+    base.refuse(both, WHAT, "sample_from_anchor")
     if inner.get("target_hidden_size") not in (None, config.get("hidden_size")):
-        raise UserError(f"{dflash.WHAT} with an adapter for targets of another width is not supported")
-    reduced = {"draft_vocab_size": both["draft_vocab_size"]} if fields.leaves_head(both, tensors) else {}
+        raise UserError(f"{WHAT} with an adapter for targets of another width is not supported")
+    reduced = {"draft_vocab_size": both["draft_vocab_size"]} if base.leaves_head(both, tensors) else {}
     taps = tuple(both.get("target_layer_ids") or ())
-    read = dflash.checkpoint(both, tensors, depth, target_layer_ids=taps, **reduced)
+    read = checkpoint(both, tensors, depth, target_layer_ids=taps, **reduced)
     return replace(read, target_head=bool(reduced))
 
 
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
-    fields.cannot_hold(
+    base.cannot_hold(
         "zlab",
         shifted_labels=config.shifted_labels,
         draft_vocab_size=None if checkpoint.target_head else config.draft_vocab_size,
@@ -58,10 +137,10 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
             "target_layer_ids": list(config.target_layer_ids),
         },
         **depth,
-        **fields.head_json(checkpoint),
+        **base.head_json(checkpoint),
         "num_hidden_layers": config.num_layers,
         "layer_types": ["full_attention"] * config.num_layers,
-        **fields.body_json(config, checkpoint.tensors),
+        **base.body_json(config, checkpoint.tensors),
     }
     return written, dict(checkpoint.tensors)
 

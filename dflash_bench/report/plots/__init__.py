@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.analysis.changes import Difference
-from dflash_bench.analysis.profiling import Place
-from dflash_bench.errors import UserError, unknown
-from dflash_bench.reading import require_output
-from dflash_bench.report.contexts import by_context
-from dflash_bench.report.plots import acceptance, context, load, speed, sweep
-from dflash_bench.report.plots.material import Material
-from dflash_bench.report.plots.profile import profile
-from dflash_bench.report.plots.style import NothingToPlotError, drawn_into, encoded, inline, with_style
-from dflash_bench.report.plots.training import History, training
-from dflash_bench.report.plots.trend import trend
+from dflash_bench.analysis.compare import Difference
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.files import require_output
+from dflash_bench.perf.verdict import ProfiledBatch
+from dflash_bench.report.plots import acceptance, series, speed
+from dflash_bench.report.plots.curves import History, profile, training, trend
+from dflash_bench.report.plots.style import Material, NothingToPlotError, drawn_into, encoded, inline, with_style
+from dflash_bench.report.sections import by_context
 
 __all__ = [
     "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "drawn", "names_for", "svg",
@@ -27,7 +24,7 @@ KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "load": load.load, "sweep": sweep.sweep, "context": context.context,
+    "load": series.load, "sweep": series.sweep, "context": series.context,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -68,7 +65,7 @@ def write_training(histories: Mapping[str, History], path: Path) -> Path:
     return _write(training, histories, path)
 
 
-def write_profile(places: Sequence[Place], title: str, path: Path) -> Path:
+def write_profile(places: Sequence[ProfiledBatch], title: str, path: Path) -> Path:
     """What forwards cost by their width; `title` says of which target, and whether it is estimated."""
     return _write(lambda places: profile(places, title), places, path)
 

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE
-from dflash_bench.report.plots.material import Group, Material, key_of
-from dflash_bench.report.plots.style import NothingToPlotError, finish, looks, name_axes, panels, top_of
+from dflash_bench.report.plots.style import (
+    Group,
+    Material,
+    NothingToPlotError,
+    finish,
+    key_of,
+    looks,
+    name_axes,
+    panels,
+    top_of,
+)
 from dflash_bench.results.rounds import Histogram, accept_at
 
 MIN_ROUNDS = 10

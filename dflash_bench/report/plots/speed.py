@@ -8,24 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.analysis.terms import COLUMN
-from dflash_bench.report.plots.material import Group, Material, group_of
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, Cell
+from dflash_bench.core.labels import visible
 from dflash_bench.report.plots.style import (
     INK,
     MUTED,
     PAPER,
     PARTS,
+    Group,
+    Material,
     NothingToPlotError,
     bars_note,
     errors,
     finish,
+    group_of,
     looks,
     name_axes,
     panels,
     top_of,
 )
-from dflash_bench.text import visible
 
 MOST_POINTS = 400
 MOST_LABELS = 16

@@ -1,4 +1,4 @@
-"""llama.cpp's server: /completion with token ids, or its OpenAI path where we have no tokenizer; counts in timings."""
+"""llama.cpp's server: how it is asked, what it counts, and how it is launched."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import FAR, About, Ask, Dialect, Pages
-from dflash_bench.servers.heard import Counts, Heard, ids_of, table, text_of, whole
+from dflash_bench.servers.dialects.base import FAR, About, Ask, Dialect, Pages, Program, Serving
+from dflash_bench.servers.stream import AcceptanceCounts, StreamState, ids_of, table, text_of, whole
+
+# llama.cpp's server: /completion with token ids, or its OpenAI path where we have no tokenizer; counts in timings.
+
 
 PROPS = "/props"
 STOPS = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -38,7 +41,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     return "/completion", body | {"prompt": list(ask.prompt_ids), "n_predict": ask.max_new_tokens}
 
 
-def read(event: Mapping[str, Any], heard: Heard) -> None:
+def read(event: Mapping[str, Any], heard: StreamState) -> None:
     if event.get("error") is not None or "choices" in event:
         openai.read(event, heard)
     else:
@@ -62,7 +65,38 @@ def read(event: Mapping[str, Any], heard: Heard) -> None:
     if drafted is not None and accepted is not None:
         # What was drafted was drafted in a round, even if the end cut all but its drafts.
         rounds = max(heard.num_tokens - 1 - accepted, 1 if drafted else 0)
-        heard.counts = Counts("llamacpp.timings", rounds, drafted, accepted)
+        heard.counts = AcceptanceCounts("llamacpp.timings", rounds, drafted, accepted)
 
 
 LLAMACPP = Dialect("llamacpp", (PROPS,), identify, call, read, prefix_cache="off")
+
+
+# `llama-server`: options as in llama.cpp's documentation of its server and of speculation (docs/speculative.md).
+
+
+EXACT = (
+    "--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32",
+)  # fmt: skip
+"""Flash attention computes in float16 on a CPU, and the cache holds float16, whatever the weights are."""
+EXACT_DRAFT = ("--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32")
+
+
+def words(serving: Serving, port: int) -> list[str]:
+    exact = serving.dtype == "float32"
+    return [
+        "--model", serving.target, "--alias", serving.model, "--host", "127.0.0.1", "--port", str(port),
+        # It divides its context between the answers at a time.
+        "--ctx-size", str(serving.length * serving.slots), "--parallel", str(serving.slots), "--metrics",
+        *(EXACT if exact else ()),
+        *(_speculation(serving) + list(EXACT_DRAFT if exact else ()) if serving.draft is not None else ()),
+    ]  # fmt: skip
+
+
+def _speculation(serving: Serving) -> list[str]:
+    return [
+        "--model-draft", str(serving.draft), "--spec-type", f"draft-{serving.method.name}",
+        "--spec-draft-n-max", str(serving.num_drafts),
+    ]  # fmt: skip
+
+
+LLAMACPP_PROGRAM = Program("llama.cpp", "llama-server", True, ("dflash", "eagle3"), "LLAMA_API_KEY", words)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages, owner
-from dflash_bench.servers.heard import Heard, ids_of, table, text_of, whole
+from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages, owner
+from dflash_bench.servers.stream import StreamState, ids_of, table, text_of, whole
 
 NAME = "lmdeploy"
 
@@ -34,7 +34,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def read(event: Mapping[str, Any], heard: Heard) -> None:
+def read(event: Mapping[str, Any], heard: StreamState) -> None:
     if event.get("error") is not None or "choices" in event:
         openai.read(event, heard)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import FAR, About, Ask, Dialect, Pages
+from dflash_bench.servers.dialects.base import FAR, About, Ask, Dialect, Pages
 
 
 def identify(pages: Pages) -> About | None:

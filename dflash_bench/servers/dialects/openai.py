@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.servers.client import AnswerError
-from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-from dflash_bench.servers.heard import Heard, ids_of, table, text_of, whole
+from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages
+from dflash_bench.servers.stream import StreamState, ids_of, table, text_of, whole
 
 MODELS = "/v1/models"
 USAGE = {"include_usage": True}
@@ -41,7 +41,7 @@ def thinking(ask: Ask) -> dict[str, Any]:
     return {} if switch is None else {"chat_template_kwargs": {"enable_thinking": switch}}
 
 
-def read(event: Mapping[str, Any], heard: Heard) -> None:
+def read(event: Mapping[str, Any], heard: StreamState) -> None:
     if event.get("error") is not None:
         raise AnswerError(f"the server broke off: {_reason(event['error'])}")
     choices = event.get("choices")
@@ -58,7 +58,7 @@ def _or(value: int | None, before: int | None) -> int | None:
     return before if value is None else value
 
 
-def _read_choice(choice: Mapping[str, Any], heard: Heard) -> None:
+def _read_choice(choice: Mapping[str, Any], heard: StreamState) -> None:
     delta = table(choice.get("delta"))
     text = text_of(delta.get("content")) + text_of(choice.get("text"))
     # Two names for one field, by version.

@@ -7,8 +7,8 @@ from typing import Any
 
 from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages
-from dflash_bench.servers.heard import Counts, Heard, at_of_histogram, ids_of, table, text_of, whole
+from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages
+from dflash_bench.servers.stream import AcceptanceCounts, StreamState, at_of_histogram, ids_of, table, text_of, whole
 
 INFO = ("/server_info", "/get_server_info")
 """The new name and the old one."""
@@ -45,7 +45,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     return "/generate", {"input_ids": list(ask.prompt_ids), "sampling_params": sampling, "stream": True}
 
 
-def read(event: Mapping[str, Any], heard: Heard) -> None:
+def read(event: Mapping[str, Any], heard: StreamState) -> None:
     if event.get("error") is not None or "choices" in event:
         openai.read(event, heard)
         choices = event.get("choices")
@@ -72,7 +72,7 @@ def _new_ids(ids: list[int] | None, num: int | None, before: int) -> list[int] |
     raise AnswerError(f"{len(ids)} ids came after {before}, but the server counts {num} tokens")
 
 
-def _read_meta(meta: Mapping[str, Any], heard: Heard) -> None:
+def _read_meta(meta: Mapping[str, Any], heard: StreamState) -> None:
     for name, key in (
         ("num_tokens", "completion_tokens"),
         ("num_prompt_tokens", "prompt_tokens"),
@@ -89,11 +89,11 @@ def _read_meta(meta: Mapping[str, Any], heard: Heard) -> None:
     )
     if accepted is not None:
         at = at_of_histogram(meta.get("spec_accept_histogram"))
-        heard.counts = Counts("sglang.request", rounds, proposed, accepted, at)
+        heard.counts = AcceptanceCounts("sglang.request", rounds, proposed, accepted, at)
     elif heard.num_tokens is not None:
         # Below 0 it is no count, and is found to be none.
         derived = heard.num_tokens - 1 - rounds if rounds else 0
-        heard.counts = Counts("sglang.derived", rounds, proposed, derived)
+        heard.counts = AcceptanceCounts("sglang.derived", rounds, proposed, derived)
 
 
 SGLANG = Dialect("sglang", INFO, identify, call, read, flush="/flush_cache", repeats=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.dialect import About, Ask, Dialect, Pages, owner
+from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages, owner
 from dflash_bench.servers.dialects.vllm import VERSION
-from dflash_bench.servers.heard import Counts, Heard, at_of_histogram, table, whole
+from dflash_bench.servers.stream import AcceptanceCounts, StreamState, at_of_histogram, table, whole
 
 NAME = "tensorrt_llm"
 
@@ -35,7 +35,7 @@ def call(ask: Ask) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def read(event: Mapping[str, Any], heard: Heard) -> None:
+def read(event: Mapping[str, Any], heard: StreamState) -> None:
     openai.read(event, heard)
     choices = event.get("choices")
     choice = table(choices[0]) if isinstance(choices, list) and choices else {}
@@ -44,7 +44,7 @@ def read(event: Mapping[str, Any], heard: Heard) -> None:
     rounds, drafted, accepted = (whole(counts.get(name)) for name in names)
     if rounds is not None and accepted is not None:
         at = at_of_histogram(counts.get("acceptance_histogram"))
-        heard.counts = Counts("tensorrt_llm.request", rounds, drafted, accepted, at)
+        heard.counts = AcceptanceCounts("tensorrt_llm.request", rounds, drafted, accepted, at)
 
 
 TENSORRT_LLM = Dialect(NAME, (VERSION, openai.MODELS), identify, call, read)

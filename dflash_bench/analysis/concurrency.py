@@ -1,0 +1,217 @@
+"""What becomes of speed when several answers are decoded at a time, and from which concurrency on a draft costs time.
+
+A level of concurrency is a closed loop: a place that becomes free is taken by the next prompt at once. So the time to
+an answer's first token is counted from the moment when it had a place, and the throughput includes the end, where
+places are empty. A level of a rate is an open loop: each answer begins when it is sent.
+
+Methods take turns with the waves of a suite, one for each turn and repeat, so that between two waves of a method the
+others decode. What is counted per second is per second of the method's own time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.types import Settings
+from dflash_bench.results.identity import full_names, settings_of
+
+LEAST = {50: 1, 90: 64, 99: 662}
+"""Answers from which on a percentile is told: below, it would be the slowest few (MLPerf's rule)."""
+SPEEDUP = "speedup.decode"
+
+Percentiles = Mapping[int, float | None]
+"""By percent, in seconds; None of too few answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A method at one concurrency, over the answers that did not fail."""
+
+    concurrency: int
+    num_answers: int
+    tokens_per_s: float
+    """Of all answers together: `tps.total`."""
+    over_plain: float | None
+    """The same divided by plain decoding's at this concurrency."""
+    slowest: float
+    median: float
+    fastest: float
+    """Of single answers, tokens per second after the first."""
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    speedup: Interval | None
+    rate: float | None = None
+    """Answers asked for per second; None for a level of concurrency."""
+    goodput: Goodput | None = None
+    """None where the run has no objective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Answers that kept to the run's objective (`slo`), per second of the method's own time (`own_s`), and as a share
+    of all that were asked for, failed ones too."""
+
+    per_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The concurrency at which the speed-up falls to 1, between levels on a straight line of logarithms.
+
+    None where it does not, up to the highest level; `low` and `high` are those of the interval's ends.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A method on a suite by concurrency, all other settings equal."""
+
+    suite: str
+    """With its source, for people."""
+    method: str
+    setting: str
+    """What tells the other settings from those of the run's other loads; mostly empty."""
+    levels: tuple[Level, ...]
+    crossing: Crossing | None = None
+    """None for plain decoding, and where a level has no interval."""
+    key: tuple[str, str] = ("", "")
+    """The suite, and the id of what its settings are alone: the same for all methods."""
+
+
+def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Load]:
+    """Of a run in which several answers were decoded at a time; else none. Plain decoding comes first."""
+    all_settings = settings_of(identity)
+    if not any(settings.is_shared for settings in all_settings):
+        return []
+    others = list(dict.fromkeys(_alone(settings) for settings in all_settings))
+    named = full_names(others)
+    known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
+    by_place = dict(tuple(rows.groupby(["suite", "method", "settings_id"], observed=True)))
+    result = []
+    for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
+        for other in others:
+            levels = tuple(
+                _level(by_place, known, (suite, method, settings), identity.get("slo"))
+                for settings in sorted(all_settings, key=lambda one: (one.rate or 0.0, one.concurrency))
+                if _alone(settings) == other and (suite, method, settings) in known
+            )
+            if levels:
+                label = next(cell.label for cell in known.values() if cell.suite == suite)
+                setting = named[other] if len(others) > 1 else ""
+                result.append(Load(label, method, setting, levels, _crossing(levels), key=(suite, other.id)))
+    return result
+
+
+Key = tuple[str, str, Settings]
+
+
+def _alone(settings: Settings) -> Settings:
+    return replace(settings, concurrency=1, rate=None)
+
+
+def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
+    suite, method, settings = key
+    asked = by_place[suite, method, settings.id]
+    answers = without_errors(asked)
+    throughput = _throughput(answers)
+    plain = by_place.get((suite, BASELINE, settings.id))
+    # An answer that came in one piece has no time between its tokens.
+    decoded = answers[(answers["decode_tokens"] > 0) & (answers["decode_s"] > 0)]
+    tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()
+    speeds = 1 / tpot if len(tpot) else np.array([math.nan])
+    return Level(
+        concurrency=settings.concurrency,
+        num_answers=len(answers),
+        tokens_per_s=throughput,
+        over_plain=None if method == BASELINE or plain is None else throughput / _throughput(without_errors(plain)),
+        slowest=float(speeds.min()),
+        median=float(np.median(speeds)),
+        fastest=float(speeds.max()),
+        ttft_s=_percentiles(answers["prefill_s"].to_numpy()),
+        tpot_s=_percentiles(tpot),
+        speedup=known[key].figures.get(SPEEDUP) if method != BASELINE else None,
+        rate=settings.rate,
+        goodput=_goodput(asked, slo, is_open=settings.rate is not None) if slo and settings.is_shared else None,
+    )
+
+
+def _goodput(asked: Any, slo: Mapping[str, float], *, is_open: bool) -> Goodput:
+    """An answer without a token after the first has no time for one, and keeps to any. Failed ones take time, too."""
+    answers = without_errors(asked)
+    tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
+    good = (answers["prefill_s"] <= slo.get("ttft_s", math.inf)) & (tpot_s <= slo.get("tpot_s", math.inf))
+    seconds = own_s(asked, is_open=is_open)
+    return Goodput(int(good.sum()) / seconds if seconds > 0 else math.nan, int(good.sum()) / len(asked))
+
+
+def own_s(asked: Any, *, is_open: bool) -> float:
+    """Seconds in which these answers of a method, and not those of others, were asked for.
+
+    In a closed loop, those in which at least one was being decoded. In an open loop a server may have nothing to do
+    before the next answer is due, which is the load's pace: from the first one's begin to the last one's end, wave by
+    wave.
+    """
+    if not is_open:
+        return _covered_s(asked)
+    waves = asked.groupby(["repeat", "turn"])
+    return float((waves["end_s"].max() - waves["start_s"].min()).sum())
+
+
+def _covered_s(answers: Any) -> float:
+    spans = sorted(zip(answers["start_s"], answers["end_s"], strict=True))
+    busy, until = 0.0, -math.inf
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
+
+
+def _throughput(answers: Any) -> float:
+    """Tokens per second of the time in which at least one of the answers was being decoded."""
+    busy = _covered_s(answers)
+    return float(answers["num_tokens"].sum() / busy) if busy > 0 else math.nan
+
+
+def _percentiles(seconds: Any) -> dict[int, float | None]:
+    return {
+        percent: float(np.percentile(seconds, percent)) if len(seconds) >= least else None
+        for percent, least in LEAST.items()
+    }
+
+
+def _crossing(levels: Sequence[Level]) -> Crossing | None:
+    intervals = [level.speedup for level in levels]
+    if (
+        len(levels) < 2
+        or levels[-1].rate is not None
+        or any(one is None or one.low is None or one.high is None for one in intervals)
+    ):
+        return None
+    curves = zip(*((one.low, one.value, one.high) for one in intervals if one is not None), strict=True)
+    at = [level.concurrency for level in levels]
+    low, value, high = (falls_to_one(at, [float(y or 0) for y in curve]) for curve in curves)
+    return Crossing(value, low, high)
+
+
+def falls_to_one(at: Sequence[int], speedups: Sequence[float]) -> float | None:
+    """Where the line through the speed-ups first is at 1 or below; None where it nowhere is."""
+    if speedups[0] <= 1:
+        return float(at[0])
+    for (left, above), (right, below) in pairwise(zip(at, speedups, strict=True)):
+        if below <= 1:
+            share = math.log(above) / (math.log(above) - math.log(below)) if below > 0 else 0.0
+            return math.exp(math.log(left) + share * (math.log(right) - math.log(left)))
+    return None

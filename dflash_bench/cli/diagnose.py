@@ -1,0 +1,261 @@
+"""The commands that ask why: verify-distribution, profile, doctor and crosscheck."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from dflash_bench.cli import options
+from dflash_bench.cli.command import Command, GroupedHelp
+from dflash_bench.cli.options import under
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import write_whole
+from dflash_bench.core.secrets import command
+from dflash_bench.core.terminal import note, say
+from dflash_bench.runner.config import RunRequest, ServerOptions
+from dflash_bench.runner.option import whole_numbers
+
+# `verify-distribution`: above temperature 0 no single token is right, but each has a probability.
+
+
+app = typer.Typer()
+
+
+@app.command(cls=Command)
+@options.with_options(
+    "method", "model", "target", "drafts", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "draws",
+    "length", "seed", "device", "dtype",
+)  # fmt: skip
+def verify_distribution(
+    request: RunRequest,
+    method: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME[:KEY=VALUE]", help="Method to test; may be repeated. Default: dflash with each of its rules."
+        ),
+    ] = None,
+    temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Sampling temperature, above 0.")] = 1.2,
+    top_k: Annotated[int, Option(metavar="K", min=0, help="As for 'run'; 0 turns it off.")] = 0,
+    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 1 turns it off.")] = 0.9,
+    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 0 turns it off.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, Option(metavar="R", min=0.01, max=100.0, help="As for 'run'; 1 turns it off.")
+    ] = 1.0,
+    draws: Annotated[
+        int | None,
+        Option(metavar="N", min=20, max=10_000_000, help="Answers drawn per prompt and method. Default: 128."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=2,
+            max=100_000,
+            help="Tokens per answer. Default: 31, or more if a method drafts more.",
+        ),
+    ] = None,
+    seed: Annotated[int, Option(metavar="S", min=0, help="Random seed; another seed draws other answers.")] = 0,
+    dtype: Annotated[
+        str,
+        Option(metavar="T", help="float32, bfloat16 or float16. Below float32, rounding shifts probabilities, too."),
+    ] = "float32",
+    as_json: options.AsJson = False,
+) -> None:
+    """Test sampling at a temperature above 0.
+
+    Draws many answers and tests every token, at each position in the answer and in the draft, against its probability
+    under the published model.
+
+    Exit status 1: tokens do not come up as often as they should, or too few drafts were tested to tell.
+    """
+    from dflash_bench.core.types import Settings
+    from dflash_bench.diagnose import distribution
+    from dflash_bench.diagnose import goodness_of_fit as analysis
+    from dflash_bench.diagnose import show as report
+
+    settings = Settings(temperature, top_k, top_p, min_p, repetition_penalty)
+    request = replace(request, methods=tuple(dict.fromkeys(method or distribution.METHODS)), dtype=dtype)
+    draws_of_methods = distribution.perform(
+        distribution.DrawRequest(request, settings, draws or distribution.NUM_DRAWS, length, seed)
+    )
+    tests = analysis.compared(draws_of_methods)
+    verdicts = analysis.verdicts(draws_of_methods, tests)
+    if as_json:
+        say(
+            json.dumps(
+                report.distribution_as_json(draws_of_methods, tests, verdicts, settings), indent=1, allow_nan=False
+            )
+        )
+    else:
+        say(report.distribution_text(draws_of_methods, tests, verdicts, settings))
+    if any(verdict.state != "as the model" for verdict in verdicts):
+        sys.exit(1)
+
+
+# `profile`: where would the time go?
+
+
+_models, _shapes, _results = under("Models"), under("What is measured"), under("Results")
+
+
+@app.command(cls=GroupedHelp)
+@options.with_options(
+    *options.MODELS, "random_weights", "layers", "batch", "context", "width", "acceptance", "device", "dtype",
+    "attention", "engine", "graph", "compile", "threads",
+)  # fmt: skip
+def profile(
+    request: RunRequest,
+    random_weights: Annotated[
+        bool,
+        _models("--random-weights", help="Use random weights of the model's published shape: nothing is downloaded."),
+    ] = False,
+    layers: Annotated[
+        int | None,
+        _models(
+            metavar="N",
+            min=1,
+            help="With --random-weights: build only N of the target's layers, and estimate the cost of all of them.",
+        ),
+    ] = None,
+    batch: Annotated[str, _shapes(metavar="B[,B...]", help="Batch size: sequences decoded together.")] = "1",
+    context: Annotated[str, _shapes(metavar="C[,C...]", help="Context length: tokens already in the cache.")] = "512",
+    width: Annotated[
+        str, _shapes(metavar="N[,N...]", help="Tokens that a pass verifies; the widths of whole rounds are added.")
+    ] = "1,2,4,8,16",
+    acceptance: Annotated[
+        float | None,
+        _shapes(
+            metavar="AL",
+            help="Acceptance length for which to predict speed-ups. Default: the published one, if there is one.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure what a forward pass costs, and what limits the speed-up.
+
+    Times a plain step, verifying n tokens, and drafting; compares them with the least time that this device would need;
+    and says from which acceptance length drafting pays. Needs no prompts.
+    """
+    from dflash_bench.core.terminal import status
+    from dflash_bench.diagnose import profile
+    from dflash_bench.report import perf as shown
+    from dflash_bench.report import plots
+
+    asked = profile.ProfileRequest(
+        request, random_weights, layers, whole_numbers(batch, "--batch"),
+        whole_numbers(context, "--context"), whole_numbers(width, "--width"), acceptance,
+    )  # fmt: skip
+    profile.check_out(out)
+    with status() as tell:
+        profiled = profile.perform(asked, tell)
+    text = json.dumps(shown.as_json(profiled), indent=1, allow_nan=False)
+    if out is not None:
+        title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
+        plots.write_profile(profiled.judged, title, out / "profile.svg")
+        write_whole(out / "profile.json", lambda file: file.write(f"{text}\n".encode()))
+    say(text if as_json else shown.text(profiled), end="\n" if as_json else "")
+    if out is not None:
+        note(f"saved in {out}")
+
+
+# `doctor`: why is acceptance low?
+
+
+@app.command(cls=GroupedHelp)
+@options.with_options(
+    "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "max_new_tokens", "device",
+    "device_map", "dtype", "attention", "quantize", "threads",
+)  # fmt: skip
+def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
+    """Find out why few drafted tokens are accepted.
+
+    Decodes your prompts (or ours, if you give none) with a DFlash or EAGLE-3 draft as it is, then with one thing
+    changed at a time: the change that raises acceptance names the fault.
+
+    Exit status 1: a cause was found.
+    """
+    from dflash_bench.api.tools import examine
+    from dflash_bench.core.terminal import status
+    from dflash_bench.diagnose import show
+
+    with status() as tell:
+        found = examine(request, tell)
+    say(json.dumps(show.diagnosis_as_json(found), indent=1, allow_nan=False) if as_json else show.diagnosis_text(found))
+    if found.has_cause:
+        sys.exit(1)
+
+
+# `crosscheck`: is it the weights or the engine?
+
+
+STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
+
+
+@app.command(cls=GroupedHelp)
+@options.with_options(
+    "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "servers", "dialect",
+    "served_model", "chats", "api_key_env", "timeout", "env_proxy", "max_new_tokens", "device", "device_map", "dtype",
+    "attention", "engine", "quantize", "threads",
+    helps={
+        "methods": "How our engine drafts, if not as the NAME of --server says: dflash:n=7 for --server dflash=URL.",
+        "servers": "The server to check, by its method: dflash=URL. May be repeated.",
+    },
+)  # fmt: skip
+def crosscheck(
+    request: RunRequest,
+    chats: Annotated[
+        bool,
+        under("Servers")(
+            "--chats",
+            help="Send chats, as most clients do, for the server to render by its own template. Default: token ids, "
+            "where the server takes them.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None, under("Results")("--output", "-o", metavar="FILE", help="Also write a page of Markdown to FILE.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compare a live server with our own engine.
+
+    Sends the same prompts (only the first of several turns) to both, which need the same weights, and compares answers
+    and accepted drafts. If they differ, known causes are emulated here, and those that give the server's counts are
+    named.
+
+    Exit status 1: they differ. Exit status 2: this cannot be determined, because the server hides its counts.
+    """
+    from dflash_bench.core.terminal import status
+    from dflash_bench.diagnose import crosscheck
+    from dflash_bench.diagnose import show as report
+    from dflash_bench.diagnose.crosscheck import CrosscheckRequest
+
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"there is no folder {output.parent} to write {output.name} to; make it, or name another")
+    with status() as tell:
+        checked = crosscheck.perform(
+            CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell
+        )
+    if output is not None:
+        _write(output, report.page(checked, command(sys.argv[1:])))
+    say(
+        json.dumps(report.crosscheck_as_json(checked), indent=1, allow_nan=False)
+        if as_json
+        else report.crosscheck_text(checked)
+    )
+    if output is not None:
+        note(f"wrote {output}")
+    if code := max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index):
+        sys.exit(code)
+
+
+def _write(path: Path, text: str) -> None:
+    from dflash_bench.core.files import write_whole
+
+    write_whole(path, lambda file: file.write(text.encode()))

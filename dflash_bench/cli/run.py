@@ -1,0 +1,123 @@
+"""`run`, and the suites and methods that it knows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Context
+
+from dflash_bench.cli import options
+from dflash_bench.cli.command import Command, GroupedHelp
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.secrets import command
+from dflash_bench.core.terminal import note, say
+from dflash_bench.runner.config import Output, RunRequest
+from dflash_bench.runner.option import check_options
+
+app = typer.Typer()
+
+
+@app.command(cls=GroupedHelp)
+@options.with_options()
+def run(
+    ctx: Context,
+    request: RunRequest,
+    output: Output,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure methods against plain decoding.
+
+    Answers the prompts of suites with each method and with plain decoding, and saves every answer.
+
+    Exit status 1: an answer failed, or is not the model's own output.
+    """
+    from dflash_bench import report
+    from dflash_bench.analysis import metrics
+    from dflash_bench.analysis.concurrency import loads
+    from dflash_bench.analysis.findings import findings, witnesses
+    from dflash_bench.analysis.sweep import sweeps
+    from dflash_bench.api import measuring
+    from dflash_bench.results import table
+    from dflash_bench.runner import plan
+    from dflash_bench.runner.session import Progress
+
+    if ctx.info_name == "sweep" and not request.over:
+        raise UserError(f"nothing to sweep over: give {plan.EXAMPLE}")
+    check_options(output)
+    folder = output.out or measuring.default_folder(request)
+    try:
+        measuring.measure(request, folder, output.resume, note, progress=Progress)
+    except KeyboardInterrupt:
+        note(_stopped(folder))
+        sys.exit(130)
+    results = table.read(folder)
+    rows, identity = results.rows, results.info["identity"]
+    cells = metrics.summarise(rows, identity)
+    notes = findings(rows, cells, identity, results.info)
+    swept, loaded = sweeps(cells, identity), loads(rows, cells, identity)
+    if as_json:
+        say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
+    else:
+        say(report.text(cells, notes, swept, results.info, loaded))
+        if memory := report.memory(results.info):
+            say(f"memory, as predicted: {memory}")
+        say(f"saved in {folder}")
+    if metrics.mismatched(rows).any() or witnesses.silent(results.info):
+        sys.exit(1)
+    num_failed = int(rows["error"].notna().sum())
+    if num_failed and not output.allow:
+        note(f"dflash-bench: {num_failed} of {len(rows)} answers failed; give --allow failed to accept that")
+        sys.exit(1)
+
+
+app.command(
+    "sweep", cls=GroupedHelp,
+    help="Find the best value of an option.\n\n"
+    "Measures several values of options or settings (--over) and says which is the fastest on this machine. All other "
+    "options are those of 'run'.",
+)(run)  # fmt: skip
+
+
+def _stopped(folder: Path) -> str:
+    """Ctrl-C is no error: it says what is left, and the very command that goes on."""
+    if not (folder / "run.json").exists():
+        return "stopped; nothing was written yet"
+    words = sys.argv[1:]
+    if not any(word == "--out" or word.startswith("--out=") for word in words):
+        words = [*words, "--out", str(folder)]
+    if "--resume" not in words:
+        words = [*words, "--resume"]
+    return f"stopped; finished answers are saved. To continue: {command(words)}"
+
+
+@app.command(cls=Command)
+def suites() -> None:
+    """List the suites of prompts.
+
+    Says where they come from, how many prompts are embedded, and how answers are scored.
+    """
+    from dflash_bench import report
+    from dflash_bench.tasks import sandbox
+    from dflash_bench.tasks.suites import known_groups, listings
+
+    say(report.suites_text(listings(), known_groups()))
+    cage = sandbox.strongest()
+    here = f"runs here in: {cage}" if cage else "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
+    say(f"\nmodel-written code {here}")
+
+
+@app.command(cls=Command)
+def methods(
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="A method, to see all its options.")] = None,
+) -> None:
+    """List the methods, or one with its options.
+
+    Says what each drafts, which weights it needs, and whether it is lossless.
+    """
+    from dflash_bench.report import terminal as listed
+
+    say(listed.methods_text() if name is None else listed.text_of(name))

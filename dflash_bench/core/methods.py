@@ -1,0 +1,443 @@
+"""The methods by name, and the kinds of options that they take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from dflash_bench.core import plugins
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.plugins import Registry
+
+# One entry of the table of methods, and how its options are written: KEY=VALUE,... or the number of tokens alone.
+
+
+Value = int | float | str
+Shape = Literal["none", "chain", "tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`low` to `high`, both included, or one of `words`. Where the default is None, preset, draft or engine decide."""
+
+    name: str
+    summary: str
+    default: Value | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    words: tuple[str, ...] = ()
+    kind: type[int] | type[float] | type[str] = int
+    is_file: bool = False
+    """Is its value the path of a file? Then what the file holds is part of a run's identity."""
+
+    @property
+    def range(self) -> str:
+        """For people: `2 to 64 tokens, or auto`."""
+        numbers = "" if self.kind is str else f"{self.low:g} to {self.high:g} {self.unit}".rstrip()
+        return ", or ".join(part for part in (numbers, " or ".join(self.words)) if part) or "text"
+
+    def read(self, text: str) -> Value | None:
+        """None for what is not a value of this option."""
+        if text in self.words:
+            return text
+        if self.kind is str:
+            return None if self.words or not text else text
+        if not re.fullmatch("[0-9]+" if self.kind is int else r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?", text):
+            return None
+        # With 0 added, -0 is 0.
+        value = int(text) if self.kind is int else float(text) + 0.0
+        assert self.low is not None and self.high is not None
+        return value if self.low <= value <= self.high else None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What every method of one name has in common."""
+
+    name: str
+    summary: str
+    weights: str | None
+    """The draft that it needs: the METHOD of `--draft METHOD=PATH`."""
+    shape: Shape
+    """Of what it drafts in a round."""
+    lossless: bool
+    """Is its output the target's own: the same tokens at temperature 0, and the same distribution above?"""
+    options: tuple[Option, ...] = ()
+    count: str | None = None
+    """The option that NAME:N sets: tokens drafted a round, the anchor not counted."""
+    alternatives: tuple[frozenset[str], ...] = ()
+    """Options that say one thing in several ways, so that only one of them may be given."""
+    is_probe: bool = False
+    """Does it measure the engine apart from any draft's quality? Then nothing is wrong with what it has accepted."""
+    module: str | None = None
+    """Where its `build(models, target, method)` stands; None: in the file of its name in `engine/drafters/`."""
+
+    def option(self, name: str) -> Option:
+        """Raises UserError for an unknown one."""
+        for option in self.options:
+            if option.name == name:
+                return option
+        raise unknown(f"option of method {self.name}", name, [option.name for option in self.options])
+
+    def read(self, text: str, where: str) -> dict[str, Value]:
+        """The options in what follows the colon. Raises UserError, which begins with `where`, for all that is wrong."""
+        if not self.options:
+            raise UserError(f"{where}: {self.name} has no options; write it without ':'")
+        if not text:
+            raise UserError(f"{where}: nothing follows the colon; leave it out, or write {self._example}")
+        if "=" not in text:
+            name = self._counted(text, where)
+            return {name: self._value(name, text, where)}
+        options: dict[str, Value] = {}
+        for part in text.split(","):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise UserError(f"{where}: '{part}' is not KEY=VALUE; write {self._example}")
+            if name in options:
+                raise UserError(f"{where}: {name} is given twice; give it once")
+            options[name] = self._value(name, value, where)
+        self._refuse_alternatives(options, where)
+        return {option.name: options[option.name] for option in self.options if option.name in options}
+
+    def write(self, options: Mapping[str, Value]) -> str:
+        """What `read` reads, in one spelling: options in the table's order, and the count alone without its name."""
+        if options.keys() == {self.count} and all(isinstance(value, int) for value in options.values()):
+            return str(*options.values())
+        given = [option.name for option in self.options if option.name in options]
+        return ",".join(f"{name}={_text(options[name])}" for name in given)
+
+    def _refuse_alternatives(self, options: Mapping[str, Value], where: str) -> None:
+        for group in self.alternatives:
+            given = [option.name for option in self.options if option.name in group & options.keys()]
+            if len(given) > 1:
+                raise UserError(f"{where}: {' and '.join(given)} say the same in two ways; give one of them")
+
+    def _counted(self, text: str, where: str) -> str:
+        """The option that a value without a name is of."""
+        if self.count is not None:
+            return self.count
+        raise UserError(f"{where}: '{text}' is not KEY=VALUE; write {self._example}")
+
+    def _value(self, name: str, text: str, where: str) -> Value:
+        option = self.option(name)
+        if (value := option.read(text)) is None:
+            raise UserError(f"{where}: {name} must be {option.range}, not '{text}'")
+        return value
+
+    @property
+    def _example(self) -> str:
+        names = ", ".join(option.name for option in self.options)
+        return (f"{self.name}:N or " if self.count else "") + f"{self.name}:KEY=VALUE,... with {names}"
+
+
+def _text(value: Value) -> str:
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+# The table of methods: what a user may type, what help shows, and what a run loads.
+#
+# A method is written NAME[@LABEL][:KEY=VALUE,...], or NAME[@LABEL]:N for the number of tokens that it drafts a round.
+# To add one, add an entry here and a file of the same name in `engine/drafters/`.
+
+
+MAX_BLOCK = 64
+MAX_DRAFTS = MAX_BLOCK - 1
+"""The widest block is this and the anchor."""
+
+_BLOCK = Option(
+    "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
+)
+_RULE = Option(
+    "rule", "above temperature 0: match keeps what the target draws too; rejection draws the draft from its own "
+    "probabilities, and keeps it by comparing them with the target's", "match", words=("match", "rejection"), kind=str,
+)  # fmt: skip
+_PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
+
+_SEED = Option("seed", "of the random numbers", 0, 0, 999_999)
+
+
+def _drafted(name: str, default: int) -> Option:
+    return Option("n", f"tokens drafted a round at most, the same as {name}:N", default, 1, MAX_DRAFTS, "tokens")
+
+
+_OWN: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("ar", "plain decoding, one token per forward pass; always runs, as the baseline", None, "none", True),
+        Kind(
+            "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
+            "chain", True,
+            (
+                replace(_BLOCK, summary=f"{_BLOCK.summary}; {_PACED}", words=("auto",)),
+                Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
+                       "passes"),
+                _RULE,
+            ),
+            count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
+            (
+                Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
+                       "nodes", ("auto",)),
+                Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
+                       1, 255, "tokens"),
+                _BLOCK,
+            ),
+            count="nodes",
+        ),
+        Kind(
+            "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
+            "chain", True,
+            (Option("n", "tokens drafted a round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
+        ),
+        Kind(
+            "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
+            "tree", True,
+            (
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "nodes"),
+                Option("top_k", "nodes of a level that grow children, and children of each", 10, 1, 64, "nodes"),
+                Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
+            ),
+        ),
+        Kind(
+            "ngram", "prompt lookup: what followed the text's last tokens where they stood before", None, "chain", True,
+            (
+                _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),
+                Option("min", "shortest n-gram looked up", 1, 1, 32, "tokens"),
+            ),
+            count="n",
+        ),
+        Kind(
+            "dflash+ngram", "a DFlash block; where a long piece repeats, what followed it, without a draft pass",
+            "dflash", "chain", True,
+            (
+                _BLOCK, Option("n", "tokens of a block, the same as dflash+ngram:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("match", "repeated tokens that make the block unnecessary", 8, 1, 64, "tokens"),
+                Option("copy", "tokens drafted then", 16, 1, MAX_DRAFTS, "tokens"),
+            ),
+            count="n", alternatives=(frozenset({"block", "n"}),),
+        ),
+        Kind(
+            "suffix", "suffix decoding: what followed most often, here or in earlier answers (arXiv 2411.04975)", None,
+            "chain", True,
+            (
+                _drafted("suffix", 16), Option("depth", "longest piece counted, match and draft", 64, 2, 256, "tokens"),
+                Option("threshold", "least estimated probability of a drafted token", 0.1, 0, 1, kind=float),
+                Option("factor", "tokens drafted at most for each that matched", 1.0, 0.1, 16, kind=float),
+                Option("earlier", "draw on the run's answers to other prompts", "yes", words=("yes", "no"), kind=str),
+            ),
+            count="n",
+        ),
+        Kind(
+            "rest", "a tree of what followed most often in a datastore of texts (arXiv 2311.08252)", None, "tree", True,
+            (
+                Option("datastore", "the file, which build-datastore makes; required", kind=str, is_file=True),
+                Option("nodes", "nodes of the tree, the anchor not counted", 15, 1, 255, "tokens"),
+                Option("depth", "levels of the tree below the anchor", 10, 1, 32, "levels"),
+                Option("max", "longest suffix looked up", 16, 1, 32, "tokens"),
+                Option("min", "shortest suffix looked up", 1, 1, 32, "tokens"),
+            ),
+        ),
+        Kind(
+            "lookahead", "the target guesses several places ahead by itself (arXiv 2402.02057)", None, "tree", True,
+            (
+                Option("window", "columns of guesses, W of the paper", 5, 1, 32, "columns"),
+                Option("ngram", "tokens of an n-gram, N", 4, 2, 8, "tokens"),
+                Option("guesses", "n-grams verified a round, G", 5, 1, 32, "n-grams"),
+            ),
+        ),
+        Kind(
+            "oracle", "the plain answer itself: measures the engine, not a draft", None, "chain", True,
+            (_drafted("oracle", 15),), count="n", is_probe=True,
+        ),
+        Kind(
+            "random", "random tokens: measures the engine, not a draft", None, "chain", True,
+            (_drafted("random", 15), _SEED), count="n", is_probe=True,
+        ),
+        Kind(
+            "synthetic", "tokens right at given rates: measures the engine, not a draft", None, "chain", True,
+            (
+                Option("rates", "for each token, how often it is right if those before are", "0.9/0.8/0.7/0.6/0.5",
+                       kind=str),
+                _SEED,
+            ),
+            is_probe=True,
+        ),
+        Kind(
+            "draft-model", "a small language model of the same tokenizer drafts token by token (arXiv 2211.17192)",
+            "draft-model", "chain", True,
+            (
+                Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
+                _RULE,
+            ),
+            count="n",
+        ),
+        Kind(
+            "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
+            "medusa", "tree", True,
+            (
+                Option("heads", "heads that are asked, nearest first; all of them if absent", None, 1, 64, "heads"),
+                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 63, 1, 255, "tokens"),
+                Option("top_k", "tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
+            ),
+        ),
+        Kind(
+            "block-diffusion",
+            "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
+            "block-diffusion", "chain", False,
+            (
+                Option(
+                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
+                    "tokens",
+                ),
+                Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
+            ),
+        ),
+    )
+}  # fmt: skip
+WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in _OWN.values() if kind.weights))
+"""What drafts are made for: `--draft` takes these, with a label or without."""
+
+
+def _of_plugin(name: str, found: object) -> Kind:
+    """Raises TypeError for what is no method, or needs a draft that nothing here can load."""
+    if not isinstance(found, Kind) or found.name != name or found.module is None:
+        raise TypeError(f"it must be a dflash_bench.core.methods.Kind named '{name}', with the module of its build()")
+    if found.weights not in (None, *WEIGHTS):
+        raise TypeError(f"weights is '{found.weights}'; it can be None, {', '.join(WEIGHTS)}")
+    return found
+
+
+METHODS: Registry[Kind] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`label` is the one spelling that results are filed under; `options` are those that the user gave."""
+
+    label: str
+    name: str
+    tag: str | None = None
+    """Which of several drafts it uses: `a` in dflash@a."""
+    options: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Kind:
+        return METHODS[self.name]
+
+    @property
+    def draft(self) -> str | None:
+        """The key of its weights among the drafts: `dflash`, or `dflash@a`; None for a method without weights."""
+        return draft_of(self.label)
+
+    def option(self, name: str) -> Value | None:
+        """As given, else the table's default. Raises UserError for a name that the method does not have."""
+        return self.options.get(name, self.kind.option(name).default)
+
+    def number(self, name: str) -> int:
+        """The same for an option that is a whole number and has a default."""
+        value = self.option(name)
+        assert isinstance(value, int), f"{name} of {self.label} is {value!r}"
+        return value
+
+    def real(self, name: str) -> float:
+        """The same for one that is any number."""
+        value = self.option(name)
+        assert isinstance(value, int | float), f"{name} of {self.label} is {value!r}"
+        return float(value)
+
+    def leaves_open(self, name: str) -> bool:
+        """Does it have this option, and has the user given neither it nor another that says the same?"""
+        same = {name}.union(*(group for group in self.kind.alternatives if name in group))
+        return any(option.name == name for option in self.kind.options) and not same & self.options.keys()
+
+    def with_option(self, name: str, value: Value) -> Method:
+        """The method that has this too, in its label as well. Raises UserError as `parse` does."""
+        return _method(self.kind, self.tag, {**self.options, self.kind.option(name).name: value})
+
+    def with_count(self, count: int | None) -> Method:
+        """Under the same label, with a preset's number of drafted tokens where the user left it open."""
+        name = self.kind.count
+        if count is None or name is None or not self.leaves_open(name):
+            return self
+        return replace(self, options={**self.options, name: count})
+
+
+def parse(text: str) -> Method:
+    """What a user typed. Raises UserError for an unknown name or option, and for a value that it cannot have."""
+    head, colon, rest = text.partition(":")
+    name, at, tag = head.partition("@")
+    if name not in METHODS:
+        raise unknown("method", name, list(METHODS))
+    kind, where = METHODS[name], f"method '{text}'"
+    if at and kind.weights is None:
+        raise UserError(f"{where}: {name} uses no draft, so it takes no label; write it without '@'")
+    if at:
+        check_tag(tag, where)
+    return _method(kind, tag or None, kind.read(rest, where) if colon else {})
+
+
+def _method(kind: Kind, tag: str | None, options: Mapping[str, Value]) -> Method:
+    label = f"{kind.name}@{tag}" if tag else kind.name
+    if not options:
+        return Method(label, kind.name, tag)
+    label += f":{kind.write(options)}"
+    return Method(label, kind.name, tag, kind.read(label.partition(":")[2], f"method '{label}'"))
+
+
+def chosen(texts: Sequence[str]) -> list[Method]:
+    """The methods of a run, each once, the plain baseline first."""
+    return list({method.label: method for method in (parse("ar"), *map(parse, texts))}.values())
+
+
+def check_tag(tag: str, where: str) -> None:
+    """Raise UserError for a label after '@' that could be mistaken for something else."""
+    if not re.fullmatch("[A-Za-z0-9._-]{1,32}", tag):
+        raise UserError(f"{where}: after '@' comes a label of 1 to 32 letters, digits, '.', '_' or '-'")
+
+
+def name_of(label: str) -> str:
+    """The method's name, from any label that was ever stored."""
+    return re.split("[@:]", label, maxsplit=1)[0]
+
+
+def draft_of(label: str) -> str | None:
+    """The draft behind a label, of an earlier version too: `eagle3@a` of eagle3-tree@a:nodes=9."""
+    name, at, tag = label.partition(":")[0].partition("@")
+    weights = METHODS[name].weights if name in METHODS else None
+    return weights and f"{weights}{at}{tag}"
+
+
+def users_of(draft: str) -> list[str]:
+    """The methods that use a draft, `dflash` or `dflash@a`, labelled as it is."""
+    weights, at, tag = draft.partition("@")
+    return [f"{kind.name}{at}{tag}" for kind in METHODS.values() if kind.weights == weights]
+
+
+def is_tree(label: str) -> bool:
+    """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and kind.shape == "tree"
+
+
+def is_lossy(label: str) -> bool:
+    """May its answers be other than the target's own? Then they are scored, and not judged."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and not kind.lossless
+
+
+def is_probe(label: str) -> bool:
+    """Does it measure the engine, whatever a draft may be worth? Of any label that was ever stored."""
+    kind = METHODS.get(name_of(label))
+    return kind is not None and kind.is_probe
+
+
+def has_draft(label: str) -> bool:
+    """Does it draft with a trained network? Methods that are not known any more may have."""
+    kind = METHODS.get(name_of(label))
+    return kind is None or kind.weights is not None

@@ -1,0 +1,94 @@
+"""What other packages add: methods, dialects of servers and scorers, found by their entry points.
+
+A package declares, for instance, `[project.entry-points."dflash_bench.scorers"] longest = "my_package:longest"`. What
+stands there is the same that the tables of this package hold. It is imported when its name is first asked for, so that
+a broken plug-in stands in nobody's way who does not use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from dflash_bench.core.errors import UserError
+
+DRAFTERS, DIALECTS, SCORERS = "dflash_bench.drafters", "dflash_bench.dialects", "dflash_bench.scorers"
+Entry = TypeVar("Entry")
+
+
+class Registry(Mapping[str, Entry], Generic[Entry]):
+    """Our own entries first, then those of plug-ins, sorted by name. Names alone import nothing."""
+
+    def __init__(self, group: str, own: Mapping[str, Entry], read: Callable[[str, object], Entry]) -> None:
+        """`read` makes an entry of a name and what a plug-in has under it; it raises TypeError for anything else."""
+        self.group, self.own, self._read = group, own, read
+        self._loaded: dict[str, Entry] = {}
+
+    def __getitem__(self, name: str) -> Entry:
+        """Raises KeyError for an unknown name, and UserError for a plug-in that is broken."""
+        if name in self.own:
+            return self.own[name]
+        if name not in self._loaded:
+            self._loaded[name] = self._load(found(self.group)[name])
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in found(self.group)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.own, *self.added])
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self.added)
+
+    @property
+    def added(self) -> list[str]:
+        """The names that plug-ins add. Raises UserError for one that is taken."""
+        names = sorted(found(self.group))
+        for name in names:
+            if name in self.own:
+                raise _broken(found(self.group)[name], "dflash-bench has one of that name itself")
+        return names
+
+    def _load(self, entry: EntryPoint) -> Entry:
+        try:
+            loaded = self._read(entry.name, entry.load())
+        # The code is someone else's, and may fail in any way.
+        except Exception as error:
+            raise _broken(entry, f"{type(error).__name__}: {error}") from error
+        if entry.dist is not None:
+            _used[entry.dist.name] = entry.dist.version
+        return loaded
+
+
+_used: dict[str, str] = {}
+
+
+def used() -> dict[str, str]:
+    """Version by package, of the plug-ins that this process has loaded."""
+    return dict(_used)
+
+
+@cache
+def found(group: str) -> dict[str, EntryPoint]:
+    """By name; of two that add the same name, none can be meant. Raises UserError for these."""
+    entries: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        other = entries.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise _broken(entry, f"{_package(other)} adds one of that name, too")
+    return entries
+
+
+def _broken(entry: EntryPoint, reason: str) -> UserError:
+    reason = " ".join(reason.split())
+    return UserError(
+        f"the plug-in '{entry.name}' ({entry.group}) of {_package(entry)} cannot be used: {reason}; repair it, or "
+        "uninstall its package"
+    )
+
+
+def _package(entry: EntryPoint) -> str:
+    return "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"

@@ -1,0 +1,206 @@
+"""Keys and passwords: values that print as stars, command lines without them, and what else has to be free of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from urllib.parse import quote, unquote
+
+from dflash_bench.core.errors import UserError
+
+HIDDEN = "***"
+LEAST = 4
+"""Letters of a secret that is looked for in texts; a shorter one stands in every other word."""
+OF_VARIABLES = 8
+"""The same of a variable's value, of which only the name says that it may be a secret."""
+
+
+class Secret:
+    """A text that only `reveal` gives: it prints as stars, in containers too, and is stored nowhere."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __deepcopy__(self, _: object) -> Secret:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("a secret is not stored")
+
+    @property
+    def forms(self) -> set[str]:
+        """How others may write it: as it is, in JSON, in Python, in an address."""
+        text = self._text
+        forms = {text, json.dumps(text)[1:-1], repr(text)[1:-1], quote(text), quote(text, safe=""), unquote(text)}
+        return {form for form in forms if len(form) >= LEAST}
+
+
+def hidden(text: str, secrets: Iterable[Secret]) -> str:
+    """The text with stars for each of these, the longest first, as one may be part of another."""
+    forms = {form for secret in secrets for form in secret.forms}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return text
+
+
+class Arguments:
+    """Words of a command line of which some may hold secrets; it prints without them, and as for a shell."""
+
+    __slots__ = ("_words", "secrets", "shown")
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = tuple(words)
+        self.secrets: tuple[Secret, ...] = ()
+        """Those that were found, by the names of options and by their shapes."""
+        self.shown: tuple[str, ...] = ()
+        """The words with stars for them."""
+        option = ""
+        for word in self._words:
+            # Whatever it begins with, what follows such an option is its value.
+            is_option = option not in OF_COMMANDS and word.startswith("-") and not word.lstrip("-")[:1].isdigit()
+            name, equals, value = word.partition("=")
+            if is_option:
+                option = "" if equals else name
+            if is_option and equals:
+                self._add(f"{name}=", value, name)
+            elif is_option:
+                self._add("", word, "")
+            else:
+                self._add("", word, option)
+                option = "" if option in OF_COMMANDS else option
+
+    def _add(self, before: str, word: str, option: str) -> None:
+        """`option` is the one whose value the word is, if any."""
+        if option in OF_COMMANDS:
+            shown, found = _of_command(word)
+        elif word and _names_secret(option.lstrip("-")):
+            shown, found = HIDDEN, (word,)
+        else:
+            shown, found = _by_shape(word)
+        self.shown += (before + shown,)
+        self.secrets += tuple(map(Secret, found))
+
+    def reveal(self) -> list[str]:
+        return list(self._words)
+
+    def value_of(self, option: str) -> Secret | None:
+        """The first value of an option such as --api-key."""
+        for word, after in zip(self._words, (*self._words[1:], ""), strict=True):
+            if word == option and after:
+                return Secret(after)
+            if word.startswith(f"{option}="):
+                return Secret(word.partition("=")[2])
+        return None
+
+    def __str__(self) -> str:
+        return " ".join(word if word == HIDDEN else shlex.quote(word) for word in self.shown)
+
+    def __repr__(self) -> str:
+        return f"Arguments({self})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Arguments) and other._words == self._words
+
+    def __hash__(self) -> int:
+        return hash(self._words)
+
+    def __deepcopy__(self, _: object) -> Arguments:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("words that may hold secrets are not stored")
+
+
+OF_COMMANDS = frozenset(("--launch-args",))
+"""Options whose value is a command line itself."""
+
+
+def arguments(text: str, option: str) -> Arguments:
+    """What an option holds as for a shell. Raises UserError for a quote that is not closed."""
+    try:
+        return Arguments(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{option}: {error}; write it as in a shell") from error
+
+
+def command(words: Sequence[str]) -> str:
+    """The command that was given, to be stored and shown."""
+    return f"dflash-bench {Arguments(words)}".rstrip()
+
+
+def of_environment(variables: Mapping[str, str]) -> tuple[Secret, ...]:
+    """What programs may print of variables whose names say that they hold secrets, and of proxies' passwords."""
+    named = [
+        value for name, value in variables.items() if len(value) >= OF_VARIABLES and _names_secret(name.rstrip("_"))
+    ]
+    proxies = [variables[name] for name in variables if name.lower().endswith("_proxy")]
+    return tuple(map(Secret, [*named, *(found for text in proxies for found in _by_shape(text)[1])]))
+
+
+_LAST = frozenset(
+    "apikey auth authorization bearer credential credentials key pass passphrase passwd password pwd secret secrets "
+    "token".split()
+)
+_NO_KEYS = frozenset("pad mask eos bos unk sep cls image audio video stop start end special sort cache".split())
+"""Before "token" and "key": those of models."""
+
+
+def _names_secret(name: str) -> bool:
+    """Is the value of something of this name a secret? `--api-key` and HF_TOKEN, but not `--max-tokens`."""
+    parts = [part for part in re.split(r"[^a-z0-9]+", name.lower()) if part]
+    return bool(parts) and parts[-1] in _LAST and (len(parts) == 1 or parts[-2] not in _NO_KEYS)
+
+
+_SHAPES = (
+    re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<secret>[^\s/?#@]*(?:@[^\s/?#@]*)*)@"),
+    re.compile(r"(?i)\b(?:bearer|basic)\s+(?P<secret>[^\s\"',;]+)"),
+    re.compile(r"""(?i)(?P<name>[a-z0-9_-]+)["']?\s*[:=]\s*(?P<quote>["']?)(?P<secret>[^\s"'&;,{}\[\]]+)"""),
+    re.compile(r"\b(?P<secret>(?:sk|pk|hf|ghp|gho|ghs|glpat|xox[abp]|github_pat)[-_][A-Za-z0-9_-]{8,})"),
+)
+"""Passwords in addresses, words of headers, fields of queries and of JSON, and tokens of well-known services."""
+
+
+def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
+    """The text without what looks like a secret in it, and what that is."""
+    found: list[str] = []
+
+    def star(match: re.Match[str]) -> str:
+        groups = match.groupdict()
+        secret, name = groups["secret"], groups.get("name")
+        if name is not None and (not _names_secret(name) or secret.lower() in ("bearer", "basic")):
+            return match[0]
+        if secret == HIDDEN:
+            return match[0]
+        # A user's password is a secret by itself, too.
+        found.extend(part for part in (secret, secret.partition(":")[2]) if part)
+        start = match.start("secret") - match.start()
+        return match[0][:start] + HIDDEN + match[0][start + len(secret) :]
+
+    for shape in _SHAPES:
+        text = shape.sub(star, text)
+    return text, tuple(found)
+
+
+def _of_command(text: str) -> tuple[str, tuple[str, ...]]:
+    """The same of a command line within a word; one that cannot be read is hidden as a whole."""
+    try:
+        inner = Arguments(shlex.split(text))
+    except ValueError:
+        return HIDDEN, (text,)
+    return str(inner), tuple(secret.reveal() for secret in inner.secrets)

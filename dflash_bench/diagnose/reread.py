@@ -1,0 +1,189 @@
+"""A stored run read again: its texts by the target's tokenizer, its scores by the scorers of this process.
+
+Nothing is fetched: without the target's tokenizer on this disk texts are not tried, and a note says so. Code that the
+model wrote is run only where the user asks for it, in a cage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import CODE_SCORERS, Message, Prompt
+from dflash_bench.models import hub, presets
+from dflash_bench.report import answers as report_answers
+from dflash_bench.results import laws, parts, run_info
+from dflash_bench.results.identity import checked_settings, needed_for, settings_of, short_names
+from dflash_bench.results.integrity import Flaw
+from dflash_bench.results.laws import Decode
+from dflash_bench.results.run_info import carried
+from dflash_bench.results.table import Results
+from dflash_bench.tasks import sandbox
+from dflash_bench.tasks import scorers as tasks_scorers
+from dflash_bench.tasks.sandbox import Cage
+
+COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error", "answer", "passed")
+
+
+class Reread(NamedTuple):
+    flaws: tuple[Flaw, ...]
+    """Of kind "text" or "score"."""
+    notes: tuple[str, ...]
+    """What could not be tried, and why."""
+
+
+def reread(results: Results, rescore: bool | None) -> Reread:
+    """All answers of a run that was read. None scores again what costs nothing: all but code that the model wrote.
+
+    Raises UserError for code that is to be run on a machine without a cage.
+    """
+    reader = _Reader(results)
+    scorers = reader.scorers(rescore)
+    decode = reader.decode()
+    for suite, prompt, method, setting, row, has_other_text in reader.rows(decode):
+        if has_other_text:
+            reader.found("text", suite, method, setting, laws.OTHER, row)
+        elif suite in scorers and (why := reader.scored_otherwise(scorers[suite], prompt, row)):
+            reader.found("score", suite, method, setting, why, row)
+    if reader.num_other and not reader.is_same_target():
+        reader.flaws = {place: rows for place, rows in reader.flaws.items() if place[0] != "text"}
+        reader.notes.append("texts were not tried: the tokenizer on this disk is of other weights than the run's")
+    flaws = [
+        Flaw(kind, suite, method, len(rows), f"{len(rows)} answer{'s' * (len(rows) > 1)}: {why}, first {rows[0]}", name)
+        for (kind, suite, method, name, why), rows in reader.flaws.items()
+    ]
+    return Reread(tuple(flaws), tuple(reader.notes))
+
+
+@dataclass(slots=True)
+class _Reader:
+    results: Results
+    notes: list[str] = field(default_factory=list)
+    flaws: dict[tuple[str, str, str, str, str], list[str]] = field(default_factory=dict)
+    scores: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    tokenizer: Path | None = None
+    num_other: int = 0
+    cage: Cage | None = None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        identity: Mapping[str, Any] = self.results.info["identity"]
+        return identity
+
+    def found(self, kind: str, suite: str, method: str, setting: str, why: str, row: Mapping[str, Any]) -> None:
+        turn, repeat = row["turn"], row["repeat"]
+        more = [f"turn {turn}"] * (turn > 0) + [f"repeat {repeat}"] * (repeat > 0)
+        self.flaws.setdefault((kind, suite, method, setting, why), []).append(" ".join([row["prompt_id"], *more]))
+
+    def scorers(self, rescore: bool | None) -> dict[str, str]:
+        """By suite, the scorers to ask again."""
+        known = {name: one.get("scorer", "none") for name, one in (self.identity.get("suites") or {}).items()}
+        known = {suite: scorer for suite, scorer in known.items() if scorer != "none"}
+        if not known or rescore is False:
+            return {}
+        if not (Path(self.results.name) / run_info.PROMPTS_FILE).exists():
+            self.notes.append("scores were not tried: the run keeps no prompts")
+            return {}
+        gone = sorted({scorer for scorer in known.values() if scorer not in tasks_scorers.SCORERS})
+        if gone:
+            self.notes.append(f"scores were not tried by {' and '.join(gone)}: this version has no such scorer")
+        code = {suite for suite, scorer in known.items() if scorer in CODE_SCORERS}
+        if code and not rescore:
+            self.notes.append(f"scores of {' and '.join(sorted(code))} were not tried: --rescore runs the code again")
+        if code and rescore and self.identity.get("code") != "not run":
+            self.cage = sandbox.strongest()
+            if self.cage is None:
+                raise UserError(f"--rescore: {sandbox.NO_CAGE}, so the code cannot be run again; leave it out")
+        left_out = {*gone, *(CODE_SCORERS if self.cage is None else ())}
+        chosen = {suite: scorer for suite, scorer in known.items() if scorer not in left_out}
+        tasks_scorers.require(set(chosen.values()))
+        return chosen
+
+    def decode(self) -> Decode | None:
+        """By the run's tokenizer, if it is on this disk."""
+        self.tokenizer = next((path for path in self._tokenizers() if path.is_file()), None)
+        if self.tokenizer is None:
+            self.notes.append("texts were not tried: the target's tokenizer is not on this disk")
+            return None
+        fast = report_answers.read_tokenizer(self.tokenizer)
+        return lambda answers: [str(text) for text in fast.decode_batch(answers, skip_special_tokens=True)]
+
+    def _tokenizers(self) -> Iterator[Path]:
+        name = (self.results.info.get("options") or {}).get("model")
+        if name in presets.table() and not (self.results.info.get("options") or {}).get("target"):
+            yield Path(presets.table()[name].target) / "tokenizer.json"
+        for path in report_answers.known(self.results.info):
+            if path.name == "tokenizer.json":
+                yield path
+
+    def rows(self, decode: Decode | None) -> Iterator[tuple[str, Prompt | None, str, str, Mapping[str, Any], bool]]:
+        """Each answer that did not fail: its suite, prompt, method and settings, itself, and is its text another?"""
+        folder = Path(self.results.name)
+        several = settings_of(self.identity)
+        names = list(short_names(several).values())
+        prompts = _prompts(folder)
+        for part in parts.of(folder):
+            with suppress(parts.DamagedError):  # it was allowed to be, or the run would not have been read
+                columns = [*COLUMNS, *needed_for(several)]
+                left_out = self.results.left_out.get(part)
+                for batch in parts.batches(part, columns, carried(self.results.info), left_out):
+                    other = set(self._other(batch, decode))
+                    numbers = checked_settings(batch, several)
+                    for at, row in enumerate(batch.drop_columns(["token_ids"]).to_pylist()):
+                        if row["error"] is None:
+                            prompt = prompts.get((row["suite"], row["prompt_id"]))
+                            yield row["suite"], prompt, row["method"], names[numbers[at]], row, at in other
+
+    def _other(self, batch: Any, decode: Decode | None) -> list[int]:
+        """By both the tokenizer's file and, where that says so, transformers, which knows more files than this one."""
+        if decode is None or not (rows := laws.other(batch, decode)):
+            return []
+        assert self.tokenizer is not None
+        from dflash_bench.models.chat import decoder
+
+        try:
+            slow = decoder(self.tokenizer.parent)
+        except UserError:
+            return rows
+        wrong = laws.other(batch.take(rows), slow)
+        self.num_other += len(wrong)
+        return [rows[at] for at in wrong]
+
+    def is_same_target(self) -> bool:
+        """Are the weights beside the tokenizer those of the run? Asked only where texts differ, as it reads them."""
+        assert self.tokenizer is not None
+        then = str((self.identity.get("revisions") or {}).get("target"))
+        return "@" in then or then == hub.weights_sha256(self.tokenizer.parent)
+
+    def scored_otherwise(self, scorer: str, prompt: Prompt | None, row: Mapping[str, Any]) -> str:
+        """Empty where the score is the scorer's."""
+        if prompt is None or row["turn"] != len(prompt.turns) - 1:
+            return ""
+        place = row["suite"], row["prompt_id"], row["text"]
+        if place not in self.scores:
+            self.scores[place] = tasks_scorers.score(scorer, prompt, row["text"], self.cage)
+        score = self.scores[place]
+        if score.passed != row["passed"]:
+            return f"scored {_word(row['passed'])}, but {scorer} says {_word(score.passed)}"
+        return "" if score.answer == row["answer"] else f"its answer is not what {scorer} takes from its text"
+
+
+def _word(passed: bool | None) -> str:
+    return "not at all" if passed is None else "right" if passed else "wrong"
+
+
+def _prompts(folder: Path) -> dict[tuple[str, str], Prompt]:
+    return {(row["suite"], row["prompt_id"]): _prompt(row) for row in run_info.read(folder)}
+
+
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    return Prompt(
+        suite=row["suite"], prompt_id=row["prompt_id"], turns=tuple(row["turns"]),
+        opening=tuple(Message(one["role"], one["content"]) for one in row["opening"] or ()),
+        category=row["category"], reference=row["reference"], row=json.loads(row["row"]) if row["row"] else {},
+    )  # fmt: skip

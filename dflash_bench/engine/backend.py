@@ -1,0 +1,484 @@
+"""The backend of this process: opened with models and methods, it answers prompts, and records forward passes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.core.types import (
+    GREEDY,
+    NOBODY,
+    Divergence,
+    FinishReason,
+    Generation,
+    Listener,
+    Message,
+    Settings,
+    TimedGeneration,
+)
+from dflash_bench.engine.drafter import Captures, Drafter, Foresees
+from dflash_bench.engine.graphs import Replays, cuda_graph, inductor, keep_compiled, why_no_compiler
+from dflash_bench.engine.judge import Judge
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.selection import in_words, pack_like, target_of
+from dflash_bench.engine.target import Steady, Target
+from dflash_bench.engine.witness import Witness, given, witness_of
+from dflash_bench.models import chat, presets
+from dflash_bench.models.loading import Models
+from dflash_bench.models.presets import Preset, cache_folder
+
+# What the rounds of one prompt come to: a generation with its times.
+
+
+@dataclass(slots=True)
+class PromptRounds:
+    """The rounds of one prompt, each with the row that it was in, the same one in all."""
+
+    prompt: Sequence[int]
+    rounds: list[tuple[int, Round]] = field(default_factory=list)
+    has_ended: bool = False
+
+    def add(self, row: int, step: Round) -> None:
+        if step.emitted[row] is not None:
+            self.rounds.append((row, step))
+            self.has_ended = step.ended[row]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for row, step in self.rounds for token in step.emitted[row] or ())
+
+    @property
+    def begin(self) -> object:
+        return self.rounds[0][1].marks[0]
+
+    def span(self, clock: Clock, since: object) -> tuple[float, float]:
+        """Seconds from `since` to its begin and to its end; of what never began, none."""
+        if not self.rounds:
+            return 0.0, 0.0
+        _, first = self.rounds[0]
+        _, last = self.rounds[-1]
+        end = last.marks[4] if len(self.rounds) > 1 else first.marks[1]
+        return clock.seconds(since, self.begin), clock.seconds(since, end)
+
+    def generation(
+        self, clock: Clock, text: str, stop_ids: frozenset[int], peak_memory_bytes: int | None
+    ) -> Generation:
+        """Of an answer that has ended."""
+        _, prefill = self.rounds[0]
+        begin, first, _, _, draft_ready = prefill.marks
+        steps = self.rounds[1:]
+        last = steps[-1][1].marks[4] if steps else first
+        stopped = self.tokens[-1] in stop_ids
+        finish: FinishReason = "stop" if stopped else "length"
+        marks = [step.marks for _, step in steps]
+        ends = [draft_ready, *(m[4] for m in marks)]
+        seconds = clock.seconds
+        return Generation(
+            token_ids=self.tokens,
+            text=text,
+            finish_reason=finish,
+            num_prompt_tokens=len(self.prompt),
+            prefill_s=seconds(begin, first),
+            decode_s=seconds(first, last),
+            draft_prefill_s=seconds(first, draft_ready) if steps else 0.0,
+            drafted=tuple(step.drafted[row] for row, step in steps),
+            drafted_ids=tuple(token for row, step in steps for token in step.drafted_ids[row]),
+            drafted_parents=self._parents(),
+            accepted=tuple(step.accepted[row] for row, step in steps),
+            emitted=tuple(len(step.emitted[row] or ()) for row, step in steps),
+            draft_s=tuple(seconds(m[0], m[1]) + seconds(m[3], m[4]) for m in marks),
+            verify_s=tuple(seconds(m[1], m[2]) for m in marks),
+            # Each from the end of the one before, so that nothing that decoding took is outside of its rounds.
+            round_s=tuple(seconds(before, end) for before, end in pairwise(ends)),
+            peak_memory_bytes=peak_memory_bytes,
+        )
+
+    def failed(self, text: str, error: str) -> Generation:
+        return Generation(self.tokens, text, "error", len(self.prompt), 0.0, 0.0, error=error)
+
+    def _parents(self) -> tuple[int, ...] | None:
+        """None where every round drafted a chain."""
+        if all(step.drafted_parents is None for _, step in self.rounds[1:]):
+            return None
+        return tuple(
+            parent
+            for row, step in self.rounds[1:]
+            for parent in (
+                range(-1, step.drafted[row] - 1) if step.drafted_parents is None else step.drafted_parents[row]
+            )
+        )
+
+
+# Are passes captured (`graphs.py`)? As CUDA graphs by themselves on a GPU; compiled where that is asked for.
+
+
+OFF = "off"
+PROBED = 8
+"""Tokens of the pass by which a GPU shows whether it captures."""
+
+
+def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None) -> str:
+    """From now on, of the target and of those drafters that can. `how` is graph, inductor, off, or None: by the device.
+
+    Returns how it is done, for a run's identity. Raises UserError where what is asked for cannot be had here.
+    """
+    if how == "inductor":
+        _refuse_compiling(target)
+        keep_compiled(cache_folder() / "compiled")
+        return _set(target, drafters, how, lambda: Replays(inductor, is_whole=True, must=True))
+    if how == OFF or (how is None and (target.device.type != "cuda" or not isinstance(target.network, Steady))):
+        return OFF
+    if target.device.type != "cuda":
+        raise UserError("--graph on needs a CUDA device: a graph is CUDA's; leave it out")
+    if not isinstance(target.network, Steady):
+        raise UserError("--graph on captures passes of --engine native only, which does not compute this target")
+    _set(target, drafters, "graph", lambda: Replays(cuda_graph))
+    reason = _probe(target)
+    if reason is None:
+        return "graph"
+    if how == "graph":
+        raise UserError(f"--graph on: this target's passes cannot be captured here ({reason}); leave it out")
+    _set(target, drafters, OFF, lambda: None)
+    return f"{OFF}, as a capture failed ({reason})"
+
+
+def _refuse_compiling(target: Target) -> None:
+    if not isinstance(target.network, Steady):
+        raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
+    if target.network.has_experts:
+        raise UserError("--compile: which experts a token goes to is not known when a pass is compiled; leave it out")
+    reason = why_no_compiler(target.device)
+    if reason is not None:
+        raise UserError(f"--compile: {reason}, or leave --compile out")
+
+
+def _set(target: Target, drafters: Iterable[Drafter], how: str, replays: Callable[[], Replays | None]) -> str:
+    target.replays = replays()
+    for drafter in drafters:
+        if isinstance(drafter, Captures):
+            drafter.replays = replays()
+    return how
+
+
+@torch.inference_mode()
+def _probe(target: Target) -> str | None:
+    """Why a pass cannot be captured; None if it can."""
+    assert target.replays is not None
+    target.begin(1, 2 * PROBED)
+    target.forward(torch.zeros(1, PROBED, dtype=torch.long, device=target.device), [0])
+    target.capture(PROBED, PROBED)
+    reason = target.replays.why_not
+    target.release()
+    return reason
+
+
+def spent(target: Target, drafters: Iterable[Drafter]) -> dict[str, float | int]:
+    """How many passes have been captured, how long that took [s], and how many were replayed."""
+    several = [target.replays, *(drafter.replays for drafter in drafters if isinstance(drafter, Captures))]
+    captured = [replays for replays in several if replays is not None]
+    return {
+        "captured": sum(replays.num_captured for replays in captured),
+        "seconds": round(sum(replays.spent_s for replays in captured), 3),
+        "replayed": sum(replays.num_replayed for replays in captured),
+        "not_captured": sum(replays.why_not is not None for replays in captured),
+    }
+
+
+# The reference backend: a target and its drafts in this process, measured by our own loop.
+
+
+def open_backend(
+    models: Models,
+    preset: Preset,
+    methods: Sequence[Method],
+    max_new_tokens: int,
+    seed: int = 0,
+    machine: Mapping[str, Any] | None = None,
+    engine: str | None = None,
+    capture: str | None = None,
+    cache_bytes: int = 0,
+) -> LocalBackend:
+    """The reference backend for these methods, filed under their labels; UserError for what cannot go together.
+
+    `engine` says by whose code the target is computed (`selection.py`), and `capture` how its passes are captured
+    (`backend.py`); the judge always asks the publisher's code, of weights of its own if these fit beside the caches
+    (`witness.py`).
+    """
+    witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
+    # What compiles has a layout of its own.
+    target = target_of(models.target, engine, packs=capture != "inductor")
+    trees = [method.label for method in methods if method.kind.shape == "tree"]
+    if trees and not target.reads_trees:
+        kind = target.config.model_type
+        raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
+    drafters = {method.label: build_drafter(models, target, method, preset) for method in methods}
+    pack_like(target, drafters.values(), models.drafts.values())
+    witness.require_unchanged()
+    limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
+    computed = {
+        "network": in_words(target), "fallback": target.fallback,
+        "capture": capture_passes(target, drafters.values(), capture),
+        "stop_ids": sorted(limits.stop_ids), "context_length": target.context_length,
+    }  # fmt: skip
+    about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
+    about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": witness.weights}
+    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, witness)
+
+
+def _about(
+    models: Models, preset: Preset, methods: Sequence[Method], drafters: Mapping[str, Drafter]
+) -> dict[str, Any]:
+    """Which weights these are, what their publishers say of them, and how they are computed."""
+    drafts = {
+        draft: {
+            "name": presets.name(preset.drafts[draft]) if draft in preset.drafts else None,
+            "trained_thinking": preset.trained_thinking.get(draft),
+            "verifier": models.verifiers.get(draft),
+        }
+        for draft in models.drafts
+    }
+    return {
+        "engine": "local",
+        "methods": {
+            method.label: {
+                "name": method.name, "draft": method.draft, "options": dict(method.options),
+                "num_drafts": drafters[method.label].num_drafts,
+            }
+            for method in methods
+        },
+        "target": presets.name(preset.target),
+        "drafts": drafts,
+        "revisions": models.revisions | {method.label: sha for method in methods for sha in _sha256_of_files(method)},
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "attention": models.target.config._attn_implementation,
+    }  # fmt: skip
+
+
+def _sha256_of_files(method: Method) -> Iterator[str]:
+    """Of the files that its options name: a run must not go on with another file of the same name."""
+    for option in method.kind.options:
+        if option.is_file:
+            with open(str(method.option(option.name)), "rb") as file:
+                yield hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def build_drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
+    """By the file of the method's name; what a preset says holds for its own draft, which has no label."""
+    own = f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}"
+    module = import_module(method.kind.module or own)
+    count = (preset.num_drafts or {}).get(method.name) if method.tag is None else None
+    drafter: Drafter = module.build(models, target, method.with_count(count))
+    return drafter
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends an answer: the generation config's, which may list several, and the tokenizer's, if any."""
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in [*listed, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+
+
+def seed_of(seed: int, repeat: int, prompt: Sequence[int]) -> int:
+    """Of the random numbers of one answer, by the run's seed, the answer's repeat and its prompt."""
+    return zlib.crc32(repr((seed, repeat, list(prompt))).encode())
+
+
+class LocalBackend:
+    """Answers chats with any of its drafters; `drafters` maps method names, `ar` among them, to drafters."""
+
+    tells_rounds = True
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Any,
+        drafters: Mapping[str, Drafter],
+        limits: Limits,
+        seed: int = 0,
+        about: Mapping[str, Any] | None = None,
+        witness: Witness | None = None,
+    ) -> None:
+        """Without a witness the target's own model is asked, and answers end as `limits` say."""
+        self.about = about or {}
+        self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
+        self.limits, self.seed = limits, seed
+        self.clock = clock_for(target.device)
+        self.witness = witness or given(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
+
+    @property
+    def judge(self) -> Judge:
+        return self.witness.judge
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.about
+
+    def captured(self) -> dict[str, float | int]:
+        """See `capturing.spent`."""
+        return spent(self.target, self.drafters.values())
+
+    @property
+    def has_thinking(self) -> bool:
+        return "enable_thinking" in (self.tokenizer.chat_template or "")
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        for thinking in {bool(one.thinking) for one in settings}:
+            chat.check(self.tokenizer, list(chats), thinking)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def writings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """As engines write them: spaces before signs are left as they are, or taken away."""
+        return tuple(
+            str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=tidy))
+            for tidy in (False, True)
+        )
+
+    def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
+        """The chat as the model's own template renders it."""
+        if self.tokenizer.chat_template is None:
+            return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
+        text = chat.rendered(self.tokenizer, messages, bool(settings.thinking))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def generate(
+        self,
+        method: str,
+        messages: Sequence[Message],
+        settings: Settings = GREEDY,
+        repeat: int = 0,
+        listener: Listener = NOBODY,
+    ) -> Generation:
+        """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
+        prompt = self.encode(messages, settings)
+        seed = self._seed(prompt, repeat)
+        sampling = Sampling.of(settings, seed)
+        (generation,) = self._generations(*self._decode(method, [prompt], sampling, None, None, lambda: None, listener))
+        return self._with_thinking(generation, prompt, settings)
+
+    def serve(
+        self,
+        method: str,
+        requests: Sequence[tuple[Sequence[Message], int]],
+        settings: Settings,
+        ended: Callable[[], object] = lambda: None,
+        listener: Listener = NOBODY,
+    ) -> list[TimedGeneration]:
+        """Chats, each with its repeat, `settings.concurrency` at a time; `ended` is told of each.
+
+        Each draws the random numbers that it would draw alone.
+        """
+        prompts = [self.encode(messages, settings) for messages, _ in requests]
+        seeds = [self._seed(prompt, repeat) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
+        decoded, error = self._decode(
+            method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended, listener
+        )
+        begin = next((one.begin for one in decoded if one.rounds), None)
+        return [
+            TimedGeneration(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
+            for generation, one in zip(self._generations(decoded, error), decoded, strict=True)
+        ]
+
+    def generate_ids(
+        self,
+        method: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
+        num_rows: int | None = None,
+    ) -> list[Generation]:
+        """One generation per prompt; what goes wrong becomes its error, never a number.
+
+        They are decoded together, or `num_rows` at a time, each beginning when another has ended. `seeds` are the
+        prompts' own, in place of the one of `sampling`.
+        """
+        return self._generations(
+            *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None, NOBODY)
+        )
+
+    def _decode(
+        self,
+        method: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None,
+        num_rows: int | None,
+        ended: Callable[[], object],
+        listener: Listener,
+    ) -> tuple[list[PromptRounds], str]:
+        """What was decoded of each prompt, and what kept those that have not ended from ending."""
+        drafter = self.drafters[method]
+        decoded = [PromptRounds(prompt) for prompt in prompts]
+        try:
+            if isinstance(drafter, Foresees):
+                drafter.foresee(prompts, self.limits, sampling, seeds)
+            self._reset_memory()
+            steps = decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows, listener)
+            for step in steps:
+                for row, request in enumerate(step.requests):
+                    decoded[request].add(row, step)
+                    if step.emitted[row] is not None and step.ended[row]:
+                        ended()
+        except DecodingError as problem:
+            return decoded, str(problem)
+        except torch.cuda.OutOfMemoryError:
+            return decoded, "out of GPU memory"
+        return decoded, "nothing was decoded"
+
+    def _generations(self, decoded: Sequence[PromptRounds], error: str) -> list[Generation]:
+        """What has ended is whole; the rest says the error."""
+        generations = []
+        for one in decoded:
+            text = self.decode(one.tokens)
+            generations.append(
+                one.generation(self.clock, text, self.limits.stop_ids, self._peak_memory())
+                if one.has_ended
+                else one.failed(text, error)
+            )
+        return generations
+
+    def _seed(self, prompt: Sequence[int], repeat: int) -> int:
+        return seed_of(self.seed, repeat, prompt)
+
+    def _with_thinking(self, generation: Generation, prompt: Sequence[int], settings: Settings) -> Generation:
+        if settings.thinking is None:
+            return generation
+        count = chat.thinking_tokens(self.tokenizer, list(prompt), generation.token_ids)
+        return replace(generation, num_thinking_tokens=count)
+
+    def divergence(
+        self,
+        messages: Sequence[Message],
+        plain: Sequence[int],
+        other: Sequence[int],
+        settings: Settings = GREEDY,
+    ) -> Divergence:
+        return self.witness.divergence(messages, settings, self.encode(messages, settings), plain, other)
+
+    def audit(
+        self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
+    ) -> Divergence | None:
+        return self.witness.audit(messages, settings, self.encode(messages, settings), answer)
+
+    def _reset_memory(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+
+    def _peak_memory(self) -> int | None:
+        """Bytes on the GPU; on the CPU the process's peak says nothing about one generation."""
+        if self.target.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.target.device)
+        return None

@@ -1,0 +1,92 @@
+"""Converts a draft from one format to another, bit for bit; an error names anything the other format cannot hold.
+
+llama.cpp's format is the only one for targets too; it is written elsewhere (`models.llamacpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.models import formats, gguf_writer, targets, weights
+from dflash_bench.models.formats.base import Checkpoint, Format
+
+GGUF = "gguf"
+"""llama.cpp's format: one file, for targets too."""
+SHARED = {"dflash": (targets.EMBEDDING, targets.HEAD), "eagle3": (targets.EMBEDDING,)}
+"""Tensors that a draft may take from its target; EAGLE-3 always has its own head."""
+
+
+WANTS_DEPTH = ("zlab",)
+"""Formats whose original readers fail without `num_target_layers`, even if the layers are named (z-lab's model.py)."""
+
+
+def convert(reference: str, destination: Path, to: str, target: str | None) -> list[str]:
+    """Returns notes on what the new files declare that the old do not, and the reverse. UserError for an incomplete
+    checkpoint, and for anything that the new format cannot hold.
+
+    If the new format includes the target's embedding and head, they are taken from `target`. If it leaves them to the
+    target, they are dropped, provided that `target` shows they are copies.
+    """
+    if to == GGUF:
+        return gguf_writer.convert(reference, destination, target)
+    if destination.exists():
+        raise UserError(f"{destination} exists already; name a new folder")
+    folder = targets.find_draft(reference)
+    home = targets.find_target(target) if target is not None else None
+    shape = targets.shape_of(home) if home else None
+    form, checkpoint = formats.read_checkpoint(folder, shape)
+    for problem in formats.problems(form, checkpoint, shape):
+        raise UserError(f"{folder}: {problem}")
+    goal = formats.format_named(to, form.kind)
+    if goal == form and not checkpoint.target_head:
+        raise UserError(f"{folder} is already in the {to} format")
+    if checkpoint.derived_taps:
+        raise UserError(f"{folder} does not name the layers it taps; give --target, as they depend on its depth")
+    if checkpoint.target_head and home is None:
+        raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
+    shared = targets.vocabulary_of(home) if home else {}
+    ready = adapted(checkpoint.with_head(shared[targets.HEAD]) if home else checkpoint, goal, shared)
+    notes = []
+    if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
+        ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
+        notes = [f"num_target_layers = {shape.num_layers} is taken from --target; the draft does not declare it"]
+    weights.write_checkpoint(destination, *goal.write(ready))
+    return notes + [f"{goal.name} has no place for {what}: it is left out" for what in _lost(ready, destination)]
+
+
+def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
+    """What the old config declared and the new one does not."""
+    _, again = formats.read_checkpoint(destination, None, headers_only=True)
+    for field in fields(written.config):
+        value = getattr(written.config, field.name)
+        if value is not None and getattr(again.config, field.name) != value:
+            yield f"{field.name} = {value}"
+    if written.trained_for != again.trained_for:
+        yield f"the name of its target, {written.trained_for}"
+
+
+def adapted(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:
+    """The checkpoint with the target's tensors if the format includes them, else without those that are copies."""
+    tensors = dict(checkpoint.tensors)
+    for name in SHARED[goal.kind]:
+        if name not in shared:
+            continue
+        if goal.holds_vocabulary:
+            tensors.setdefault(name, shared[name])
+        elif name in tensors and _same(tensors[name], shared[name]):
+            del tensors[name]
+    flags: dict[str, Any] = {"own_embedding": targets.EMBEDDING in tensors}
+    if goal.kind == "dflash":
+        flags["own_head"] = targets.HEAD in tensors
+    return replace(checkpoint, config=replace(checkpoint.config, **flags), tensors=tensors)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.float(), b.float())

@@ -1,0 +1,419 @@
+"""What all formats of drafts share: the checkpoint read, its fields by name, and what is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.nets.layers import frequencies
+
+# The one description of a draft that all formats are read into, and that networks, checks and writers share.
+
+
+HEAD = "lm_head.weight"
+TARGET_HEAD = "target_head"
+"""In config.json of a draft that this tool alone reads: its head is not in the file (`Checkpoint.target_head`)."""
+DraftModel = DFlashDraft | Eagle3Draft
+DraftConfig = DFlashConfig | Eagle3Config
+Json = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Stored = tuple[dict[str, Any], dict[str, Tensor]]
+"""config.json and the tensors beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What a draft must match in its target."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A draft in any format. `tensors` have the names of our networks.
+
+    `config` holds what the file declares. Only the tapped layers may come from the target: some formats derive them
+    from its depth if the file does not name them.
+    """
+
+    config: DraftConfig
+    tensors: Tensors
+    trained_for: str | None = None
+    """The target, if the config names it."""
+    notes: tuple[str, ...] = ()
+    """How we read what the file leaves open."""
+    derived_taps: str | None = None
+    """A formula for the tapped layers, if the file does not name them and the target's depth is not known."""
+    target_head: bool = False
+    """The file leaves out the head, because its rows are the target's for the tokens that `d2t` names."""
+
+    def with_head(self, head: Tensor) -> Checkpoint:
+        """Complete, with its rows of the target's head [V, H]."""
+        if not self.target_head:
+            return self
+        d2t = self.tensors["d2t"]
+        rows = head.detach()[(torch.arange(len(d2t)) + d2t).to(head.device)]
+        return replace(self, tensors={**self.tensors, HEAD: rows}, target_head=False)
+
+    def without_head(self) -> Checkpoint:
+        """For a file that leaves it to the target."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in (HEAD, "t2d")}
+        return replace(self, tensors=tensors, target_head=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to store one kind of draft. `read` gets the target's depth, or None if it is not known.
+
+    `holds_vocabulary`: do files include the target's embedding and head, or leave them to the target?
+    `layer` is the name that files use for the layer that SafeAILab calls `midlayer`.
+    """
+
+    name: str
+    kind: str
+    read: Callable[[Json, Tensors, int | None], Checkpoint]
+    write: Callable[[Checkpoint], Stored]
+    holds_vocabulary: bool
+    layer: str = "midlayer."
+
+
+# What configs of all formats have in common: the network's sizes, rotary positions and the vocabulary map.
+
+
+SCALINGS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Rotary scalings that do not depend on the length of the text, and the keys that each must have."""
+READ = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "attention_bias", "max_position_embeddings", "original_max_position_embeddings",
+    "target_hidden_size", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+    "quantization_config",
+)  # fmt: skip
+"""Keys of a draft's layers, wherever they stand."""
+FROM_LENGTH = ("yarn", "llama3")
+"""Scalings that also need the context length of the original training."""
+
+
+def refuse(config: Json, what: str, *variants: str) -> None:
+    """Raise UserError for variants of the network: they have the same tensors, so they would load but draft badly."""
+    for name in variants:
+        if config.get(name):
+            raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
+
+
+def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields that both kinds of draft share. A missing key is a KeyError."""
+    refuse(config, what, "quantization_config")
+    _refuse_sliding(config, what)
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; only silu is")
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": head_dim or config["head_dim"],
+        "vocab_size": config["vocab_size"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "target_hidden_size": different(config.get("target_hidden_size"), config["hidden_size"]),
+        **_rotary(config),
+    }
+
+
+def _refuse_sliding(config: Json, what: str) -> None:
+    """Of types that are the draft's own layers'; publishers also leave their target's there."""
+    types = config.get("layer_types")
+    own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
+    if own and "sliding_attention" in types:  # type: ignore[operator]
+        raise UserError(f"{what} with sliding-window layers is not supported: implementations disagree on them")
+
+
+def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
+    """The inverse of `body`, with the keys of transformers 4, which every reader understands."""
+    scaling = {} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_bias,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        **scaling,
+        "max_position_embeddings": config.max_positions,
+        "vocab_size": config.vocab_size,
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+    }
+
+
+def leaves_head(config: Json, tensors: Tensors) -> bool:
+    """Is its head the target's rows? Raises UserError if the file does not say which."""
+    if not config.get(TARGET_HEAD):
+        return False
+    if "d2t" not in tensors:
+        raise UserError("the head is left to the target, but tensor d2t, its tokens, is missing; copy the draft again")
+    return True
+
+
+def head_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a file says that leaves its head to the target."""
+    reduced = {"draft_vocab_size": checkpoint.config.draft_vocab_size, TARGET_HEAD: True}
+    return reduced if checkpoint.target_head else {}
+
+
+def _rotary(config: Json) -> dict[str, Any]:
+    """Newer files keep rotary settings in `rope_parameters`, some of them per kind of layer. Theta defaults to
+    10000."""
+    newer = config.get("rope_parameters") or {}
+    newer = {**newer, **newer.get("full_attention", {})}
+    settings = {**(config.get("rope_scaling") or {}), **newer}
+    theta = float(settings.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    length = config.get("max_position_embeddings", 4096)
+    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
+    if {**config, **settings}.get("partial_rotary_factor") not in (None, 1.0):
+        raise UserError("a draft with partial_rotary_factor in config.json is not supported")
+    plain = {"rope_theta": theta, "max_positions": length, "rope_scaling": None}
+    if kind == "default":
+        return plain
+    if kind not in SCALINGS:
+        raise UserError(f"a draft with rotary scaling '{kind}' is not supported; only {', '.join(SCALINGS)} are")
+    scaling = {"rope_type": kind, **{key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
+    for key in SCALINGS[kind]:
+        scaling[key]  # a missing key is a KeyError
+    if kind in FROM_LENGTH and scaling.get("original_max_position_embeddings") is None:
+        scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or length
+    return {**plain, "rope_scaling": scaling}
+
+
+def different(value: int | None, usual: int) -> int | None:
+    return None if value == usual else value
+
+
+def shifted(ids: Sequence[int], by: int) -> tuple[int, ...]:
+    return tuple(i + by for i in ids)
+
+
+def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
+    """Fill in the parts of the vocabulary map that the file may leave out.
+
+    A draft of the whole vocabulary may omit its map, and any draft may omit `t2d`, which follows from `d2t`. For us, a
+    DFlash draft of the whole vocabulary has no map at all, and one of a reduced vocabulary uses the first ids if it has
+    no map. Sizes must have been checked before, as this allocates memory.
+    """
+    tensors, size = dict(tensors), config.draft_vocab_size
+    if size is None:
+        return without_whole_map(config, tensors) if "d2t" in tensors and not tensors["d2t"].any() else tensors
+    if size == config.vocab_size or isinstance(config, DFlashConfig):
+        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.int64))
+    if "d2t" in tensors and "t2d" not in tensors:
+        covered = torch.zeros(config.vocab_size, dtype=torch.bool)
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        tensors["t2d"] = covered.index_fill(0, ids[(ids >= 0) & (ids < config.vocab_size)], True)
+    return tensors
+
+
+def without_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
+    """Drop the map of a draft of the whole vocabulary: its ids are the target's, and no format needs to say so."""
+    whole = config.draft_vocab_size in (None, config.vocab_size)
+    return {name: tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
+
+
+def renamed(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
+    return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+
+def cannot_hold(name: str, **contents: Any) -> None:
+    """Raise UserError for the first of `contents` that is set, as the format has no place for it."""
+    for what, value in contents.items():
+        if value:
+            setting = what if value is True else f"{what} = {value}"
+            raise UserError(f"the {name} format cannot hold this draft's {setting}")
+
+
+def needs_vocabulary(name: str, checkpoint: Checkpoint) -> None:
+    for tensor in ("embed_tokens.weight", "lm_head.weight"):
+        if tensor not in checkpoint.tensors:
+            raise UserError(
+                f"the {name} format includes {tensor}, which this draft takes from its target; give --target"
+            )
+
+
+# Does a checkpoint describe a network, is it complete, and does it fit a target? All problems, with their remedies.
+
+
+LARGEST = {"num_layers": 1 << 10, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 12}
+LARGEST_OTHER = 1 << 24
+"""Larger than in any existing network. A damaged number must not make us allocate huge memory or loop forever."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+FLAGS = (
+    "attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", "norm_before_residual",
+    "norm_before_fc", "fc_norm", "norm_output",
+)  # fmt: skip
+
+
+def check_values(where: str, config: DraftConfig) -> None:
+    """Does it describe a network at all? Raises UserError for the first impossible value."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not _is_sound(field.name, field.type, value):
+            raise UserError(f"{where}: {field.name} cannot be {value!r}")
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UserError(
+            f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
+            "do not add up"
+        )
+    if isinstance(config, DFlashConfig) and config.num_drafts(config.block_size) < 1:
+        raise UserError(f"{where}: a block of {config.block_size} drafts nothing")
+    if isinstance(config, Eagle3Config) and config.norm_before_fc and config.fc_norm:
+        raise UserError(f"{where}: norm_before_fc and fc_norm cannot both be set")
+    if config.rope_scaling is not None:
+        _check_scaling(where, config)
+
+
+def _is_sound(name: str, kind: object, value: object) -> bool:
+    if name == "target_layer_ids":
+        return isinstance(value, tuple) and bool(value) and all(type(i) is int for i in value)
+    if name == "rope_scaling":
+        return value is None or isinstance(value, Mapping)
+    if name in FLAGS:
+        return isinstance(value, bool)
+    if kind == "float":
+        return type(value) in (int, float) and 0 < value < 1e30  # type: ignore[operator]
+    if value is None:
+        return "None" in str(kind)
+    lowest, highest = 0 if name == "mask_token_id" else 1, LARGEST.get(name, LARGEST_OTHER)
+    return type(value) is int and lowest <= value <= highest
+
+
+def _check_scaling(where: str, config: DraftConfig) -> None:
+    """Are the scaling's values numbers, and does its formula give valid angles?"""
+    scaling = dict(config.rope_scaling or {})
+    for key, value in scaling.items():
+        sound = value is None or (isinstance(value, int | float) and abs(value) < 1e30)
+        if key != "rope_type" and not sound:
+            raise UserError(f"{where}: {key} of its rotary scaling cannot be {value!r}")
+    try:
+        inverse, amplitude = frequencies(config.head_dim, config.rope_theta, scaling)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"{where}: rotary scaling {scaling} gives no valid angles ({error})") from error
+    if not (inverse.isfinite() & (inverse > 0)).all() or not 0 < amplitude < math.inf:
+        raise UserError(f"{where}: rotary scaling {scaling} gives no valid angles")
+
+
+def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError if `d2t` is not a vocabulary map, before anything is computed from it."""
+    d2t = tensors.get("d2t")
+    if d2t is not None and (d2t.ndim != 1 or d2t.dtype not in SIGNED):
+        kind = str(d2t.dtype).removeprefix("torch.")
+        raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one integer offset per token of the draft")
+
+
+def skeleton(config: DraftConfig) -> DraftModel:
+    """The network, with parameters that take no memory."""
+    with torch.device("meta"):
+        return DFlashDraft(config) if isinstance(config, DFlashConfig) else Eagle3Draft(config)
+
+
+MISSING, SURPLUS = "missing_tensor", "surplus_tensor"
+COPY = "copy the checkpoint again"
+
+
+def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[DraftProblem]:
+    """Each tensor that is missing, surplus, of the wrong shape or of the wrong type, by its name in the file."""
+    expected, stored = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
+    left_out = {HEAD} if checkpoint.target_head else set()
+    for name in sorted(expected.keys() - stored.keys() - left_out):
+        remedy = f"{COPY}, or see if config.json belongs to it"
+        yield DraftProblem(MISSING, f"missing tensor {_in_file(name, layer)}", remedy)
+    for name in sorted(stored.keys() - expected.keys()):
+        what = f"surplus tensor {_in_file(name, layer)}: config.json has no place for it"
+        yield DraftProblem(SURPLUS, what, "the draft is of another kind")
+    for name in sorted(expected.keys() & stored.keys()):
+        tensor, shape = stored[name], list(expected[name].shape)
+        if list(tensor.shape) != shape:
+            what = (
+                f"{_in_file(name, layer)} is {list(tensor.shape)}, config.json says {shape}: "
+                "they do not belong together"
+            )
+            yield DraftProblem("tensor_shape", what, COPY)
+        elif (tensor.dtype in FLOATS) != expected[name].is_floating_point() or tensor.is_complex():
+            what = f"{_in_file(name, layer)} holds {tensor.dtype}: quantised drafts are not supported"
+            yield DraftProblem("tensor_type", what, "use the original")
+    if "d2t" in stored and "t2d" in stored:
+        yield from _unsound_map(checkpoint.config, stored["d2t"], stored["t2d"])
+
+
+def _in_file(name: str, layer: str) -> str:
+    return layer + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[DraftProblem]:
+    ids = torch.arange(len(d2t)) + d2t
+    if d2t.tolist() == t2d.nonzero().flatten().tolist():
+        what = "d2t holds the target's ids, and not what is added to the draft's"
+        yield DraftProblem("map_of_ids", what, "subtract 0, 1, 2, ... from it")
+    elif not ((ids >= 0) & (ids < config.vocab_size)).all():
+        what = f"d2t points outside the target's vocabulary of {config.vocab_size}"
+        yield DraftProblem("map_outside", what, "it belongs to another target")
+    elif ids.tolist() != t2d.nonzero().flatten().tolist():
+        yield DraftProblem("maps_differ", "d2t and t2d name different tokens", COPY)
+
+
+def own_target(config: DraftConfig) -> TargetShape:
+    """The target that the file itself describes; if it gives no depth, one that is deep enough."""
+    depth = config.num_target_layers or max(config.target_layer_ids) + 2
+    return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
+
+
+def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
+    """Every reason why a draft cannot serve a target."""
+    width = config.target_hidden_size or config.hidden_size
+    if width != target.hidden_size:
+        what = f"hidden size {width}, but the target's is {target.hidden_size}"
+        yield DraftProblem("hidden_size", what, ANOTHER_DRAFT)
+    elif config.hidden_size != width:
+        yield from _missing_vocabulary(config)
+    if config.vocab_size != target.vocab_size:
+        what = f"vocabulary of {config.vocab_size}, but the target's is {target.vocab_size}"
+        yield DraftProblem("vocabulary", what, ANOTHER_DRAFT)
+    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
+    if outside:
+        what = (
+            f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} "
+            "(the last cannot be tapped)"
+        )
+        yield DraftProblem("tapped_layer", what, ANOTHER_DRAFT)
+    if config.num_target_layers not in (None, target.num_layers):
+        what = f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}"
+        yield DraftProblem("target_depth", what, ANOTHER_DRAFT)
+    if isinstance(config, DFlashConfig) and config.mask_token_id >= target.vocab_size:
+        what = f"mask id {config.mask_token_id} is outside the target's embedding of {target.vocab_size} rows"
+        yield DraftProblem("mask_id", what, "use a target whose embedding is padded")
+
+
+def _missing_vocabulary(config: DraftConfig) -> Iterator[DraftProblem]:
+    """A draft whose hidden size differs from its target's cannot share the target's embedding and head."""
+    if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
+        what = (
+            f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "
+            "but it lacks its own embedding or head"
+        )
+        yield DraftProblem("no_vocabulary", what, "ask its publisher for them")

@@ -1,0 +1,405 @@
+"""Writes a target or a DFlash draft as llama.cpp's GGUF."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_bench.core import files, terminal
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.models import formats, gguf, gguf_tokenizer, hub, presets, targets, weights
+from dflash_bench.models.formats import Checkpoint
+from dflash_bench.models.gguf_tokenizer import PREFIX
+from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.dflash import DFlashConfig
+from dflash_bench.models.nets.eagle3 import Eagle3Config
+from dflash_bench.models.nets.layers import frequencies
+
+# What a GGUF file says of a network: settings and tensors, by llama.cpp's names.
+
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "fc": "fc"}
+_IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufNetwork:
+    """`settings` stand below the architecture's name in the file; `tensors` have llama.cpp's names."""
+
+    architecture: str
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Besides the tokenizer's own, by GGUF's names."""
+
+
+def name_of(tensor: str) -> str:
+    """llama.cpp's name of a tensor. Raises UserError if it has none."""
+    if match := _IN_LAYER.fullmatch(tensor):
+        number, part, kind = match.groups()
+        if part in LAYER:
+            return f"blk.{number}.{LAYER[part]}.{kind}"
+    stem, _, kind = tensor.rpartition(".")
+    if stem in OUTSIDE and kind == "weight":
+        return f"{OUTSIDE[stem]}.{kind}"
+    raise UserError(f"llama.cpp has no place for tensor {tensor}")
+
+
+def interleaved(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows of a query or key projection, [heads * D, ...], for an architecture that rotates neighbours.
+
+    Publishers' Llama files put the two halves of a head one after the other; GGUF alternates between them.
+    """
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape).contiguous()
+
+
+def in_gguf_types(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Matrices in the type that they are stored in; vectors, which are norms and biases, in float32, as llama.cpp
+    wants."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.dtype not in DTYPES:
+            raise UserError(
+                f"tensor {name} holds {tensor.dtype}; only float32, float16 and bfloat16 are written as GGUF"
+            )
+        yield name, tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor
+
+
+# Writing a GGUF file: complete or not at all.
+
+
+FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
+"""`general.file_type`, by the type of the most common matrices (llama.cpp's enum llama_ftype)."""
+
+
+def write(path: Path, network: GgufNetwork, name: str, vocabulary: Mapping[str, Any]) -> None:
+    """Raises UserError if the file cannot be written."""
+    tensors = dict(in_gguf_types(network.tensors))
+    settings = {
+        "general.name": name,
+        "general.file_type": FILE_TYPES[_main_type(tensors)],
+        **{f"{network.architecture}.{key}": value for key, value in network.settings.items()},
+        **vocabulary,
+        **{f"{PREFIX}{token}_token_id": index for token, index in network.special_tokens.items()},
+    }
+    # The package opens the file itself; what `write_whole` syncs and renames is the same file.
+    files.write_whole(path, lambda file: _fill(Path(file.name), network.architecture, settings, tensors))
+
+
+def _main_type(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        if tensor.dtype in FILE_TYPES and tensor.ndim > 1:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _fill(path: Path, architecture: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+
+    scalars = {
+        bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING
+    }  # fmt: skip
+    types = {
+        torch.float32: GGMLQuantizationType.F32, torch.float16: GGMLQuantizationType.F16,
+        torch.bfloat16: GGMLQuantizationType.BF16, torch.int64: GGMLQuantizationType.I64,
+    }  # fmt: skip
+    writer = GGUFWriter(path, architecture)
+    try:
+        for key, value in settings.items():
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            else:
+                writer.add_key_value(key, value, scalars[type(value)])
+        arrays = {name: _bytes(tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            # As if it were plain numbers of this size: numpy has no bfloat16.
+            writer.add_tensor_info(name, tensor.shape, arrays[name].dtype, arrays[name].nbytes, types[tensor.dtype])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name in terminal.with_bar(list(tensors), "tensors written"):
+            writer.write_tensor_data(arrays[name])
+    finally:
+        writer.close()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The numbers as numpy sees them; bfloat16 as 16-bit integers."""
+    tensor = tensor.contiguous().cpu()
+    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+# A draft as llama.cpp's `draft-dflash` and `draft-eagle3` read it. Embedding and head may be the target's.
+
+
+NUM_EAGLE3_TAPS = 3
+
+
+def describe(checkpoint: Checkpoint, num_target_layers: int) -> GgufNetwork:
+    """`checkpoint` must be complete. Raises UserError with what llama.cpp cannot run."""
+    config = checkpoint.config
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in ("d2t", "t2d")}
+    network = _dflash(config, tensors) if isinstance(config, DFlashConfig) else _eagle3(config, tensors)
+    # Numbered by the layer that reads them, where we name the one that wrote them.
+    taps = [layer + 1 for layer in config.target_layer_ids]
+    if max(taps) >= num_target_layers:
+        raise UserError(f"it taps layer {max(taps) - 1}, the target's last, which llama.cpp does not hand out")
+    settings = {**_body(config), **network.settings, "target_layers": taps}
+    if (chosen := checkpoint.tensors.get("d2t")) is None or len(chosen) == config.vocab_size:
+        return replace(network, settings=settings)
+    ids = (torch.arange(len(chosen)) + chosen).to(torch.int64)
+    return replace(network, settings=settings, tensors={**network.tensors, "d2t": ids})
+
+
+def _dflash(config: DFlashConfig, tensors: dict[str, Tensor]) -> GgufNetwork:
+    _refuse(
+        config,
+        shifted_labels=config.shifted_labels,
+        attention_bias=config.attention_bias,
+        target_hidden_size=config.target_hidden_size,
+    )
+    renamed = {"hidden_norm.weight": "enc.output_norm.weight"}
+    settings = {
+        "block_count": config.num_layers,
+        "block_size": config.block_size,
+        "attention.causal": False,
+        "sample_from_anchor": False,
+    }
+    named = {renamed.get(name) or name_of(name): tensor for name, tensor in tensors.items()}
+    return GgufNetwork("dflash", settings, named, {"mask": config.mask_token_id})
+
+
+def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:
+    _refuse(
+        config,
+        attention_bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+    )
+    if len(config.target_layer_ids) != NUM_EAGLE3_TAPS:
+        raise UserError(f"it taps {len(config.target_layer_ids)} layers, and llama.cpp only takes {NUM_EAGLE3_TAPS}")
+    named = {name_of(name.replace("midlayer.", "layers.0.")): tensor for name, tensor in tensors.items()}
+    for part, heads in (("attn_q", config.num_heads), ("attn_k", config.num_kv_heads)):
+        named[f"blk.0.{part}.weight"] = interleaved(named[f"blk.0.{part}.weight"], heads)
+    return GgufNetwork("eagle3", {"block_count": 1, "norm_before_residual": config.norm_before_residual}, named)
+
+
+def _refuse(config: DFlashConfig | Eagle3Config, **variants: object) -> None:
+    """Raise UserError for the first variant of the network that is set."""
+    scaling = (config.rope_scaling or {}).get("rope_type")
+    for name, value in {**variants, "rotary scaling": scaling}.items():
+        if value:
+            raise UserError(f"llama.cpp cannot run a draft with {name}{'' if value is True else f' = {value}'}")
+
+
+def _body(config: DFlashConfig | Eagle3Config) -> dict[str, object]:
+    return {
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_theta),
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "target_hidden_size": config.target_hidden_size or config.hidden_size,
+    }
+
+
+# A target as llama.cpp reads it: Llama, Qwen2 and Qwen3, dense, with plain, linear or Llama 3's rotary positions.
+
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Values of `model_type`; llama.cpp uses the same names."""
+BIASES = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
+"""The projections that may have one."""
+ALTERNATING = ("llama",)
+"""Architectures for which llama.cpp rotates neighbouring rows."""
+ROTARY = ("default", "linear", "llama3")
+COMPUTED = "rotary_emb.inv_freq"
+"""In old files, although it follows from the config."""
+
+
+def read(folder: Path) -> GgufNetwork:
+    """Raises UserError for a model that llama.cpp would not compute as its publisher does."""
+    config = targets.config_of(folder)
+    _check(folder, config)
+    tensors = {name: tensor for name, tensor in weights.read_tensors(folder).items() if not name.endswith(COMPUTED)}
+    if config.tie_word_embeddings:
+        tensors.pop(targets.HEAD, None)
+    _check_tensors(folder, config, tensors)
+    try:
+        named = {name_of(name): tensor for name, tensor in tensors.items()}
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    for name in named:
+        if name.endswith(".bias") and name.split(".")[-2] not in BIASES[config.model_type]:
+            raise UserError(f"{folder}: llama.cpp's {config.model_type} has no place for tensor {name}")
+    if config.model_type in ALTERNATING:
+        named = _with_alternating_rows(named, config)
+    scaling, factors = _rotary(config)
+    return GgufNetwork(config.model_type, {**_settings(config), **scaling}, {**named, **factors})
+
+
+def _check(folder: Path, config: Any) -> None:
+    if config.model_type not in ARCHITECTURES:
+        raise unknown(f"{folder}: architecture for GGUF", config.model_type, list(ARCHITECTURES))
+    stored = read_config(folder)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    reasons = {
+        "it is quantised; convert the original": "quantization_config" in stored,
+        f"hidden_act = {config.hidden_act!r}": config.hidden_act != "silu",
+        "sliding-window attention": kinds - {"full_attention"} or getattr(config, "use_sliding_window", False),
+        f"rotary positions of type {_rope_type(config)!r}": _rope_type(config) not in ROTARY,
+        "rotary positions on a part of each head": config.rope_parameters.get("partial_rotary_factor")
+        not in (None, 1.0),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"{folder} cannot be written as GGUF: {reason}")
+
+
+def _check_tensors(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Are they the network's that config.json describes, all of them, and nothing else?"""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    expected = {name.removeprefix("model."): tensor.shape for name, tensor in network.state_dict().items()}
+    if config.tie_word_embeddings:
+        expected.pop(targets.HEAD, None)
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        what = "missing" if name in expected else "surplus"
+        raise UserError(f"{folder}: {what} tensor {name}; copy the model again, or see if config.json belongs to it")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise UserError(f"{folder}: {name} is {list(tensors[name].shape)}, but config.json says {list(shape)}")
+
+
+def _with_alternating_rows(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    return {
+        name: interleaved(tensor, heads[part]) if (part := name.split(".")[-2]) in heads else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    head_dim = _head_dim(config)
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.dimension_count": head_dim,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _rope_type(config: Any) -> str:
+    return str(config.rope_parameters.get("rope_type", "default"))
+
+
+def _rotary(config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings, and for Llama 3's scaling a tensor: by how much each frequency is divided."""
+    settings = dict(config.rope_parameters)
+    theta = float(settings["rope_theta"])
+    if _rope_type(config) == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(settings["factor"])}, {}
+    if _rope_type(config) == "llama3":
+        plain, _ = frequencies(_head_dim(config), theta, None)
+        scaled, _ = frequencies(_head_dim(config), theta, settings)
+        return {}, {"rope_freqs.weight": (plain / scaled).float()}
+    return {}, {}
+
+
+# Targets and drafts as GGUF files, so that llama.cpp runs the same weights that are measured here.
+
+
+ENDING = ".gguf"
+OF_DRAFTS = "fc.weight"
+"""A tensor of every DFlash and EAGLE-3 draft, which fuses the target's features; no target has it."""
+
+
+def convert(reference: str, destination: Path, of_target: str | None) -> list[str]:
+    """Write a target, or a draft of `of_target`, as a new file. Returns remarks; raises UserError."""
+    if destination.suffix != ENDING:
+        raise UserError(f"{destination} is to be a GGUF file; name one that ends in {ENDING}")
+    if os.path.lexists(destination):
+        raise UserError(f"{destination} exists already; name a new file")
+    if not destination.parent.is_dir():
+        raise UserError(f"{destination.parent} is not a folder; make it, or name another place")
+    if gguf.is_file(reference):
+        raise UserError(f"{reference} is a GGUF file already")
+    if reference in presets.table():
+        folder, is_draft = targets.find_target(reference), False
+    else:
+        folder = hub.folder_of(reference) or hub.fetch(reference, pickles=True).folder
+        is_draft = OF_DRAFTS in weights.read_tensors(folder, lambda _: False)
+    if is_draft:
+        network, home = _draft(folder, of_target)
+    elif of_target is not None:
+        raise UserError(f"{reference} is a target, and --target is for drafts; leave it out")
+    else:
+        network, home = read(folder), folder
+    settings, remarks = gguf_tokenizer.read(home, targets.shape_of(home).vocab_size, with_template=not is_draft)
+    write(destination, network, reference.rstrip("/").rpartition("/")[2], settings)
+    return remarks
+
+
+def _draft(folder: Path, of_target: str | None) -> tuple[GgufNetwork, Path]:
+    """The draft, and the folder of its target."""
+    if of_target is None:
+        raise UserError(f"{folder} is a draft, and its GGUF file holds its target's tokenizer; give --target")
+    home = targets.find_target(of_target)
+    shape = targets.shape_of(home)
+    form, checkpoint = formats.read_checkpoint(folder, shape)
+    problems = [*formats.problems(form, checkpoint, shape)]
+    if other := targets.other_tokenizer(folder, targets.tokenizer_of(home).get_vocab()):
+        problems.append(other)
+    for problem in problems:
+        raise UserError(f"{folder}: {problem}")
+    if checkpoint.target_head:
+        checkpoint = checkpoint.with_head(targets.vocabulary_of(home)[targets.HEAD])
+    try:
+        return describe(checkpoint, shape.num_layers), home
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error

@@ -1,0 +1,257 @@
+"""What a draft's checkpoint says about itself, and what prevents running it; reads headers, loads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dflash_bench.core.errors import DraftProblem, UserError
+from dflash_bench.core.methods import users_of
+from dflash_bench.models import formats, loading, targets, weights
+from dflash_bench.models.formats import TargetShape, base, medusa
+from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
+from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.dflash import DFlashConfig
+
+MOST_OF_A_KIND = 3
+LABELS = {
+    False: "infill: slot k predicts the token at slot k, slot 0 is idle",
+    True: "shift: slot k predicts the token after slot k",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """`problems` is empty for a checkpoint that can be run (under the target, if one was given)."""
+
+    format: str
+    method: str
+    """The method it was made for, as in `--draft METHOD=`."""
+    used_by: tuple[str, ...]
+    """The methods that can run with it."""
+    block_size: int | None
+    num_drafts: int | None
+    """Drafted tokens per round; None if the file does not decide it."""
+    tapped_outputs: tuple[int, ...] | None
+    """0-based layers whose output is tapped; None if they depend on a target's depth that we do not know."""
+    tapped_inputs: tuple[int, ...] | None
+    """The same outputs, named by the layer that reads them."""
+    tapped_formula: str | None
+    mask_token_id: int | None
+    labels: str | None
+    vocab_size: int
+    draft_vocab_size: int
+    own_embedding: bool | None
+    """None for Medusa heads, which embed nothing."""
+    own_head: bool
+    layers: str
+    rotary: str | None
+    num_parameters: int
+    size_bytes: int
+    dtype: str
+    trained_for: str | None
+    notes: tuple[str, ...]
+    target: str | None
+    problems: tuple[DraftProblem, ...]
+
+
+def inspect(reference: str, target: str | None = None) -> Inspection:
+    """Raises UserError for what is not a draft at all, or is of a kind that is not supported."""
+    folder = targets.find_draft(reference)
+    home = targets.find_target(target) if target is not None else None
+    shape = targets.shape_of(home) if home else None
+    if medusa.is_medusa(folder):
+        return _of_heads(folder, shape, target)
+    if loading.is_language_model(folder):
+        return _of_language_model(folder, home, shape, target)
+    return _of_draft(folder, home, shape, target)
+
+
+def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
+    form, checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)
+    config = checkpoint.config
+    dflash = config if isinstance(config, DFlashConfig) else None
+    taps_are_known = checkpoint.derived_taps is None
+    return Inspection(
+        format=form.name,
+        method=form.kind,
+        used_by=tuple(users_of(form.kind)),
+        block_size=dflash.block_size if dflash else None,
+        num_drafts=dflash.num_drafts(dflash.block_size) if dflash else None,
+        tapped_outputs=config.target_layer_ids if taps_are_known else None,
+        tapped_inputs=tuple(i + 1 for i in config.target_layer_ids) if taps_are_known else None,
+        tapped_formula=checkpoint.derived_taps,
+        mask_token_id=dflash.mask_token_id if dflash else None,
+        labels=LABELS[dflash.shifted_labels] if dflash else None,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.draft_vocab_size or config.vocab_size,
+        own_embedding=config.own_embedding,
+        own_head=not checkpoint.target_head and (dflash.own_head if dflash else True),
+        layers=_layers(config),
+        rotary=_rotary(config),
+        **_size(checkpoint.tensors),
+        trained_for=_trained_for(checkpoint),
+        notes=checkpoint.notes + _doubts(folder, target),
+        target=target,
+        problems=(*_problems(form, checkpoint, shape), *_other_tokenizer(folder, home)),
+    )
+
+
+def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
+    config, tensors = medusa.read(folder, headers_only=True)
+    blocks = f"{config.num_layers} residual block{'s' if config.num_layers > 1 else ''}"
+    return _without_taps(
+        format="fasterdecoding", method="medusa", num_drafts=config.num_heads, vocab_size=config.vocab_size,
+        own_embedding=None, layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}", rotary=None,
+        tensors=tensors, target=target,
+        problems=() if shape is None else tuple(medusa.misfits(config, shape)),
+    )  # fmt: skip
+
+
+def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
+    config, blocks = targets.config_of(folder), read_config(folder).get("block_diffusion")
+    if blocks is not None:
+        loading.check_blocks(folder, read_config(folder))
+    rows = targets.shape_of(folder).vocab_size
+    problems = (
+        [] if shape is None else [*loading.other_vocabulary(folder, rows, shape), *_other_tokenizer(folder, home)]
+    )
+    return _without_taps(
+        format=f"language model ({config.model_type})", method="block-diffusion" if blocks else "draft-model",
+        block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"], vocab_size=rows,
+        own_embedding=True, tensors=weights.read_tensors(folder, weights.only_maps), target=target,
+        layers=f"{config.num_hidden_layers} of {config.hidden_size}/{getattr(config, 'intermediate_size', '?')}",
+        rotary=None, problems=tuple(problems),
+    )  # fmt: skip
+
+
+def _without_taps(*, method: str, vocab_size: int, tensors: Mapping[str, Tensor], **known: Any) -> Inspection:
+    """Of what reads no layer of the target, and speaks all its vocabulary through a head of its own."""
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("block_size", "num_drafts", "tapped_outputs", "tapped_inputs", "tapped_formula", "mask_token_id", "labels",
+         "trained_for")
+    )  # fmt: skip
+    return Inspection(
+        **nothing | known | _size(tensors), method=method, used_by=tuple(users_of(method)), vocab_size=vocab_size,
+        draft_vocab_size=vocab_size, own_head=True, notes=(),
+    )  # fmt: skip
+
+
+def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    parameters = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    return {
+        "num_parameters": sum(tensor.numel() for tensor in parameters),
+        "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})),
+    }
+
+
+def _other_tokenizer(folder: Path, home: Path | None) -> list[DraftProblem]:
+    if home is None:
+        return []
+    try:
+        problem = targets.other_tokenizer(folder, targets.tokenizer_of(home).get_vocab())
+    except UserError as error:
+        return [DraftProblem("unreadable_tokenizer", error.what, error.remedy)]
+    return [problem] if problem else []
+
+
+def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:
+    doubt = targets.other_verifier(formats.read_config(folder), targets.name_of(target)) if target is not None else None
+    return (doubt,) if doubt else ()
+
+
+def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[DraftProblem]:
+    problems = list(formats.problems(form, checkpoint, shape))
+    # A file of another kind lacks all tensors, or has many that do not belong; the first few are enough to see that.
+    for code in (base.MISSING, base.SURPLUS):
+        of_kind = [problem for problem in problems if problem.code == code]
+        if len(of_kind) > MOST_OF_A_KIND:
+            rest = set(of_kind[MOST_OF_A_KIND:])
+            more = DraftProblem(code, f"{len(rest)} more {code.replace('_', ' ')}s")
+            problems = [*(problem for problem in problems if problem not in rest), more]
+    return problems
+
+
+def _layers(config: DraftConfig) -> str:
+    count = config.num_layers if isinstance(config, DFlashConfig) else 1
+    heads = f"{config.num_heads} heads on {config.num_kv_heads} of {config.head_dim}"
+    variants = [
+        name
+        for name in ("attention_bias", "qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        if getattr(config, name, False)
+    ]
+    return ", ".join([f"{count} of {config.hidden_size}/{config.intermediate_size}", heads, *variants])
+
+
+def _rotary(config: DraftConfig) -> str:
+    scaling = config.rope_scaling
+    return f"theta {config.rope_theta:g}" + (f", {scaling['rope_type']} x {scaling['factor']:g}" if scaling else "")
+
+
+def _trained_for(checkpoint: Checkpoint) -> str | None:
+    depth = checkpoint.config.num_target_layers
+    parts = [checkpoint.trained_for, f"a target of {depth} layers" if depth else None]
+    return ", ".join(part for part in parts if part) or None
+
+
+def text(inspection: Inspection) -> str:
+    """The inspection as lines for people."""
+    parameters, mebibytes = f"{inspection.num_parameters:,} parameters", f"{inspection.size_bytes / 2**20:,.1f} MiB"
+    values: dict[str, Any] = {
+        "format": f"{inspection.format} ({inspection.method})",
+        "used by": ", ".join(inspection.used_by),
+        "block size": _block(inspection),
+        "tapped layers": _taps(inspection),
+        "mask id": inspection.mask_token_id,
+        "labels": inspection.labels,
+        "vocabulary": f"{inspection.vocab_size}, drafts from {_share(inspection)}",
+        "embedding": _embedding(inspection),
+        "head": "its own" if inspection.own_head else "the target's",
+        "layers": inspection.layers,
+        "rotary": inspection.rotary,
+        "size": f"{parameters}, {mebibytes}, {inspection.dtype}",
+        "trained for": inspection.trained_for,
+    }
+    lines = [f"{name:<14} {value}" for name, value in values.items() if value is not None]
+    lines += [f"{'note':<14} {note}" for note in inspection.notes]
+    lines += [f"{'does not fit':<14} {problem}" for problem in inspection.problems]
+    if inspection.target is not None and not inspection.problems:
+        lines.append(f"{'fits':<14} {inspection.target}")
+    return "\n".join(lines)
+
+
+def _block(inspection: Inspection) -> str | None:
+    drafts = f"drafts {inspection.num_drafts} tokens a round"
+    if inspection.block_size is None:
+        return drafts if inspection.method == "medusa" else None
+    return str(inspection.block_size) if inspection.num_drafts is None else f"{inspection.block_size}, {drafts}"
+
+
+def _embedding(inspection: Inspection) -> str | None:
+    if inspection.own_embedding is None:
+        return None
+    return "its own" if inspection.own_embedding else "the target's"
+
+
+def _taps(inspection: Inspection) -> str | None:
+    if inspection.tapped_formula is None and inspection.tapped_outputs is None:
+        return None
+    if inspection.tapped_outputs is None or inspection.tapped_inputs is None:
+        return f"outputs of {inspection.tapped_formula}, where n is the target's depth; give --target to see them"
+    outputs, inputs = (" ".join(map(str, ids)) for ids in (inspection.tapped_outputs, inspection.tapped_inputs))
+    return f"outputs of {outputs} (inputs of {inputs})"
+
+
+def _share(inspection: Inspection) -> str:
+    return (
+        "all of it" if inspection.draft_vocab_size == inspection.vocab_size else f"{inspection.draft_vocab_size} of it"
+    )
+
+
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    return asdict(inspection)

@@ -1,0 +1,134 @@
+"""Quantised weights: the linear layers of a target in fewer bits, made from its checkpoint when it is loaded.
+
+Only weights are quantised. If what passes between the layers were rounded too, by scales that depend on what else is in
+the pass, a token could hang on how many others are verified with it, and answers would not be exact. Embedding, output
+head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", "fp8": "torchao"}
+"""What quantises, by the kind: int8 and fp8 with a scale for each row, nf4 with one for every 64 weights."""
+BLOCK = 64
+FP8_SINCE = (8, 9)
+"""The compute capability of the first GPUs with fp8."""
+OTHER_WEIGHTS = ("embed", "lm_head", "wte", "wpe", ".experts.")
+"""What names of matrices contain that are no linear layers of a decoder."""
+
+
+def check(kind: str, device: str) -> None:
+    """Raises UserError for what the device lacks, and for a package that is not there."""
+    if kind == "fp8" and not _has_fp8(device):
+        others = " and ".join(name for name in PACKAGES if name != "fp8")
+        raise UserError(
+            f"--quantize fp8 needs a GPU with fp8 (compute capability {'.'.join(map(str, FP8_SINCE))} or newer); "
+            f"on {device} here, {others} work"
+        )
+    package = PACKAGES[kind]
+    if find_spec(package) is None:
+        raise UserError(f"--quantize {kind} needs {package}, which is not installed; run: pip install {package}")
+
+
+def _has_fp8(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and torch.cuda.get_device_capability(device) >= FP8_SINCE
+
+
+def quantized(model: Any, kind: str, device: str) -> Any:
+    """The same model on the device, where its linear layers are quantised one by one.
+
+    Raises UserError for a network of whose weights most are in no linear layer.
+    """
+    decoder = _decoder(model)
+    names = linear_layers(model)
+    if not names or any(".experts." in f".{name}" for name, _ in decoder.named_parameters()):
+        raise UserError(
+            f"--quantize turns linear layers into {kind}, and most weights of a {model.config.model_type} target are "
+            "not in any; leave it out"
+        )
+    replaced = _replacement(kind, device)
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        setattr(decoder.get_submodule(parent), last, replaced(decoder.get_submodule(name)))
+    return model.to(device)
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Those of the decoder, by their names in it."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    modules = _decoder(model).named_modules()
+    return [name for name, module in modules if type(module) is nn.Linear and module is not head]
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() or model
+
+
+def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
+    """What makes a quantised layer, on the device, of a plain one."""
+    if kind == "nf4":
+        return lambda layer: _in_nf4(layer, device)
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[kind](set_inductor_config=False)
+
+    def replaced(layer: nn.Linear) -> nn.Linear:
+        quantize_(layer.to(device), config)
+        return layer
+
+    return replaced
+
+
+def _in_nf4(layer: nn.Linear, device: str) -> Any:
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    dtype = layer.weight.dtype
+    options: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}
+    made = Linear4bit(
+        layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=dtype, device="meta", **options
+    )
+    made.weight = Params4bit(layer.weight.data, requires_grad=False, module=made, **options).to(device)
+    made.bias = layer.bias
+    # Its product for processors with AVX512-BF16 takes whole blocks, and rounds what it reads to bfloat16.
+    whole = layer.in_features % BLOCK == 0 and layer.out_features % 32 == 0
+    made.support_avx512bf16_for_cpu &= whole and dtype == torch.bfloat16
+    return made.eval()
+
+
+def stored_bytes(weight: Any) -> int:
+    """What a parameter takes in memory, with its scales where it is quantised."""
+    if hasattr(weight, "__tensor_flatten__"):
+        return sum(stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
+    return int(weight.nbytes) + (0 if scales is None else int(scales.nbytes))
+
+
+def num_elements(weight: Any) -> int:
+    """Of the matrix that a parameter stands for: nf4 stores two in a byte."""
+    state = getattr(weight, "quant_state", None)
+    return int(weight.numel() if state is None else math.prod(state.shape))
+
+
+def predicted_bytes(name: str, shape: Sequence[int], kind: str) -> int | None:
+    """What a checkpoint's tensor will take; None for one that is not quantised."""
+    if len(shape) != 2 or not name.endswith(".weight") or any(part in name for part in OTHER_WEIGHTS):
+        return None
+    rows, columns = shape
+    if kind == "nf4":
+        return math.ceil(rows * columns / 2) + 4 * math.ceil(rows * columns / BLOCK)
+    # torchao keeps a zero point beside the scale of an int8 row, though it is zero.
+    return rows * columns + rows * (5 if kind == "int8" else 4)

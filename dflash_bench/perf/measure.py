@@ -1,0 +1,440 @@
+"""Times the parts of a round on this machine: forward passes by width, drafting, bandwidth and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_bench.core import environment
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.forwards import AttentionCost, Drafting, Forward, Hosting, Measured, Pass, Rates, Size
+from dflash_bench.core.methods import Method
+from dflash_bench.engine.backend import capture_passes
+from dflash_bench.engine.drafter import Committed, NoDrafter
+from dflash_bench.engine.drafters import dflash, eagle3
+from dflash_bench.engine.forward.hf import attention_windows, recurrent_layers
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import Limits, clock_for
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.selection import pack_like
+from dflash_bench.engine.target import Target
+from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.models.quantization import num_elements, stored_bytes
+
+# How fast is this device: how many bytes does it copy a second, and how much does it multiply?
+
+
+COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Bytes: more than the caches of a processor hold."""
+MULTIPLIED = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the square matrices."""
+
+
+def medians_s(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    budget_s: float = 1.0,
+    least: int = 3,
+    most: int = 7,
+) -> list[float]:
+    """Median seconds of each call, after one of each that does not count.
+
+    They take turns, so that a machine that slows down slows all of them: at least `least` times, and until the budget
+    is spent. If one turn takes more than twice the budget, the first counts too and the second is the last: what a
+    first call has to do is nothing beside that.
+    """
+    clock, turns = clock_for(device), list[list[float]]()
+
+    def turn() -> list[float]:
+        times = []
+        for call in calls:
+            start = clock.mark()
+            call()
+            times.append(clock.seconds(start, clock.mark()))
+        return times
+
+    first = turn()
+    if sum(first) > 2 * budget_s:
+        turns, least = [first], 2
+    while len(turns) < least or (len(turns) < most and sum(map(sum, turns)) < budget_s):
+        turns.append(turn())
+    return [median(times) for times in zip(*turns, strict=True)]
+
+
+def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 0.1, most: int = 32) -> float:
+    """Of up to so many calls the shortest one's seconds: what nothing else on the machine has held up."""
+    clock, times = clock_for(device), list[float]()
+    while not times or (len(times) < most and sum(times) < budget_s):
+        start = clock.mark()
+        call()
+        times.append(clock.seconds(start, clock.mark()))
+    return min(times)
+
+
+@torch.inference_mode()
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """In the given type; a device that computes faster in another type has other rates there."""
+    kind = device.type if device.type in COPIED else "cpu"
+    # Filled, because memory that was never written is not there yet.
+    source = torch.ones(COPIED[kind] // dtype.itemsize, dtype=dtype, device=device)
+    copy = torch.zeros_like(source).fill_(2)
+    copied_s = medians_s([lambda: copy.copy_(source)], device, 0.2)[0]
+    size = MULTIPLIED[kind]
+    left, right = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
+    multiplied_s = medians_s([lambda: left @ right], device, 0.2)[0]
+    return Rates(2 * COPIED[kind] / copied_s, 2 * size**3 / multiplied_s)
+
+
+# What a network holds, counted from its parameters: what each pass reads, and what it multiplies.
+
+
+def size_of(model: Any) -> Size:
+    """Of a target, which may be on the `meta` device."""
+    config = model.config.get_text_config()
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # what is shared, once
+    experts = [weight for name, weight in named.values() if "experts" in name.split(".")]
+    apart = {id(weight) for weight in experts} | ({id(embedding)} if embedding is not head else set())
+    read = [weight for _, weight in named.values() if id(weight) not in apart]
+    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
+    return Size(
+        weight_bytes=_bytes(read),
+        matrix_elements=_elements(read),
+        row_bytes=embedding.shape[1] * embedding.element_size(),
+        stored_bytes=_bytes(weight for _, weight in named.values()),
+        num_experts=num_experts,
+        experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") if experts else 0,
+        expert_bytes=_bytes(experts) // num_experts if experts else 0,
+        expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
+        attention=tuple(_attention(config, head.element_size())),
+        state_bytes=_state_bytes(config),
+        num_layers=config.num_hidden_layers,
+        vocab_size=embedding.shape[0],
+        itemsize=head.element_size(),
+    )
+
+
+def _first(config: Any, *names: str) -> int:
+    return next(int(value) for name in names if (value := getattr(config, name, None)))
+
+
+def _bytes(weights: Iterable[Any]) -> int:
+    return sum(map(stored_bytes, weights))
+
+
+def _elements(weights: Iterable[Any]) -> int:
+    """Of matrices: norms and biases multiply nothing to speak of."""
+    return sum(num_elements(weight) for weight in weights if weight.ndim == 2)
+
+
+def _attention(config: Any, itemsize: int) -> Iterable[AttentionCost]:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    num_kv = getattr(config, "num_key_value_heads", None) or heads
+    windows = attention_windows(config)
+    kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
+    for kind, window in windows.items():
+        if num_layers := kinds.count(kind):
+            yield AttentionCost(num_layers, window, heads * head_dim, 2 * num_kv * head_dim * itemsize)
+
+
+def _state_bytes(config: Any) -> int:
+    """Of the gated delta rule: a matrix a head, in float32."""
+    if not (layers := recurrent_layers(config)):
+        return 0
+    heads, key, value = (
+        getattr(config, f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    return int(len(layers) * heads * key * value * 4)
+
+
+def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
+    """What drafting `num_drafts` tokens reads, with taking in `kept` tokens of the round before.
+
+    `draft` is a DFlash draft in one step, or an EAGLE-3 draft that drafts a chain.
+    """
+    if isinstance(draft, DFlashDraft):
+        return _of_dflash(draft, target, num_drafts, kept)
+    assert isinstance(draft, Eagle3Draft)
+    layer = _part([draft.midlayer, draft.norm], draft, 1)
+    head, fusing = _part([draft.lm_head], draft), _part([draft.fc], draft)
+    passes = [Pass(layer, kept), Pass(fusing, kept), Pass(head, 1, num_drafts)]
+    return (*passes, *([Pass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
+
+
+def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
+    head = draft.lm_head if draft.config.own_head else target.get_output_embeddings()
+    layers: Any = draft.layers
+    taking_in = [draft.fc, *(part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
+    return (
+        Pass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
+        Pass(_part([head], draft), num_drafts),
+        Pass(_part(taking_in, draft), kept),
+    )
+
+
+def _part(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
+    """These modules of a draft, with so many layers of attention."""
+    config, itemsize = draft.config, draft.fc.weight.element_size()
+    weights = [weight for module in modules for weight in module.parameters()]
+    kind = AttentionCost(
+        num_layers, None, config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim * itemsize
+    )
+    return Size(_bytes(weights), _elements(weights), attention=(kind,) if num_layers else (), itemsize=itemsize)
+
+
+# How long does a pass of the target take, by the number of tokens that it reads?
+#
+# Nothing is decoded: tokens are any, and the context is what an empty cache holds, which is read all the same.
+
+
+WIDTHS = (1, 2, 4, 8, 16)
+CONTEXT = 128
+"""Tokens behind which a run measures, or as many as the target's context has room for."""
+
+
+def prepare(target: Target, rows: int, capacity: int) -> None:
+    """Twice, because the second time the cache is overwritten: fresh zeros need no memory until then.
+
+    With a place to spare behind the last token, as decoding has.
+    """
+    target.begin(rows, capacity + 1)
+    target.begin(rows, capacity + 1)
+
+
+def some_tokens(target: Target, rows: int, width: int) -> Tensor:
+    """Different ones [B, N], because equal ones would be sent to the same experts."""
+    return (torch.arange(rows * width, device=target.device) * 7919 % target.vocab_size).view(rows, width)
+
+
+def reading(target: Target, rows: int, width: int, context: int) -> Callable[[], None]:
+    """A pass, to be called again and again; `prepare` comes first."""
+    tokens, starts = some_tokens(target, rows, width), [context] * rows
+
+    def read() -> None:
+        target.forward(tokens, starts)
+        target.commit([1] * rows)
+
+    return read
+
+
+def ladder(
+    target: Target, rows: int, context: int, widths: Sequence[int] = WIDTHS, with_head: bool = False
+) -> list[Forward]:
+    """A pass of each width; `with_head` measures in the same turns what of it the output head takes."""
+    prepare(target, rows, context + max(widths))
+    calls = [reading(target, rows, width, context) for width in widths]
+    if target.replays is not None:
+        for call in calls:
+            call()
+        target.capture(context + 1, context + max(widths))
+    heads = [_head(target, rows, width) for width in widths] if with_head else []
+    seconds = medians_s([*calls, *heads], target.device)
+    head_s = [min(head, whole) for head, whole in zip(seconds[len(calls) :], seconds, strict=False)]
+    return [
+        Forward(rows, width, context, seconds[number], head_s[number] if with_head else None)
+        for number, width in enumerate(widths)
+    ]
+
+
+def _head(target: Target, rows: int, width: int) -> Callable[[], object]:
+    shape = rows, width, target.config.hidden_size
+    hidden = torch.full(shape, 0.1, dtype=target.model.dtype, device=target.device)
+    call: Callable[[], object] = torch.inference_mode()(lambda: target.head(hidden))
+    return call
+
+
+def shortest(target: Target) -> float:
+    """Seconds of a pass over one token, of several the shortest."""
+    context = context_of(target)
+    prepare(target, 1, context + 1)
+    read = reading(target, 1, 1, context)
+    read()
+    if target.replays is not None:
+        target.capture(context + 1, context + 1)
+        read()
+    seconds = least_s(read, target.device)
+    target.release()
+    return seconds
+
+
+def context_of(target: Target) -> int:
+    return min(CONTEXT, target.context_length - max(WIDTHS))
+
+
+def curve_of(target: Target) -> dict[str, Any]:
+    """What a run keeps of its own target: a short ladder, and what `analysis` needs to say what it means."""
+    context = context_of(target)
+    forwards = ladder(target, 1, context)
+    target.release()
+    shortest_s = shortest(target)
+    rates = rates_of(target.device, target.model.dtype)
+    return {
+        "rows": 1,
+        "context": context,
+        "seconds": {str(one.width): one.seconds for one in forwards},
+        "least_s": min(shortest_s, forwards[0].seconds),
+        "bandwidth": rates.bandwidth,
+        "products": rates.products,
+        "size": asdict(size_of(target.model)),
+    }
+
+
+# What passes, drafts and the loop itself cost on this device, with no prompt and no answer that means anything.
+
+
+BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {"dflash": dflash.build, "eagle3": eagle3.build}
+"""The methods whose drafts can be measured without a text."""
+KEPT = 4
+"""Tokens of the round before that a draft takes in, or as many as it can keep."""
+PROMPT = 8
+ROUNDS, ROUNDS_S = 12, 0.5
+"""The most rounds that are watched, and after how many seconds no more are begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is measured: every batch at every context, in passes of these widths and those of whole rounds."""
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+def check(methods: Sequence[Method]) -> None:
+    """Raises UserError for a method that needs a text to draft from, or that decides by itself how much it drafts."""
+    for method in methods:
+        if method.name not in BUILDERS:
+            raise unknown("method to profile", method.name, list(BUILDERS))
+        if method.name == "dflash" and method.option("block") == "auto":
+            raise UserError(f"--method {method.label}: a profile needs one width; leave block=auto out")
+        if method.name == "dflash" and method.option("rule") != "match":
+            raise UserError(f"--method {method.label}: a profile draws no tokens; leave rule= out")
+
+
+def num_drafts(method: Method, draft: Any) -> int:
+    """Tokens that a round of it drafts; the draft may be on the `meta` device."""
+    if method.name == "dflash":
+        return int(draft.config.num_drafts(dflash.block_size(draft, method)))
+    return method.number("n")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on the device; None where that cannot be known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return environment.free_bytes()
+
+
+def measure(
+    models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
+    tell: Callable[[str], None], capture: str | None = None,
+) -> tuple[Measured, str]:  # fmt: skip
+    """With how passes are captured. `is_cut` says that the target has lost layers: its head is measured apart then."""
+    tell("measuring the device")
+    rates = rates_of(target.device, target.model.dtype)
+    forwards: list[Forward] = []
+    drafts: list[Drafting] = []
+    hosts: list[Hosting] = []
+    drafters = [(method, BUILDERS[method.name](models, target, method)) for method in methods]
+    pack_like(target, [drafter for _, drafter in drafters], models.drafts.values())
+    captured = capture_passes(target, [drafter for _, drafter in drafters], capture)
+    widths = sorted({1, *workload.widths, *(drafter.num_drafts + 1 for _, drafter in drafters)})
+    places = [(rows, context) for rows in workload.batches for context in workload.contexts]
+    for rows, context in places:
+        tell(f"measuring passes: batch {rows}, context {context}")
+        forwards += ladder(target, rows, context, widths, with_head=is_cut)
+    for method, drafter in drafters:
+        for rows, context in places:
+            tell(f"measuring drafts: {method.label}, batch {rows}, context {context}")
+            drafts += [
+                _drafting(models, target, method, one, rows, context)
+                for one in (*_of_one(models, target, method, drafter), drafter)
+            ]
+    for rows in workload.batches:
+        tell(f"measuring rounds: batch {rows}")
+        hosts.append(Hosting("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
+        hosts += [Hosting(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters]
+    return Measured(rates, size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
+
+
+def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
+    """The same method drafting a single token, where a shorter draft is a cheaper one.
+
+    A block is drafted whole, and part of it verified, as `block=auto` does.
+    """
+    if method.name == "dflash" or drafter.num_drafts == 1:
+        return []
+    return [BUILDERS[method.name](models, target, replace(method, options={**method.options, "n": 1}))]
+
+
+@torch.inference_mode()
+def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> Drafting:
+    kept = min(KEPT, drafter.num_drafts + 1)
+    target.tap(drafter.taps)
+    prepare(target, rows, context + kept)
+    tokens = some_tokens(target, rows, kept)
+    hidden = target.forward(tokens, [context] * rows).hidden
+    target.tap(())
+    committed = Committed(hidden, tokens, tokens[:, -1], [context] * rows, [kept] * rows)
+    capacity = context + kept + drafter.num_drafts + 1
+    drafter.begin(rows, capacity)
+    drafter.begin(rows, capacity)
+
+    def draft() -> None:
+        drafter.observe(committed)
+        drafter.propose()
+
+    if drafter.replays is not None:
+        draft()
+        drafter.capture(context + 1, capacity)
+    (seconds,) = medians_s([draft], target.device)
+    passes = draft_passes(drafter.draft, target.model, drafter.num_drafts, kept)
+    return Drafting(method.label, drafter.num_drafts, rows, context, seconds, passes)
+
+
+class _Watched:
+    """Passes on to a target or a drafter, and notes when some of its methods were called."""
+
+    def __init__(self, inner: Any, names: Sequence[str], calls: list[tuple[Any, Any]], clock: Any) -> None:
+        self.inner, self.names, self.calls, self.clock = inner, names, calls, clock
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.inner, name)
+        if name not in self.names:
+            return attribute
+
+        def call(*args: Any, **options: Any) -> Any:
+            start = self.clock.mark()
+            result = attribute(*args, **options)
+            self.calls.append((start, self.clock.mark()))
+            return result
+
+        return call
+
+
+def _outside_calls_s(target: Target, drafter: Any, rows: int) -> float:
+    """Median seconds of a round of the loop that are spent neither in the target nor in the draft."""
+    clock, calls = clock_for(target.device), list[tuple[Any, Any]]()
+    watched: Any = _Watched(target, ("forward", "commit"), calls, clock)
+    drafting: Any = _Watched(drafter, ("propose", "observe"), calls, clock)
+    prompts = some_tokens(target, rows, PROMPT).tolist()
+    limits = Limits((ROUNDS + 2) * (drafter.num_drafts + 1))
+    rounds: list[float] = []
+    outside: list[float] = []
+    for number, step in enumerate(decode(watched, drafting, prompts, limits, Sampling(), clock)):
+        if number:  # not prefill
+            rounds.append(clock.seconds(step.marks[0], step.marks[4]))
+            outside.append(max(0.0, rounds[-1] - sum(clock.seconds(*call) for call in calls)))
+        calls.clear()
+        if len(rounds) == ROUNDS or sum(rounds) > ROUNDS_S:
+            break
+    # The first one is to warm up, where there is time for others.
+    return median(outside[1:] or outside or [0.0])

@@ -1,0 +1,252 @@
+"""What a profile says: what a round costs in plain steps, from what acceptance on it pays, and what binds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dflash_bench.analysis.findings import last_part
+from dflash_bench.analysis.peers.paper import load_figures
+from dflash_bench.analysis.roofline import WELL_ABOVE, WidthCurve, bound, curve, least_s, least_s_of_draft, work
+from dflash_bench.core.forwards import Drafting, Forward, LinearCost, Measured, Size, fit
+from dflash_bench.core.methods import name_of
+
+Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "unclear"]
+SPARE = 1.05
+"""Times what was counted, for what was not: activations, and memory that falls between."""
+LIBRARIES = 0.5e9
+"""Bytes that the process takes with nothing loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pass of the target beside its roofline."""
+
+    forward: Forward
+    num_bytes: float
+    flops: float
+    roofline_s: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """One width of one method: what drafting and verifying `width` - 1 tokens costs. Seconds are of a round."""
+
+    method: str
+    width: int
+    plain_s: float
+    """A plain step, with the loop around it."""
+    draft_s: float
+    verify_s: float
+    host_s: float
+    draft_roofline_s: float | None = None
+    """Where the draft was measured at this width, and not only put between two others."""
+    verify_roofline_s: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """Of a round, in plain steps."""
+        return (self.draft_s + self.verify_s + self.host_s) / self.plain_s
+
+    @property
+    def break_even_al(self) -> float:
+        """(t_draft + t_verify) / t_ar per round."""
+        return (self.draft_s + self.verify_s) / self.plain_s
+
+    def speedup(self, al: float) -> float:
+        return al / self.cost
+
+    def without(self, part: Binding, al: float) -> float:
+        """The speed-up if this part were free; verifying then costs a plain step."""
+        shares = self.excess()
+        return al / (self.cost - shares[part])
+
+    def excess(self) -> dict[Binding, float]:
+        """What each part adds to the one plain step that a round cannot do without, in plain steps."""
+        return {
+            "draft": self.draft_s / self.plain_s,
+            "verify": self.verify_s / self.plain_s - 1,
+            "host": self.host_s / self.plain_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RoundVerdict:
+    """Of a whole round of a method; without an acceptance nothing is predicted."""
+
+    round: RoundCost
+    binding: Binding
+    al: float | None
+    al_source: str
+    speedup: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledBatch:
+    """A batch at a context."""
+
+    rows: int
+    context: int
+    readings: tuple[Reading, ...]
+    curve: WidthCurve
+    rounds: tuple[RoundCost, ...]
+    verdicts: tuple[RoundVerdict, ...]
+
+
+def places(measured: Measured, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
+    """`acceptance` by method: tokens a round, and where they are from."""
+    known = dict.fromkeys((one.rows, one.context) for one in measured.forwards)
+    return [_place(measured, *place, acceptance) for place in known]
+
+
+def _place(measured: Measured, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
+    forwards = [one for one in measured.forwards if (one.rows, one.context) == (rows, context)]
+    through = curve(forwards, measured.size, measured.rates)
+    drafts = [one for one in measured.drafts if (one.rows, one.context) == (rows, context)]
+    methods = list(dict.fromkeys(one.method for one in drafts))
+    rounds = [
+        one
+        for method in methods
+        for one in _rounds(measured, forwards, [draft for draft in drafts if draft.method == method])
+    ]
+    whole = [max((one for one in rounds if one.method == method), key=lambda one: one.width) for method in methods]
+    verdicts = [verdict(one, through, *acceptance.get(one.method, (None, ""))) for one in whole]
+    readings = [_reading(measured, forward) for forward in forwards]
+    return ProfiledBatch(rows, context, tuple(readings), through, tuple(rounds), tuple(verdicts))
+
+
+def _reading(measured: Measured, forward: Forward) -> Reading:
+    done = work(measured.size, forward.rows, forward.width, forward.context)
+    rates = measured.rates
+    return Reading(forward, done.num_bytes, done.flops, least_s(done, rates), bound(done, rates))
+
+
+def _rounds(measured: Measured, forwards: Sequence[Forward], drafts: Sequence[Drafting]) -> list[RoundCost]:
+    """Of one method, at every width up to its own."""
+    method, rows, context = drafts[0].method, drafts[0].rows, drafts[0].context
+    hosts = {host.method: host.seconds for host in measured.hosts if host.rows == rows}
+    seconds = {one.width: one.seconds for one in forwards}
+    between = _between(drafts)
+    by_width = {one.num_drafts + 1: one for one in drafts}
+    rates = measured.rates
+    return [
+        RoundCost(
+            method, width, seconds[1] + hosts["ar"],
+            by_width[width].seconds if width in by_width else between.at(width - 1), seconds[width], hosts[method],
+            least_s_of_draft(by_width[width].passes, rows, context, rates) if width in by_width else None,
+            least_s(work(measured.size, rows, width, context), rates),
+        )
+        for width in sorted(seconds) if 1 < width <= max(by_width)
+    ]  # fmt: skip
+
+
+def _between(drafts: Sequence[Drafting]) -> LinearCost:
+    """Seconds of a draft by its tokens: the line through the shortest and the longest, level where there is one."""
+    return fit([one.num_drafts for one in drafts], [one.seconds for one in drafts])
+
+
+def verdict(whole: RoundCost, through: WidthCurve, al: float | None = None, source: str = "") -> RoundVerdict:
+    return RoundVerdict(whole, what_binds(whole, through, al), al, source, None if al is None else whole.speedup(al))
+
+
+def what_binds(whole: RoundCost, through: WidthCurve, al: float | None) -> Binding:
+    """What stands most between this round and the best it could be: all its tokens kept, at the price of a plain step.
+
+    Of the factor that is missing, acceptance has width / al and the price has its cost in plain steps; the larger one
+    binds. Of the price it is the part that adds most. If that part waits for fixed costs, well above its roofline on a
+    target that does so too, it is the overhead of launching work.
+
+    Passes that are off their line by a share are known no better than that: where two candidates are closer, it is
+    unclear, for the next measurement may well name the other.
+    """
+    off = through.off
+    if al is not None and abs(whole.width / al - whole.cost) < off * whole.cost:
+        return "unclear"
+    if al is not None and whole.width / al >= whole.cost:
+        return "acceptance"
+    excess = whole.excess()
+    largest, second = sorted(excess, key=lambda part: -excess[part])[:2]
+    if excess[largest] - excess[second] < off * whole.cost:
+        return "unclear"
+    seconds = {"draft": (whole.draft_s, whole.draft_roofline_s), "verify": (whole.verify_s, whole.verify_roofline_s)}
+    taken, least = seconds.get(largest, (0.0, None))
+    if least is not None and through.regime in ("fixed cost", "unclear") and taken > WELL_ABOVE * least:
+        return "launch overhead" if through.regime == "fixed cost" else "unclear"
+    return largest
+
+
+def at_full_depth(measured: Measured, full: Size) -> Measured:
+    """An estimate for a target of which only some layers were measured: its layers take as long as those that were.
+
+    What is not the head counts as layers, embedding and masks too.
+    """
+    times = full.num_layers / measured.size.num_layers
+    forwards = [
+        replace(one, seconds=(one.head_s or 0.0) + (one.seconds - (one.head_s or 0.0)) * times)
+        for one in measured.forwards
+    ]
+    return replace(measured, size=full, forwards=tuple(forwards))
+
+
+def is_alike(part: Size, full: Size) -> bool:
+    """Does a target cut to some layers have each kind of layer in the same share as the whole?"""
+
+    def shares(size: Size) -> list[tuple[int | None, int, float]]:
+        return [(kind.window, kind.cache_bytes, kind.num_layers / size.num_layers) for kind in size.attention]
+
+    return shares(part) == shares(full)
+
+
+def published_acceptance(target: str, method: str, num_drafts: int) -> tuple[float, str] | None:
+    """The median over suites of what was published for such a pair, as many tokens a round, at temperature 0."""
+    figures = [
+        figure
+        for figure in load_figures()
+        if last_part(figure.target_model) == last_part(target.partition("@")[0])
+        and (figure.method, figure.temperature, figure.concurrency) == (name_of(method), 0, 1)
+        and figure.formula.startswith("al.") and figure.num_drafts in (None, num_drafts)
+    ]  # fmt: skip
+    if not figures:
+        return None
+    values, sources = sorted(figure.value for figure in figures), {figure.source for figure in figures}
+    middle = values[len(values) // 2]
+    spread = f"{values[0]:g} to {values[-1]:g} on {len({figure.dataset for figure in figures})} suites"
+    return middle, f"published: median of {spread}; {'; '.join(sorted(sources))}"
+
+
+def needed_bytes(size: Size, draft_bytes: int, rows: int, context: int, widest: int) -> float:
+    """Memory for weights, cache, and the logits of the widest pass, which are also copied once as float32."""
+    a_token = sum(kind.num_layers * kind.cache_bytes for kind in size.attention)
+    cache = rows * ((context + widest) * a_token + size.state_bytes * (widest + 1))
+    logits = rows * widest * size.vocab_size * (size.itemsize + 4)
+    return SPARE * (size.stored_bytes + draft_bytes + cache + logits) + LIBRARIES
+
+
+def what_fits(size: Size, draft_bytes: int, rows: int, context: int, widest: int, free: float, may_cut: bool) -> str:
+    """The nearest smaller order that fits; empty if none does."""
+    if needed_bytes(size, draft_bytes, 1, 1, widest) > free:
+        layers = _most_layers(size, draft_bytes, widest, free) if may_cut else 0
+        return f"--layers {layers} fits" if layers else ""
+    fewer = max((n for n in range(1, rows) if needed_bytes(size, draft_bytes, n, context, widest) <= free), default=0)
+    shorter = _longest(size, draft_bytes, rows, widest, free)
+    offers = [f"--batch {fewer} --context {context}"] if fewer else []
+    offers += [f"--batch {rows} --context {shorter}"] if shorter else []
+    alone = _longest(size, draft_bytes, 1, widest, free)
+    return " or ".join(offers or [f"--batch 1 --context {alone}"]) + " fits"
+
+
+def _longest(size: Size, draft_bytes: int, rows: int, widest: int, free: float) -> int:
+    empty, one = (needed_bytes(size, draft_bytes, rows, context, widest) for context in (0, 1))
+    return max(0, int((free - empty) / (one - empty))) if one > empty else 0
+
+
+def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
+    """Embedding and head remain, once if they are one table."""
+    table = size.row_bytes * size.vocab_size
+    is_tied = size.stored_bytes == size.weight_bytes + size.num_experts * size.expert_bytes
+    outside = table if is_tied else 2 * table
+    a_layer = (size.stored_bytes - outside) / size.num_layers
+    left = free - needed_bytes(replace(size, stored_bytes=outside), draft_bytes, 1, 1, widest)
+    return max(0, int(left / (SPARE * a_layer)))

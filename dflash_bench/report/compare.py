@@ -1,0 +1,462 @@
+"""Two runs, or two methods, side by side: as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.analysis.compare import (
+    EQUAL,
+    MIN_EFFECT,
+    UNLIKE,
+    Agreement,
+    Versus,
+    agreements,
+    between,
+    check_allowed,
+    over_runs,
+    over_suites,
+    refuse_unlike,
+    repeats,
+    summarised,
+    verdict,
+    within,
+)
+from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
+from dflash_bench.analysis.metrics import FIGURES, Cell, mismatched
+from dflash_bench.analysis.peers import paper, vllm, zlab
+from dflash_bench.analysis.stats import FEWEST, Interval
+from dflash_bench.core import environment, labels
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.types import CellKey
+from dflash_bench.report import columns
+from dflash_bench.report.tables import ABSENT, aligned, number, p_value, with_interval
+from dflash_bench.results import rounds, table
+from dflash_bench.results.identity import settings_of, short_names
+from dflash_bench.results.rounds import STRETCHES
+from dflash_bench.results.table import Results
+
+# What `compare` prints, and its JSON. Time-free figures stand apart from timings, and ids above every column.
+
+
+TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
+TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
+NO_CHANGE = (
+    "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
+    f"{MIN_EFFECT:.0%}\nsame = the whole interval is within {EQUAL:.0%} of 1; unclear = neither\n"
+    "ratios are always over the same prompts"
+)
+
+
+def cells_text(cells: Sequence[Cell], *, with_means: bool = True) -> str:
+    """The figures of one run, and the geometric mean over its suites."""
+    tallies = [["lossy" if is_lossy(cell.method) else _tally(cell.exact), _tally(cell.passed)] for cell in cells]
+    free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
+    timed = _table(cells, TIMINGS)
+    means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else {}
+    lines = [f"  {method}  {with_interval(mean)}" for method, mean in means.items()]
+    over = ["", "speedup.decode, geometric mean over suites [95 %]", *lines] if lines else []
+    return "\n".join(["time-free", free, "", "timings", timed, *over])
+
+
+def _table(
+    cells: Sequence[Cell], ids: Sequence[str], more: Sequence[str] = (), extra: Sequence[Sequence[str]] | None = None
+) -> str:
+    known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
+    is_sliced = any(cell.slice for cell in cells)
+    rows = [
+        [
+            *_place(cell, is_sliced),
+            f"{cell.num_prompts:,}",
+            *(with_interval(cell.figures.get(name)) for name in known_ids),
+            *rest,
+        ]
+        for cell, rest in zip(cells, extra or [[]] * len(cells), strict=True)
+    ]
+    names = _names(is_sliced, "method")
+    return aligned([*names, "prompts", *known_ids, *more], rows, left=len(names))
+
+
+def _names(is_sliced: bool, *methods: str) -> list[str]:
+    """Heads of the columns that say what a row is about; slices only where there are any."""
+    return ["suite", *(["slice"] if is_sliced else []), *methods]
+
+
+def _place(cell: Cell, is_sliced: bool) -> list[str]:
+    return [labels.under(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method]
+
+
+def _tally(tally: tuple[int, int] | None) -> str:
+    return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
+
+
+def versus_text(comparisons: Sequence[Versus]) -> str:
+    """After over before: a line for each figure, the time-free ones first."""
+    parts = []
+    is_sliced = any(versus.slice for versus in comparisons)
+    names = _names(is_sliced, "before", "after")
+    for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
+        rows = [
+            [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+            for versus in comparisons
+            for name, change in versus.changes.items()
+            if FIGURES[name].is_timing == is_timing
+        ]
+        if rows:
+            heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
+            parts += [f"{title}\n{aligned(heads, rows, left=len(names) + 1)}"]
+    return "\n\n".join([*parts, *_answered_right(comparisons, is_sliced), NO_CHANGE])
+
+
+def _answered_right(comparisons: Sequence[Versus], is_sliced: bool) -> list[str]:
+    """Did answers get worse? A line where any changed between right and wrong, and what can be said of the others."""
+    scored = [versus for versus in comparisons if versus.num_scored]
+    changed = [versus for versus in scored if versus.lost or versus.gained]
+    names = _names(is_sliced, "before", "after")
+    rows = [
+        [*_sides(v, is_sliced), f"{v.num_scored:,}", str(v.lost), str(v.gained), points(v.passed), p_value(v.p_passed),
+         v.passed_verdict]
+        for v in changed
+    ]  # fmt: skip
+    heads = [*names, "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
+    parts = [f"prompts answered right\n{aligned(heads, rows, left=len(names))}"] if rows else []
+    unchanged = [versus for versus in scored if versus not in changed and not versus.is_exact]
+    if unchanged:
+        fewest = min(unchanged, key=lambda versus: versus.num_scored)
+        where = f"in {len(unchanged)} {'other ' if changed else ''}comparison{'s' * (len(unchanged) > 1)}"
+        parts.append(
+            f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
+            f"change of {points(fewest.passed)} points"
+        )
+    return parts
+
+
+def points(change: Interval | None) -> str:
+    """`-2.5 [-6.1, +1.1]`: a difference of percentages."""
+    if change is None:
+        return ABSENT
+    if change.low is None or change.high is None:
+        return f"{100 * change.value:+.1f} (n = {change.too_few})"
+    return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+
+
+def _sides(versus: Versus, is_sliced: bool) -> list[str]:
+    return [versus.label, *([versus.slice or "-"] if is_sliced else []), versus.before, versus.after]
+
+
+def agreements_text(agreements: Sequence[Agreement]) -> str:
+    """How far the target's own answers are the same in two runs."""
+    rows = [
+        [one.label, one.before, one.after, f"{one.num_equal}/{one.num_answers}", number(one.in_common, 1)]
+        for one in agreements
+    ]
+    table = aligned(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
+    return (
+        f"plain decoding's answers to first turns\n{table}\n\nequal = token for token; tokens in common = before the "
+        "first difference, mean over the answers that differ"
+    )
+
+
+def agreements_json(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in agreements]
+
+
+def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    return [
+        {
+            "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
+            "settings": asdict(cell.settings),
+            "slice": cell.slice or None, "method": cell.method,
+            "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
+            "passed": cell.passed, "timings": _figures(cell, is_timing=True),
+        }
+        for cell in cells
+    ]  # fmt: skip
+
+
+def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
+    tallies = ("exact", "passed")
+    return {
+        name: interval_json(interval)
+        for name, interval in cell.figures.items()
+        if FIGURES[name].is_timing == is_timing and name not in tallies
+    }
+
+
+def interval_json(interval: Interval) -> list[float | None]:
+    return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
+
+
+def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
+    return [
+        {
+            "suite": versus.suite, "settings_id": versus.settings_id, "setting": versus.setting or None,
+            "sources": versus.sources,
+            "slice": versus.slice or None, "before": versus.before, "after": versus.after,
+            "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
+            "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,
+            "passed_change": None if versus.passed is None else interval_json(versus.passed),
+            "ratios": {
+                name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
+                for name, change in versus.changes.items()
+            },
+        }
+        for versus in comparisons
+    ]  # fmt: skip
+
+
+# One `compare` command from its words to text and JSON: read, refuse what is unlike, set side by side.
+
+
+IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonText:
+    text: str
+    json: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def compared(
+    paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
+    allow: Sequence[str] = (),
+) -> ComparisonText:  # fmt: skip
+    """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
+    check_allowed(allow)
+    idle = [name for name in allow if name in UNLIKE]
+    if idle and sum(path.is_dir() for path in paths) < 2:
+        raise UserError(f"--allow {idle[0]} has no effect on a single run")
+    _refuse_what_has_no_effect(paths, by, against, compat)
+    served = [vllm.read_result(path) for path in paths if path.is_file()]
+    runs = [table.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
+    if not runs:
+        raise UserError("compare needs the folder of at least one run")
+    if against is not None:
+        return _with_notes(runs, [], _against(runs[0], against))
+    if compat is not None:
+        return _with_notes(runs, [], _compat(runs[0]))
+    if served:
+        return _with_notes(runs, [], _beside_served(runs, served))
+    unlike = [difference for after in runs[1:] for difference in refuse_unlike(runs[0], after, allow)]
+    cells_of = {run.name: summarised(run) for run in runs}
+    first, *others = cells_of
+    groups = repeats(runs) if by not in STRETCHES else []
+    repeated = [[cells_of[runs[place].name] for place in places] for places in groups]
+    changes = [
+        versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name), repeated)
+    ]
+    notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
+    notes += _run_noise(changes) if others else []
+    alike = [one for after in runs[1:] for one in agreements(runs[0], after)] if by == "suite" else []
+    pooled = {
+        f"over {len(places)} runs: {', '.join(runs[place].name for place in places)}": over_runs(cells)
+        for places, cells in zip(groups, repeated, strict=True)
+    }
+    shown = changes if others else within(cells_of[first])
+    made = _cells_and_changes(cells_of, pooled, shown, alike)
+    allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
+    return _with_notes(runs, notes, replace(made, json=made.json | allowed))
+
+
+def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
+    if against is not None and against.partition(":")[0] not in paper.SOURCES:
+        raise unknown("source", against, ["paper", "paper:TARGET"])
+    if compat is not None and compat != "zlab":
+        raise unknown("harness", compat, ["zlab"])
+    alone = [name for name, value in (("--against", against), ("--compat", compat)) if value is not None]
+    if len(alone) == 2:
+        raise UserError("--against already recomputes the run as the official harness does; leave out --compat")
+    if alone and (len(paths) > 1 or by != "suite"):
+        raise UserError(f"{alone[0]} takes one run, and no --by")
+    if len(set(paths)) < len(paths):
+        raise UserError("comparing a run with itself says nothing; name each run once")
+    if any(path.is_file() for path in paths) and by != "suite":
+        raise UserError("--by has no effect on result files of a server, which hold no answers")
+
+
+def _with_notes(runs: Sequence[Results], notes: Sequence[str], comparison: ComparisonText) -> ComparisonText:
+    """What the reader must know stands above the tables."""
+    lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
+    sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
+    sentences += [*notes, *comparison.notes]
+    lines += [f"note: {text}" for text in sentences]
+    head = "\n".join(lines)
+    return ComparisonText(
+        f"{head}\n\n{comparison.text}\n", {"runs": [run.name for run in runs], "notes": sentences} | comparison.json
+    )
+
+
+def _wrong(run: Results) -> list[str]:
+    """A comparison of numbers that mean nothing says so."""
+    wrong = run.rows[mismatched(run.rows)]
+    named = {settings.id: name for settings, name in short_names(settings_of(run.info["identity"])).items()}
+    cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
+    where = ", ".join(f"{labels.under(_label(run, suite), named[by])} {method}" for suite, by, method in cells)
+    return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
+
+
+def _label(run: Results, suite: str) -> str:
+    return labels.named(suite, labels.source_of(run.info["identity"], suite))
+
+
+def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
+    cells = [cell for of_run in cells_of for cell in of_run]
+    few = [cell for cell in cells if FEWEST <= cell.num_prompts < MIN_PROMPTS]
+    warning = [
+        f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
+    ]
+    stretches = [IN_STRETCHES] if by in STRETCHES else []
+    return [*(warning if few else []), *stretches, *(note.removesuffix(".") for note in columns.notes(cells))]
+
+
+def _run_noise(changes: Sequence[Versus]) -> Iterator[str]:
+    """What the intervals between runs say of the noise between runs."""
+    noises = [(name, noise) for versus in changes for name, noise in versus.noises.items()]
+    if not noises:
+        yield (
+            "the intervals between runs are over prompts alone: no run is repeated here, so the noise between runs is "
+            "not known, and a change as small as it may be chance; compare several runs of each"
+        )
+        return
+    sds = [100 * noise.sd for _, noise in noises]
+    least, most = f"{min(sds):.1f}", f"{max(sds):.1f}"
+    share = least if least == most else f"{least} to {most}"
+    df = max(noise.df for _, noise in noises)
+    yield (
+        f"noise between runs: {share} % (standard deviation) of {' and '.join(dict.fromkeys(n for n, _ in noises))}, "
+        f"measured with {df:g} degree{'s' * (df > 1)} of freedom, is in the intervals of timings between runs"
+    )
+
+
+def _cells_and_changes(
+    cells_of: Mapping[str, Sequence[Cell]],
+    pooled: Mapping[str, Sequence[Cell]],
+    changes: Sequence[Versus],
+    alike: Sequence[Agreement],
+) -> ComparisonText:
+    """The cells of each run, then what changed, and last whether the target still says the same."""
+    several = len(cells_of) > 1
+    text = [(f"{name}\n\n" if several else "") + cells_text(cells) for name, cells in cells_of.items()]
+    text += [f"{title}\n\n{cells_text(cells, with_means=False)}" for title, cells in pooled.items() if cells]
+    text += [versus_text(changes)] if changes else []
+    text += [agreements_text(alike)] if alike else []
+    named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in cells_json(cells)]
+    sections = {"cells": named, "changes": versus_json(changes)}
+    if pooled:
+        sections["over_runs"] = [{"of": title, "cells": cells_json(cells)} for title, cells in pooled.items()]
+    if alike:
+        sections["plain_answers"] = agreements_json(alike)
+    return ComparisonText("\n\n".join(text), sections)
+
+
+def _compat(run: Results) -> ComparisonText:
+    cells = {cell.key: cell for cell in summarised(run)}
+    rows, figures = [], []
+    for printed in zlab.official(run.rows):
+        cell = cells[CellKey(printed.suite, "", printed.settings_id, printed.method)]
+        ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
+        pairs = zip((printed.al, printed.tps, printed.speedup), ours, strict=True)
+        rows.append(
+            [cell.heading, printed.method, str(printed.num_responses), *(number(v) for pair in pairs for v in pair)]
+        )
+        figures.append(
+            asdict(printed)
+            | {"source": cell.source}
+            | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True))
+        )
+    heads = [
+        "suite",
+        "method",
+        "responses",
+        "al.zlab",
+        "al.pooled",
+        "tps.zlab",
+        "tps.decode",
+        "speedup.zlab",
+        "speedup.decode",
+    ]
+    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}"
+    return ComparisonText(text, {"compat": "zlab", "cells": figures}, tuple(zlab.notes(run.rows)))
+
+
+def _against(run: Results, against: str) -> ComparisonText:
+    identity = run.info["identity"]
+    model = paper.model_of(identity)
+    target = paper.target_of(against.partition(":")[2] or model)
+    figures = paper.beside(zlab.official(run.rows), target, identity)
+    named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
+    heads = [
+        "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
+        "thinking", "conc.", "hardware", "source",
+    ]  # fmt: skip
+    rows = [
+        [labels.under(_label(run, b.suite), named[b.settings_id]), b.method, number(b.num_drafts, 0),
+         b.published.formula, number(b.own),
+         number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
+         b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
+    ]  # fmt: skip
+    formulas = _formulas({k: v for k, v in (zlab.FORMULAS | paper.FORMULAS).items() if any(k in row for row in rows)})
+    figures_json = [asdict(figure) | {"source": labels.source_of(identity, figure.suite)} for figure in figures]
+    notes = (*_unlike_published(model, target, figures), *paper.unlike_conditions(figures, identity))
+    text = (
+        f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
+        "n/a = not published, or published by a formula that is not computed here"
+    )
+    return ComparisonText(text, {"against": "paper", "target": target, "figures": figures_json}, notes)
+
+
+def _unlike_published(model: str, target: str, figures: Sequence[paper.Beside]) -> Iterator[str]:
+    if not paper.is_target(model, target):
+        yield f"the run's target is {model}, but the published figures are for {target}"
+    longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in figures if not b.is_as_long)
+    for method, num_here, num_published in longer:
+        here = f"{method} drafts {number(num_here, 0)} tokens a round in this run"
+        yield f"{here}, {num_published} in some published figures"
+
+
+def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> ComparisonText:
+    """By formula id; acceptance means the same on both sides, the rest has one side only."""
+    ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
+    heads = ["what", "answers", "failed", "conc.", *ids]
+    rows, cells = [], []
+    for run in runs:
+        reached, cells_of_run = _accept_at(run), summarised(run)
+        for cell, cell_json in zip(cells_of_run, cells_json(cells_of_run), strict=True):
+            positions = reached.get(cell.key, {})
+            figures = (positions.get(name, cell.value(name)) for name in ids)
+            what = f"{run.name} {cell.heading} {cell.method}"
+            # This engine answers one prompt at a time.
+            rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
+            cells.append({"run": run.name, **cell_json, "accept_at": positions})
+    rows += [
+        [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", number(bench.num_failed, 0),
+         str(bench.concurrency or "no limit"), *(number(bench.figures.get(name)) for name in ids)] for bench in served
+    ]  # fmt: skip
+    text = f"{aligned(heads, rows, left=1)}\n\n{_formulas(vllm.FORMULAS)}\nconc. = most requests at once"
+    served_json = [asdict(bench) for bench in served]
+    return ComparisonText(text, {"cells": cells, "served": served_json}, tuple(_other_models(runs, served)))
+
+
+def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
+    """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
+    several = settings_of(run.info["identity"])
+    return {
+        key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
+        for key, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
+    }
+
+
+def _other_models(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> Iterator[str]:
+    for run in runs:
+        target = paper.model_of(run.info["identity"])
+        for bench in served:
+            if last_part(bench.model) != last_part(target):
+                yield f"the target of {run.name} is {target}, but {bench.name} measured {bench.model}"
+
+
+def _formulas(formulas: dict[str, str]) -> str:
+    return "\n".join(f"{name} = {formula}" for name, formula in formulas.items())

@@ -1,0 +1,136 @@
+"""Plots of a profile, of a draft's training, and of runs over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_bench.analysis.compare import Difference
+from dflash_bench.core import labels
+from dflash_bench.perf.verdict import ProfiledBatch
+from dflash_bench.report.plots.style import (
+    MUTED,
+    SERIES,
+    Group,
+    Material,
+    NothingToPlotError,
+    bars_note,
+    errors,
+    finish,
+    group_of,
+    looks,
+    name_axes,
+    panels,
+)
+from dflash_bench.results.identity import name_without
+
+# What a forward costs by the tokens that it reads: measured, the line through it, and the roofline below.
+
+
+def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
+    """A panel for each batch and context."""
+    figure, axes_of = panels([(place.rows, place.context) for place in places], 2.4, _title)
+    for place in places:
+        axes = axes_of.get((place.rows, place.context))
+        if axes is None:
+            continue
+        widths = [one.forward.width for one in place.readings]
+        axes.plot(
+            widths, [1000 * one.forward.seconds for one in place.readings], "o", color=SERIES[0], label="measured"
+        )
+        ends = [min(widths), max(widths)]
+        axes.plot(ends, [1000 * place.curve.line.at(width) for width in ends], color=SERIES[0], linewidth=1,
+                  label="c0 + c1 n")  # fmt: skip
+        axes.plot(widths, [1000 * one.roofline_s for one in place.readings], color=MUTED, linestyle=(0, (4, 3)),
+                  label="roofline")  # fmt: skip
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+    name_axes(axes_of, "tokens that a forward reads", "milliseconds")
+    first = next(iter(axes_of.values()))
+    return finish(figure, title, first.get_legend_handles_labels()[0], left_out=len(places) - len(axes_of))
+
+
+def _title(place: tuple[int, int]) -> str:
+    return f"batch {place[0]}, context {place[1]}"
+
+
+# What a draft costs: acceptance by the tokens of answers that it was trained on.
+
+
+History = Sequence[Mapping[str, Any]]
+"""Measurements in the order of a training, as it keeps them: `tokens` that were read, and `al_pooled` then."""
+MILLION = 1e6
+
+
+def training(histories: Mapping[str, History]) -> Any:
+    """al.pooled on held-out prompts over tokens read, a line for each draft by its name."""
+    points = {
+        name: [(entry["tokens"], entry["al_pooled"]) for entry in history if {"tokens", "al_pooled"} <= entry.keys()]
+        for name, history in histories.items()
+    }
+    if not any(points.values()):
+        raise NothingToPlotError("no draft's history says what was accepted after how many tokens")
+    title = "al.pooled on held-out prompts"
+    figure, axes_of = panels([title], 2.6)
+    axes, look = axes_of[title], looks(list(points))
+    for name, measured in points.items():
+        axes.plot(
+            [tokens / MILLION for tokens, _ in measured], [al for _, al in measured],
+            label=name, color=look[name]["color"], marker=look[name]["marker"],
+        )  # fmt: skip
+    axes.set_ylim(bottom=1)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("tokens of answers read, in millions (each epoch reads all again)")
+    return finish(figure, "What training brings", axes.get_legend_handles_labels()[0])
+
+
+# A suite's figures over many runs, in the order in which these were started.
+
+
+FIGURES = ("speedup.decode", "al.pooled")
+
+
+def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
+    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` is how runs differ."""
+    over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
+    groups = list(dict.fromkeys(group for run in over_time for group in run.groups))
+    methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
+    drafting = [method for method in methods if any(method in run.drafting for run in over_time)]
+    if not drafting:
+        raise NothingToPlotError("no run has a drafting method")
+    look = looks(methods)
+    names = [(group, figure_id) for group in groups for figure_id in FIGURES]
+    figure, axes_of = panels(names, 2.2, lambda name: _trend_title(over_time, *name), sharex=True)
+    for (group, figure_id), axes in axes_of.items():
+        for method in drafting:
+            _line(axes, over_time, group, method, figure_id, look[method])
+        axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(figure_id)
+    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
+    kinds = dict.fromkeys(difference.kind for difference in unlike)
+    note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
+
+
+def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
+    """Where runs differ in their sources, it names each; and the settings where any run has others."""
+    cells = [cell for run in runs for cell in run.cells if group_of(cell) == group]
+    everywhere = list(dict.fromkeys(cell.settings for run in runs for cell in run.cells))
+    setting = name_without(cells[0].settings, everywhere)
+    label = f"{labels.named(group[0], *(cell.source for cell in cells))} · {figure_id}"
+    return "\n".join(filter(None, [label, setting]))
+
+
+def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure_id: str, look: dict[str, Any]) -> None:
+    cells = [run.cell(group, method) for run in runs]
+    points = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
+    intervals = [interval for _, interval in points]
+    values = [interval.value for interval in intervals]
+    axes.errorbar([at for at, _ in points], values, errors(intervals), label=method, color=look["color"],
+                  marker=look["marker"], elinewidth=1.1, capsize=2.5)  # fmt: skip
+
+
+def _day(run: Material) -> str:
+    started = run.info.get("started")
+    return str(started)[5:16].replace("T", " ") if started else run.document.folder.name

@@ -1,0 +1,245 @@
+"""Plots of a figure along an axis: concurrency, a swept option, the length of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_bench.analysis.concurrency import Load
+from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.sweep import LENGTH, NONE, Point, Sweep, SweepCurve
+from dflash_bench.analysis.sweep import SPEEDUP as SWEEP_SPEEDUP
+from dflash_bench.core import labels
+from dflash_bench.core.types import context_name
+from dflash_bench.report.plots.style import (
+    MARKERS,
+    MUTED,
+    PLAIN,
+    SERIES,
+    Material,
+    NothingToPlotError,
+    bars_note,
+    errors,
+    finish,
+    looks,
+    panels,
+    top_of,
+)
+from dflash_bench.report.sections import Series, by_context, value_texts
+
+# Throughput and speed-up by the number of answers decoded at a time.
+
+
+THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
+
+
+def load(material: Material) -> Any:
+    """Both side by side, a row for each suite; throughput alone where nothing was measured to compare with."""
+    loads = [one for one in material.loads if one.levels[-1].rate is None]
+    if not loads:
+        raise NothingToPlotError("this run has no levels of concurrency")
+    suites = list(dict.fromkeys(_suite(one) for one in loads))
+    methods = list(dict.fromkeys(one.method for one in loads))
+    shown_ids = [THROUGHPUT, *([SPEEDUP] if any(level.speedup for one in loads for level in one.levels) else [])]
+    names = [(suite, figure_id) for suite in suites for figure_id in shown_ids]
+    figure, axes_of = panels(names, 2.2, lambda name: name[0])
+    tops = []
+    for (suite, figure_id), axes in axes_of.items():
+        shown = [one for one in loads if _suite(one) == suite and (figure_id == THROUGHPUT or one.method != BASELINE)]
+        for one in shown:
+            number = methods.index(one.method)
+            look = {"color": SERIES[number % 7], "marker": MARKERS[number % 7], "label": one.method}
+            _draw(axes, one, figure_id, look)
+        at = sorted({level.concurrency for one in shown for level in one.levels})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(at, [str(value) for value in at], minor=False)
+        axes.set_xlabel("concurrency")
+        axes.set_ylabel(figure_id)
+        drawn = [level.speedup for one in shown for level in one.levels if level.speedup]
+        top = top_of(drawn) if figure_id == SPEEDUP else None
+        axes.set_ylim(0, top)
+        if top is not None:
+            tops.append(top)
+    handles = {
+        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
+    }
+    title = "Throughput and speed-up by concurrency" if SPEEDUP in shown_ids else "Throughput by concurrency"
+    note = bars_note(max(tops, default=None))
+    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+
+
+def _suite(one: Load) -> str:
+    return labels.under(one.suite, one.setting)
+
+
+def _draw(axes: Any, one: Load, figure_id: str, look: dict[str, Any]) -> None:
+    if figure_id == THROUGHPUT:
+        axes.plot([level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels], **look)
+        return
+    points = [(level.concurrency, level.speedup) for level in one.levels if level.speedup]
+    intervals = [interval for _, interval in points]
+    axes.errorbar([at for at, _ in points], [interval.value for interval in intervals], errors(intervals),
+                  elinewidth=1.1, capsize=2.5, **look)  # fmt: skip
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+
+
+# Acceptance and speed-up by the values of an option.
+
+
+FIGURES = {LENGTH: lambda point: point.length, SWEEP_SPEEDUP: lambda point: point.speedup}
+
+
+def sweep(material: Material) -> Any:
+    """Both figures side by side, a row for each option and suite; the mean over suites comes first."""
+    if not material.sweeps:
+        raise NothingToPlotError("no option has several values in this run")
+    rows = {
+        (swept.option, curve.suites): swept
+        for swept in material.sweeps
+        for curve in sorted(swept.curves, key=lambda curve: -len(curve.suites))
+    }
+    # Every option's mean before any option's suites: what does not fit is left out at the end.
+    order = sorted(rows, key=lambda row: -len(row[1]))
+    names = [(*row, figure_id) for row in order for figure_id in FIGURES]
+    series = list(dict.fromkeys(curve.series for swept in material.sweeps for curve in swept.curves))
+    figure, axes_of = panels(names, 2.2, lambda name: _title(*name))
+    tops: list[float] = []
+    for (option, suites, figure_id), axes in axes_of.items():
+        swept = rows[option, suites]
+        for curve in swept.curves:
+            if curve.suites == suites:
+                _line(axes, swept, curve, figure_id, series.index(curve.series))
+        _name_sweep_axes(axes, swept, figure_id)
+        if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
+            axes.set_ylim(0, top)
+            tops.append(top)
+    handles = {
+        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
+    }
+    note = f"{bars_note(max(tops, default=None))}; ring: highest speed-up"
+    title = "Acceptance and speed-up by the value of an option"
+    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+
+
+def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval]:
+    points = [point for curve in swept.curves if curve.suites == suites for point in curve.points]
+    return [interval for point in points if (interval := FIGURES[figure_id](point))]
+
+
+def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
+    """The suite; which figure and which option stand at the axes."""
+    return suites[0] if len(suites) == 1 else f"mean over {len(suites)} suites"
+
+
+def _places(swept: Sweep) -> dict[Any, float]:
+    """Numbers stand where they belong, words behind them."""
+    values = list(dict.fromkeys(point.value for curve in swept.curves for point in curve.points))
+    numbers = sorted(value for value in values if not isinstance(value, str))
+    step = (numbers[-1] - numbers[0]) / max(len(numbers) - 1, 1) if numbers else 1.0
+    first = numbers[-1] + step if numbers else 0.0
+    words = [value for value in values if isinstance(value, str) and value != NONE]
+    begin = {NONE: 0.0} if NONE in values else {}
+    return (
+        begin
+        | {value: float(value) for value in numbers}
+        | {word: first + at * (step or 1) for at, word in enumerate(words)}
+    )
+
+
+def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: int) -> None:
+    place, look = _places(swept), {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
+    points = [(place[point.value], interval) for point in curve.points if (interval := FIGURES[figure_id](point))]
+    intervals = [interval for _, interval in points]
+    axes.errorbar([at for at, _ in points], [interval.value for interval in intervals], errors(intervals),
+                  label=curve.series, elinewidth=1.1, capsize=2.5, **look)  # fmt: skip
+    if curve.best is not None and figure_id == SWEEP_SPEEDUP:
+        best: Point = curve.points[curve.best]
+        assert best.speedup is not None
+        axes.plot(place[best.value], best.speedup.value, "o", markersize=11, fillstyle="none", color=look["color"])
+
+
+def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
+    place = _places(swept)
+    axes.set_xticks(list(place.values()), list(value_texts(swept.option, place).values()))
+    axes.set_xlabel(f"{swept.option} ({swept.unit})" if swept.unit else swept.option)
+    axes.set_ylabel(figure_id)
+    if figure_id == SWEEP_SPEEDUP:
+        axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    axes.margins(y=0.12)
+
+
+# Acceptance, speed and what a round costs, by how long the context is.
+
+
+SPEEDUP_TERM = "speedup.decode"
+PANELS = {
+    "al.pooled": ("al.pooled", "break_even_al"),
+    SPEEDUP_TERM: (SPEEDUP_TERM,),
+    "ms a round": ("verify_ms", "draft_ms"),
+    "draft prefill ms": ("draft_prefill_ms",),
+}
+"""By what stands beside an axis, the figures in it: the first is drawn through, the second dashed."""
+WITH_BARS = ("al.pooled", SPEEDUP_TERM)
+"""Milliseconds have narrow intervals, which would only hide the points."""
+NOTE = "dashed: break_even_al, draft ms; grey: a plain step; bars: 95 % interval"
+
+
+def context(material: Material) -> Any:
+    """Four panels a suite, over the mean number of tokens that prompts have in all."""
+    series = by_context(material.cells)
+    if not series:
+        raise NothingToPlotError("there is one context in this run; give several with --context")
+    suites = list(dict.fromkeys(one.suite for one in series))
+    names = [(suite, beside) for suite in suites for beside in PANELS]
+    figure, axes_of = panels(names, 2.3, lambda name: name[0])
+    look = looks(material.methods)
+    for (suite, beside), axes in axes_of.items():
+        of_suite = [one for one in series if one.suite == suite]
+        for one in of_suite:
+            _lines(axes, one, PANELS[beside], look[one.method])
+        _plain(axes, beside, of_suite)
+        _name_axes(axes, beside, of_suite)
+        drawn = [cell.figures[beside] for one in of_suite for cell in one.cells if beside in cell.figures]
+        axes.set_ylim(0, top_of(drawn) if beside in WITH_BARS else None)
+    handles = {
+        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
+    }
+    return finish(figure, "By context", list(handles.values()), NOTE, len(names) - len(axes_of))
+
+
+def _lines(axes: Any, series: Series, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
+    through, *dashed = figure_ids
+    style = {"color": look["color"], "marker": look["marker"]}
+    cells = [cell for cell in series.cells if through in cell.figures]
+    intervals = [cell.figures[through] for cell in cells]
+    bars = errors(intervals) if through in WITH_BARS else None
+    axes.errorbar([_place(cell) for cell in cells], [interval.value for interval in intervals], bars,
+                  label=series.method, elinewidth=1.1, capsize=2.5, **style)  # fmt: skip
+    for figure_id in dashed:
+        known = [cell for cell in series.cells if figure_id in cell.figures]
+        axes.plot([_place(cell) for cell in known], [cell.value(figure_id) for cell in known],
+                  linestyle=(0, (4, 3)), **style)  # fmt: skip
+
+
+def _plain(axes: Any, beside: str, series: Sequence[Series]) -> None:
+    """Where plain decoding is: at 1, or by what its steps take, which all methods of a suite share."""
+    if beside == SPEEDUP_TERM:
+        axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    if beside == "ms a round":
+        cells = [cell for cell in series[0].cells if "plain_ms" in cell.figures]
+        axes.plot([_place(cell) for cell in cells], [cell.value("plain_ms") for cell in cells], color=PLAIN, marker=".")
+
+
+def _place(cell: Any) -> float:
+    return float(cell.value("prompt_tokens") or 1)
+
+
+def _name_axes(axes: Any, beside: str, series: Sequence[Series]) -> None:
+    """Lengths double from place to place, so that the shortest are not on top of each other."""
+    places = {_place(cell): context_name(cell.settings.context) for one in series for cell in one.cells}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(places), list(places.values()))
+    axes.minorticks_off()
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel(beside)

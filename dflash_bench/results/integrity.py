@@ -1,0 +1,408 @@
+"""Is a run complete and valid? Its rows against its plan, each once, and its times against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.types import CODE_SCORERS, Record, Settings
+from dflash_bench.results import laws, validity
+from dflash_bench.results import plan as plans
+from dflash_bench.results.identity import COLUMNS as SETTINGS
+from dflash_bench.results.identity import settings_numbers, short_names
+from dflash_bench.results.laws import Facts
+from dflash_bench.results.plan import BASELINE, Plan
+
+# What the rows of a run's parts contribute to the question whether the run is complete and valid.
+
+
+KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
+NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
+FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
+"""Columns of which only matters whether they hold something."""
+NUMBERS = ("turn", "repeat", "worker")
+"""Whole numbers, -1 for null."""
+TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *validity.COLUMNS, *laws.COLUMNS, "worker", "passed"]))
+"""The columns that `witness` needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """Of one part: a row per answer, a digest of each answer's tokens, and its invalid rows by what is wrong."""
+
+    rows: Any
+    digests: Any
+    faults: Mapping[str, Any]
+
+    @property
+    def faulty(self) -> Any:
+        """The mask of rows with at least one fault, [rows]."""
+        return mask(np.concatenate([np.zeros(0, dtype=np.int64), *self.faults.values()]), len(self.rows))
+
+
+def witness(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> PartSummary:
+    """From all batches of a part, with the columns `COLUMNS`."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    tables, digests, before = [], [], 0
+    faults: dict[str, Any] = {}
+    for batch in batches:
+        columns = {name: batch.column(name) for name in (*KEY, *NUMBERS, *TIMES)}
+        columns |= {name: batch.column(name).dictionary_encode() for name in NAMES}
+        columns |= {name: compute.is_valid(batch.column(name)) for name in FLAGS}
+        columns["settings"] = pa.array(settings_numbers(batch, run_settings))
+        tables.append(pa.table(columns))
+        digests.append(validity.digests(batch))
+        for why, rows in laws.faults(batch, facts).items():
+            faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
+        before += len(batch)
+    return PartSummary(pa.concat_tables(tables), np.concatenate(digests), faults)
+
+
+class RowIndex:
+    """The rows of all parts, one after another; names are codes into `names`, -1 for null."""
+
+    def __init__(self, witnesses: Sequence[PartSummary]) -> None:
+        import pyarrow as pa
+
+        table = pa.concat_tables([part.rows for part in witnesses]).unify_dictionaries()
+        self.num = len(table)
+        self.names: dict[str, list[str]] = {}
+        self.codes: dict[str, Any] = {}
+        for name in NAMES:
+            column = table.column(name).combine_chunks()
+            chunks = getattr(column, "chunks", [column])
+            self.names[name] = chunks[0].dictionary.to_pylist() if chunks else []
+            codes = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in chunks]
+            self.codes[name] = np.concatenate([np.zeros(0, dtype=np.int32), *codes])
+        self.turn, self.repeat, self.worker = (
+            table.column(name).fill_null(-1).to_numpy().astype(np.int64) for name in NUMBERS
+        )
+        self.times = {name: table.column(name).fill_null(np.nan).to_numpy() for name in TIMES}
+        """Seconds by column, NaN for null."""
+        self.settings = table.column("settings").to_numpy()
+        self.failed, self.scored, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
+        self.digests = np.concatenate([part.digests for part in witnesses])
+
+    def code(self, name: str, value: str) -> int:
+        return self.names[name].index(value) if value in self.names[name] else -2
+
+    def name(self, column: str, row: int) -> str:
+        code = self.codes[column][row]
+        return self.names[column][code] if code >= 0 else "?"
+
+
+def mask(which: Any, size: int) -> Any:
+    selected = np.zeros(size, dtype=bool)
+    selected[which] = True
+    return selected
+
+
+# Rows matched with the numbered answers of the plan: which are not in it, which are duplicates, which are plain.
+
+
+class PlanMatch:
+    """A place is a turn, repeat and settings; an answer is a place and a method."""
+
+    def __init__(self, plan: Plan, rows: RowIndex) -> None:
+        prompt = self._prompts(plan, rows)
+        prompts = [asked for _, asked in plan.asked]
+        hashes = {text: code for code, text in enumerate(rows.names["prompt_hash"])}
+        wanted = np.array([hashes.get(asked.prompt_hash, -2) for asked in prompts] or [-2])
+        turns = np.array([asked.num_turns for asked in prompts] or [0])
+        codes = [plan.methods.index(name) if name in plan.methods else -1 for name in rows.names["method"]]
+        method = np.array([*codes, -1])[rows.codes["method"]]
+        known = (prompt >= 0) & (method >= 0) & (rows.repeat >= 0) & (rows.repeat < plan.repeats) & (rows.turn >= 0)
+        known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt]) & (rows.settings >= 0)
+        self.foreign = np.flatnonzero(~known)
+        """Rows that are not in the plan."""
+        place = (plan.first_turns[prompt] + rows.turn) * plan.repeats + rows.repeat
+        self.place = np.where(known, place * len(plan.settings) + rows.settings, -1)
+        self.is_last_turn = known & (rows.turn == turns[prompt] - 1)
+        answer = np.where(known, self.place * len(plan.methods) + method, -1)
+        self.counts = np.bincount(answer[known], minlength=plan.num_answers)
+        self.second = self._second(answer)
+        """Rows whose answer an earlier row already holds."""
+        self.is_plain = rows.codes["method"] == rows.code("method", BASELINE)
+        self.plain = np.full(plan.num_answers // len(plan.methods) + 1, -1)
+        """The row of each place's plain answer; -1 where there is none, and in the extra entry at the end."""
+        (plain,) = np.nonzero(self.is_plain & known)
+        self.plain[self.place[plain[::-1]]] = plain[::-1]
+
+    @staticmethod
+    def _prompts(plan: Plan, rows: RowIndex) -> Any:
+        """The number of each row's prompt in the plan; -1 if the plan has no such prompt."""
+        ids = {text: code for code, text in enumerate(rows.names["prompt_id"])}
+        numbers = np.full((len(plan.prompts) + 1, len(ids) + 1), -1)
+        before = 0
+        for suite, prompts in enumerate(plan.prompts.values()):
+            present = [(ids[asked.prompt_id], before + n) for n, asked in enumerate(prompts) if asked.prompt_id in ids]
+            if present:
+                codes, in_plan = np.array(present).T
+                numbers[suite, codes] = in_plan
+            before += len(prompts)
+        suites = list(plan.prompts)
+        of_suite = np.array([*(suites.index(s) if s in plan.prompts else -1 for s in rows.names["suite"]), -1])
+        return numbers[of_suite[rows.codes["suite"]], rows.codes["prompt_id"]]
+
+    def _second(self, answer: Any) -> Any:
+        twice: Any = np.zeros(0, dtype=np.int64)
+        if self.counts.max(initial=0) > 1:
+            twice = np.flatnonzero((answer >= 0) & (self.counts[answer] > 1))
+        _, first = np.unique(answer[twice], return_index=True)
+        return np.delete(twice, first)
+
+
+# The times of answers against each other and against the run's: what no single row shows.
+#
+# A run that finishes keeps how long it lasted by its own clock, and the sums of its rows' times by method. Times that
+# were all changed alike still fit each other, but not these.
+
+
+SPAN_NAMES = ("span_s", "times")
+SHARE, AT_LEAST_S = 1e-3, 1e-3
+"""Of two answers the later one may begin so much before the other's end: a GPU's clock is not the host's."""
+SUMS = ("between_s", "prefill_s", "decode_s")
+
+
+def of_run(span_s: float, records: Sequence[Record]) -> dict[str, Any]:
+    """What `run.json` keeps of a run that has finished, after so many seconds on its clock."""
+    good: dict[str, list[Record]] = {}
+    for record in records:
+        if record.generation.error is None:
+            good.setdefault(record.method, []).append(record)
+    return {"span_s": span_s, "times": {method: _sums(own) for method, own in good.items()}}
+
+
+def _sums(records: Sequence[Record]) -> dict[str, float]:
+    between = [one.end_s - one.start_s for one in records if one.start_s is not None and one.end_s is not None]
+    return {
+        "answers": len(records),
+        "between_s": fsum(between),
+        "prefill_s": fsum(one.generation.prefill_s for one in records),
+        "decode_s": fsum(one.generation.decode_s for one in records),
+    }
+
+
+def off_sums(info: Mapping[str, Any], rows: RowIndex) -> Iterator[tuple[str, Any]]:
+    """All answers of the methods whose times do not add up to what the run kept."""
+    between = rows.times["end_s"] - rows.times["start_s"]
+    columns = {"between_s": between, "prefill_s": rows.times["prefill_s"], "decode_s": rows.times["decode_s"]}
+    wrong = np.zeros(rows.num, dtype=bool)
+    for method, kept in (info.get("times") or {}).items():
+        own = (rows.codes["method"] == rows.code("method", method)) & ~rows.failed
+        sums = {name: float(np.nansum(columns[name][own])) for name in SUMS}
+        same = all(abs(sums[name] - kept[name]) <= 1e-9 * (1 + abs(kept[name])) for name in SUMS)
+        if own.sum() != kept["answers"] or not same:
+            wrong |= own
+    yield "its method's times do not add up to what the run measured", np.flatnonzero(wrong)
+
+
+def span_faults(
+    info: Mapping[str, Any], settings: Sequence[Settings], rows: RowIndex, counted: Any
+) -> Iterator[tuple[str, Any]]:
+    """Of the rows of the mask `counted`, those that overlap with others or end after the run."""
+    timed = counted & ~rows.failed & ~np.isnan(rows.times["start_s"] + rows.times["end_s"])
+    yield "it was measured while another answer was", _overlapping(settings, rows, np.flatnonzero(timed))
+    last_s = info.get("span_s")
+    if last_s is not None:
+        late = timed & (rows.times["end_s"] > last_s + AT_LEAST_S)
+        yield "it ended after the run", np.flatnonzero(late)
+
+
+def _overlapping(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
+    """The later one of two that one worker measured at a time; answers of a wave belong together."""
+    if not len(at):
+        return at
+    waves, of_row = np.unique(_waves(settings, rows, at), axis=0, return_inverse=True)
+    of_row = of_row.ravel()
+    start, end = np.full(len(waves), np.inf), np.full(len(waves), -np.inf)
+    np.minimum.at(start, of_row, rows.times["start_s"][at])
+    np.maximum.at(end, of_row, rows.times["end_s"][at])
+    order = np.lexsort((start, waves[:, 0]))
+    worker, start, end = waves[order, 0], start[order], end[order]
+    wrong = np.zeros(len(waves), dtype=bool)
+    for number in np.unique(worker):
+        own = worker == number
+        before = np.maximum.accumulate(end[own] - SHARE * (end[own] - start[own]))
+        wrong[order[own][1:]] = start[own][1:] < before[:-1] - AT_LEAST_S
+    return at[wrong[of_row]]
+
+
+def _waves(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
+    """By worker, what was measured together: what is decoded among others is one thing, and all else by itself."""
+    shared = np.array([*(one.is_shared for one in settings), False])[rows.settings[at]]
+    names = (rows.codes["suite"], rows.codes["method"], rows.settings, rows.turn, rows.repeat)
+    place = [np.where(shared, column[at], -1) for column in names]
+    return np.stack([rows.worker[at], np.where(shared, -1, at), *place], axis=1)
+
+
+# Is a run complete and valid? Its rows must be those of its plan, each once, and each must be a possible measurement.
+#
+# Every reader asks before it makes numbers of the rows, and `--resume` asks to know what to measure again.
+
+
+REMEDIES = {
+    "unfinished": "--resume generates them, --allow unfinished goes on without them",
+    "doubled": "both --resume and --allow doubled keep one of each",
+    "foreign": "--resume drops them, --allow foreign leaves them out",
+    "invalid": "--resume generates them again, --allow invalid leaves them out",
+}
+"""What can be wrong with the rows of a run, under the name that `--allow` takes, and what to do about it."""
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """What is wrong with the rows of one suite, settings and method."""
+
+    kind: str
+    """A key of `REMEDIES`."""
+    suite: str
+    method: str
+    num: int
+    """How many rows."""
+    what: str
+    """Such as "5 of 24 answers missing, first p003"."""
+    setting: str = ""
+    """What distinguishes the settings from the others of the run; empty if there is only one."""
+
+    def __str__(self) -> str:
+        return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    flaws: tuple[Flaw, ...]
+    surplus: tuple[Any, ...]
+    """For each part the mask of rows that are not a measurement of this run or repeat an earlier one, [rows]."""
+
+
+def account(info: Mapping[str, Any], where: str, witnesses: Sequence[PartSummary]) -> Account:
+    """`info` is the content of the `run.json` at `where`. Raises UserError if its plan is not valid."""
+    rows = RowIndex(witnesses)
+    identity, plan = info["identity"], plans.recorded(info, where)
+    plans.refuse_size(plan, where)
+    answers = PlanMatch(plan, rows)
+    faults = [*_faults_of_parts(witnesses), *_contradictions(identity, plan.settings, answers, rows)]
+    faults += _unscored(identity, answers, rows)
+    out_of_place = mask(answers.second, rows.num) | mask(answers.foreign, rows.num)
+    faults += span_faults(info, plan.settings, rows, ~out_of_place)
+    flaws = [*_missing(plan, answers)]
+    if not flaws and not out_of_place.any() and not any(len(which) for _, which in faults):
+        # Whatever is wrong with a row changes the sums, and is told by its own name.
+        faults += off_sums(info, rows)
+    invalid = np.zeros(rows.num, dtype=bool)
+    for _, which in faults:
+        invalid[which] = True
+    names = [*short_names(plan.settings).values(), ""]
+    flaws += _by_cell("doubled", "twice", answers.second, rows, names)
+    flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows, names)
+    for why, which in faults:
+        flaws += _by_cell("invalid", f"cannot be right: {why}", which, rows, names)
+    surplus = invalid | out_of_place
+    ends = np.cumsum([len(part.rows) for part in witnesses])
+    return Account(tuple(flaws), tuple(np.split(surplus, ends[:-1])))
+
+
+def in_words(flaws: Sequence[Flaw]) -> str:
+    """All flaws of a kind in one line; if there are many, the first few."""
+    more = len(flaws) - MOST_NAMED
+    first = "; ".join(map(str, flaws[:MOST_NAMED]))
+    return f"{first}; and {more} more like it" if more > 0 else first
+
+
+def _missing(plan: Plan, answers: PlanMatch) -> Iterator[Flaw]:
+    num_methods, num_settings = len(plan.methods), len(plan.settings)
+    names = list(short_names(plan.settings).values())
+    sizes = [sum(asked.num_turns for asked in prompts) * plan.repeats for prompts in plan.prompts.values()]
+    missing = np.flatnonzero(answers.counts[: plan.num_answers] == 0)
+    of_suite = np.searchsorted(np.cumsum(sizes), missing // (num_methods * num_settings), side="right")
+    cells = of_suite * num_methods * num_settings + missing % (num_methods * num_settings)
+    for cell, at, num in zip(*np.unique(cells, return_index=True, return_counts=True), strict=True):
+        place = plan.place(missing[at])
+        size = sizes[cell // (num_methods * num_settings)]
+        what = f"{num} of {size} answers missing, first {_place(place.prompt_id, place.turn, place.repeat)}"
+        yield Flaw("unfinished", place.suite, place.method, int(num), what, names[place.settings])
+
+
+def _faults_of_parts(witnesses: Sequence[PartSummary]) -> list[tuple[str, Any]]:
+    numbers: dict[str, list[Any]] = {}
+    before = 0
+    for part in witnesses:
+        for why, rows in part.faults.items():
+            numbers.setdefault(why, []).append(rows + before)
+        before += len(part.rows)
+    return [(why, np.concatenate(rows)) for why, rows in numbers.items()]
+
+
+def _contradictions(
+    identity: Mapping[str, Any], settings: Sequence[Settings], answers: PlanMatch, rows: RowIndex
+) -> Iterator[tuple[str, Any]]:
+    """Verdicts that the tokens contradict, and missing ones.
+
+    Plain answers were compared with those of the first repeat.
+    """
+    first = np.where(answers.is_plain, answers.place - rows.repeat * len(settings), answers.place)
+    other = np.where((answers.place >= 0) & ~(answers.is_plain & (rows.repeat == 0)), answers.plain[first], -1)
+    compared = (other >= 0) & ~rows.failed & ~rows.failed[other]
+    labelled = rows.codes["exactness"] >= 0
+    equal = rows.digests == rows.digests[other]
+    exact = rows.codes["exactness"] == rows.code("exactness", "exact")
+    # Hidden tokens were compared by their texts, which are not read again here.
+    judged = compared & labelled & ~rows.hidden & ~rows.hidden[other]
+    yield "marked exact, but its tokens differ from the plain answer's", np.flatnonzero(judged & exact & ~equal)
+    yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
+    greedy = np.array([*(one.greedy for one in settings), False])[rows.settings]
+    greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
+    absent = greedy & compared & ~answers.is_plain & ~labelled
+    yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
+    wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)
+    yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited & ~rows.hidden)
+
+
+def _unscored(identity: Mapping[str, Any], answers: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
+    """Answers without a score, in suites with a scorer that could have given one."""
+    known = identity.get("suites") or {}
+    without_code = identity.get("code") == "not run"
+    scored = [
+        rows.code("suite", name)
+        for name, suite in known.items()
+        if suite.get("scorer", "none") != "none" and not (without_code and suite["scorer"] in CODE_SCORERS)
+    ]
+    wanted = np.isin(rows.codes["suite"], scored) & answers.is_last_turn & ~rows.failed
+    yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & ~rows.scored)
+
+
+def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Flaw]:
+    """One flaw per suite, settings and method of these rows, in the order of their first rows.
+
+    `names` are those of the settings for people; the last entry is for settings that are not the run's.
+    """
+    num_methods = len(rows.names["method"]) + 1
+    cells = (rows.codes["suite"][which] + 1) * num_methods + rows.codes["method"][which] + 1
+    cells = cells * len(names) + rows.settings[which]
+    _, first, counts = np.unique(cells, return_index=True, return_counts=True)
+    for at, num in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
+        row = int(which[at])
+        place = _place(rows.name("prompt_id", row), int(rows.turn[row]), int(rows.repeat[row]))
+        yield Flaw(
+            kind,
+            rows.name("suite", row),
+            rows.name("method", row),
+            num,
+            f"{num} answer{'s' * (num > 1)} {what}, first {place}",
+            names[rows.settings[row]],
+        )
+
+
+def _place(prompt: str, turn: int, repeat: int) -> str:
+    more = [f"turn {turn}"] * (turn > 0) + [f"repeat {repeat}"] * (repeat > 0)
+    return " ".join([prompt, *more])

@@ -1,0 +1,322 @@
+"""A run as one table: a row per answer, checked, for all that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.types import Settings
+from dflash_bench.results import integrity, parts, schema, validity
+from dflash_bench.results.identity import COLUMNS as SETTINGS
+from dflash_bench.results.identity import SETTINGS_ID, Identity, settings_numbers, settings_of
+from dflash_bench.results.integrity import COLUMNS as WITNESSED
+from dflash_bench.results.integrity import Account, Flaw, PartSummary, witness
+from dflash_bench.results.laws import Facts
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, lengths_of, sliced
+from dflash_bench.results.run_info import FILE, Info, carried, check_shape, read_info
+
+# Does an answer end in a loop, the same words over and over until the limit cut it?
+#
+# Drafts find such text easy, so what it shows of acceptance and speed says nothing of other text.
+
+
+LEAST_TIMES = 3
+"""How often its end must be there, without a break. A refrain has other lines between, and a table other numbers."""
+LEAST_TOKENS, LONGEST_TOKENS = 24, 128
+"""How much of the end must repeat, and the longest piece that is looked for."""
+LEAST_LETTERS, LONGEST_LETTERS = 96, 512
+"""The same for text, about four letters a token."""
+
+
+def in_tokens(token_ids: Any) -> int:
+    """How many tokens at the end of an answer [T] are such a loop; 0 where it has none."""
+    return _at_the_end(np.asarray(token_ids), LEAST_TOKENS, LONGEST_TOKENS)
+
+
+def in_text(text: str) -> int:
+    """The same in letters, for servers that name no tokens."""
+    return _at_the_end(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4"), LEAST_LETTERS, LONGEST_LETTERS)
+
+
+def _at_the_end(symbols: Any, least: int, longest: int) -> int:
+    """Of the shortest piece that fits."""
+    size = len(symbols)
+    if size < least:
+        return 0
+    before = symbols[max(0, size - 1 - longest) : -1]
+    for period in (len(before) - np.flatnonzero(before == symbols[-1])[::-1]).tolist():
+        length = max(least, LEAST_TIMES * period)
+        if length <= size and np.array_equal(symbols[size - length + period :], symbols[size - length : -period]):
+            differing = np.flatnonzero(symbols[period:] != symbols[:-period])
+            return size - int(differing[-1] + 1 if len(differing) else 0)
+    return 0
+
+
+# A run's Parquet parts as one pandas frame: a row per answer, with the sums of its lists.
+#
+# Every figure, table and plot is made from this frame, whether right after measuring or a year later. Parts are read
+# one by one and only sums are kept of their lists, so that a million answers fit into memory.
+
+
+KEPT = (
+    "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
+    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
+    "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
+    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
+    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted",
+)  # fmt: skip
+"""Columns taken over as they are stored."""
+NAMES = (
+    "suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit", "counted_by",
+    "uncounted",
+)  # fmt: skip
+"""Columns with few different values: kept as pandas categories."""
+TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
+"""Columns that the sums of lists are completed from."""
+COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *validity.CLOCK)
+QUICK = 0.25
+ALLOWED = ("damaged", *integrity.REMEDIES)
+"""The flaws that `--allow` lets a reader ignore."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `Segments.sums`, `is_loop` (was the
+    answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
+
+    name: str
+    info: Info
+    rows: Any
+    damaged: tuple[str, ...] = ()
+    """What was wrong with each damaged part that was left out."""
+    flaws: tuple[Flaw, ...] = ()
+    """What is missing from the run, and what was stored but is not in `rows`."""
+    left_out: Mapping[Path, Any] = field(default_factory=dict)
+    """By part, the mask of stored answers that are not in `rows`; only for parts that have some."""
+
+    @property
+    def missing(self) -> list[str]:
+        """What the numbers leave out, to be stated above them."""
+        unfinished = self.info.get("state", "complete") != "complete"
+        return [
+            *([f"{self.name} is not finished"] if unfinished else []),
+            *(f"left out because it is damaged: {reason}" for reason in self.damaged),
+            *(f"{self.name} is {kind}: {text}" for kind, text in _in_words(self.flaws)),
+        ]
+
+
+def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> Results:
+    """Raises UserError for a run that was edited, and for one with flaws unless `allow` names them.
+
+    With `judging`, a finished run is returned even with flaws, which are then in `flaws`.
+    """
+    if by not in SLICES:
+        raise unknown("slice", by, list(SLICES))
+    info = read_info(folder)
+    if info.get("state") != "complete" and "unfinished" not in allow:
+        raise UserError(
+            f"{folder} is still being written, or was stopped: finish it with --resume, or add --allow unfinished"
+        )
+    check_shape(schema.RUN, info, folder / FILE)
+    identity, run_settings = carried(info), settings_of(info["identity"], str(folder / FILE))
+    read, damaged = _read_parts(folder, identity, run_settings, by, allow)
+    none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
+    if not read:
+        raise UserError(none)
+    account = integrity.account(info, str(folder / FILE), [evidence for _, evidence in read.values()])
+    # Missing answers may have been in the damaged parts, and skipping these was allowed.
+    _refuse(folder, account, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
+    tables, left_out = [], {}
+    for (part, (table, evidence)), surplus in zip(read.items(), account.surplus, strict=True):
+        if surplus.any():
+            left_out[part] = surplus
+        # Rows that are invalid by themselves were left out when the part was read.
+        again = surplus.sum() > evidence.faulty.sum()
+        batches = parts.batches(part, _columns(identity), identity, surplus) if again else ()
+        tables.append(_table(batches, run_settings, by) if again else table)
+    if not sum(map(len, tables)) and not (judging and account.flaws):
+        raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
+    frame = sliced(_frame(tables, run_settings), by)
+    return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
+
+
+def _read_parts(
+    folder: Path, identity: Identity, run_settings: Sequence[Settings], by: str, allow: Sequence[str]
+) -> tuple[dict[Path, tuple[Any, PartSummary]], list[str]]:
+    """For each part its table and its `PartSummary`; and what is wrong with the damaged parts."""
+    read: dict[Path, tuple[Any, PartSummary]] = {}
+    damaged = []
+    stored = parts.of(folder)
+    # Two at a time: Arrow and NumPy release the interpreter's lock, but more parts at once would take more memory.
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda part: _read_part(part, identity, run_settings, by), stored)
+        for part, result in zip(stored, results, strict=True):
+            if not isinstance(result, parts.DamagedError):
+                read[part] = result
+            elif "damaged" in allow:
+                damaged.append(str(result))
+            else:
+                raise UserError(f"{result}; --allow damaged uses the other parts") from result
+    return read, damaged
+
+
+def _columns(identity: Identity) -> tuple[str, ...]:
+    """Texts are read only where tokens may be hidden: they are most of a part."""
+    return (*COLUMNS, "text") if identity.get("servers") else COLUMNS
+
+
+def _read_part(part: Path, identity: Identity, run_settings: Sequence[Settings], by: str) -> Any:
+    """Its table and its `PartSummary`, or the error: a part that breaks off half-way is left out as a whole."""
+    columns = tuple(dict.fromkeys([*_columns(identity), *WITNESSED]))
+    try:
+        batches = list(parts.batches(part, columns, identity))
+    except parts.DamagedError as error:
+        return error
+    evidence = witness(batches, run_settings, Facts.of(identity))
+    ends = np.cumsum([len(batch) for batch in batches])
+    faulty = np.split(evidence.faulty, ends[:-1])
+    valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]
+    return _table(valid, run_settings, by), evidence
+
+
+def _refuse(folder: Path, account: Account, allow: Collection[str]) -> None:
+    refused = [
+        f"{kind}: {text}; {integrity.REMEDIES[kind]}" for kind, text in _in_words(account.flaws) if kind not in allow
+    ]
+    if refused:
+        raise UserError(f"{folder} is {'. It is '.join(refused)}")
+
+
+def _in_words(flaws: Sequence[Flaw]) -> list[tuple[str, str]]:
+    kinds = dict.fromkeys(flaw.kind for flaw in flaws)
+    return [(kind, integrity.in_words([flaw for flaw in flaws if flaw.kind == kind])) for kind in kinds]
+
+
+def _table(batches: Iterable[Any], run_settings: Sequence[Settings], by: str) -> Any:
+    return _concatenated([_scalars(batch, run_settings, by) for batch in batches])
+
+
+def _frame(tables: Sequence[Any], run_settings: Sequence[Settings]) -> Any:
+    frame = _concatenated(tables).to_pandas(self_destruct=True)
+    frame[SETTINGS_ID] = frame[SETTINGS_ID].cat.set_categories([settings.id for settings in run_settings])
+    for name in NAMES:  # sorted, so that no sum depends on the order of the rows
+        categories = frame[name].cat.categories
+        frame[name] = frame[name].cat.set_categories(sorted(categories))
+    return frame
+
+
+def _concatenated(tables: Sequence[Any]) -> Any:
+    import pyarrow as pa
+
+    return pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+
+
+def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
+    """An Arrow table with a row per answer; by output position or part, a row per stretch of an answer."""
+    import pyarrow as pa
+
+    segments = Segments.of(batch, by)
+    kept = {name: batch.column(name) for name in KEPT}
+    kept |= {name: kept[name].dictionary_encode() for name in NAMES}
+    kept[SETTINGS_ID] = _settings_ids(settings_numbers(batch, run_settings), run_settings)
+    kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
+    table = pa.table(kept)
+    sums = segments.sums()
+    if by in STRETCHES:
+        table = _without_wholes(table.take(pa.array(segments.rows)))
+        of_answer = {
+            "num_tokens": sums["num_emitted"],
+            "decode_tokens": sums["num_emitted"],
+            "decode_s": sums["round_s"],
+            "is_loop": np.zeros(len(table), dtype=bool),
+            "quick_round_s": np.full(len(table), np.nan),
+        }
+    else:
+        of_answer = num_tokens(batch)
+        sums |= _totals(batch, sums, of_answer["decode_tokens"])
+        of_answer["is_loop"] = _loops(batch)
+        of_answer["quick_round_s"] = _quick_rounds(batch)
+    sums |= of_answer | {"stretch": segments.stretches}
+    for name, values in sums.items():
+        column = pa.array(values)
+        at = table.schema.get_field_index(name)
+        table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
+    return table
+
+
+def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
+    """From the index of its settings per row; null for settings that are not the run's."""
+    import pyarrow as pa
+
+    codes = pa.array(numbers.astype(np.int32), mask=numbers < 0)
+    return pa.DictionaryArray.from_arrays(codes, [settings.id for settings in run_settings])
+
+
+def num_tokens(batch: Any) -> dict[str, Any]:
+    """Of each answer, and of these the ones that `decode_s` is the time of, [rows]."""
+    counts = lengths_of(batch.column("token_ids"))
+    hidden, first = (_numbers(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
+    counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
+    # An answer is empty if its first token was a stop.
+    return {"num_tokens": counts, "decode_tokens": np.maximum(counts - np.where(np.isnan(first), 1, first), 0)}
+
+
+def _loops(batch: Any) -> Any:
+    """The mask of answers that the limit cut while they said the same over and over, [rows]."""
+    from pyarrow import compute
+
+    loops = np.zeros(len(batch), dtype=bool)
+    cut = compute.fill_null(compute.equal(batch.column("finish_reason"), "length"), False)
+    tokens, hidden = batch.column("token_ids"), batch.column("num_hidden_tokens").is_valid()
+    for row in np.flatnonzero(cut.to_numpy(zero_copy_only=False)).tolist():
+        if not hidden[row].as_py():
+            loops[row] = in_tokens(tokens[row].values.to_numpy()) > 0
+        elif "text" in batch.schema.names:
+            loops[row] = in_text(batch.column("text")[row].as_py() or "") > 0
+    return loops
+
+
+def _quick_rounds(batch: Any) -> Any:
+    """Of plain answers decoded alone a round's seconds that one of four stays below; NaN for all others, [rows]."""
+    from pyarrow import compute
+
+    plain = compute.fill_null(compute.equal(batch.column("method"), BASELINE), False).to_numpy(zero_copy_only=False)
+    alone = (_numbers(batch, "concurrency") <= 1) & np.isnan(_numbers(batch, "rate"))
+    quick = np.full(len(batch), np.nan)
+    for row in np.flatnonzero(plain & alone & (lengths_of(batch.column("round_s")) > 0)).tolist():
+        quick[row] = np.quantile(batch.column("round_s")[row].values.to_numpy(), QUICK)
+    return quick
+
+
+def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
+    """What a backend that hides rounds says of all of them together; every token after the first is from one.
+
+    It may count only rounds that draft: where there was none, the plain steps are not known.
+    """
+    rounds, drafted, accepted = (_numbers(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
+    known = rounds > 0
+    shown = {"num_rounds": rounds, "num_accepted": accepted, "num_emitted": decoded}
+    shown = {name: np.where(known, values, np.nan) for name, values in shown.items()} | {"num_drafted": drafted}
+    return {name: np.where(np.isnan(sums[name]), values, sums[name]) for name, values in shown.items()}
+
+
+def _numbers(batch: Any, name: str) -> Any:
+    """NaN where it is null, [rows]."""
+    return batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
+
+
+def _without_wholes(table: Any) -> Any:
+    """The table without the columns that only describe whole answers, which become null."""
+    import pyarrow as pa
+
+    for name in ("passed", "exactness", "audit", "prefill_s", "draft_prefill_s", "finish_reason"):
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, name, pa.nulls(len(table), table.schema.field(name).type))
+    return table

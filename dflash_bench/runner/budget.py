@@ -1,0 +1,183 @@
+"""`--for`: prompts are measured as long as there is time, where intervals are widest.
+
+The next prompt is of the suite with the cell whose speed-up is known worst, by the relative standard error of its mean
+over prompts. That hardly biases a suite's figures: its prompts come in the order in which they were drawn, whatever
+they turn out to be, so that a longer time only adds to a shorter one. The run stops by the clock alone. To stop as soon
+as an interval is narrow would bias it, for it would stop where chance made the prompts alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, variance
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Record, Settings
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.results.store import Key, Run
+from dflash_bench.runner.work import Item, WorkPlan
+from dflash_bench.tasks.suites import Loaded
+
+FIRST = 3
+"""So many prompts of each suite come before it is asked which is known worst."""
+CONTROLS = (0, 3, 15)
+"""The prompts of a suite that are decoded plainly twice: which will be its last is not known."""
+PRIOR = 4
+"""With so many prompts' weight a cell is taken to vary as it does in all suites: a few that agree prove little."""
+UNITS = {"s": 1, "m": 60, "h": 3600}
+Cell = tuple[str, Settings]
+
+
+def seconds(text: str) -> float:
+    """Of `90s`, `5m` or `1.5h`. Raises UserError for anything else, and for no time at all."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([smh])", text)
+    if match is None or float(match[1]) == 0:
+        raise UserError(f"--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not '{text[:40]}'")
+    return float(match[1]) * UNITS[match[2]]
+
+
+@dataclass(slots=True)
+class Spent:
+    """What is known of a suite so far."""
+
+    loaded: Loaded
+    num: int = 0
+    """Prompts that are measured."""
+    logs: dict[Cell, list[float]] = field(default_factory=dict)
+    """Of each cell, the logarithm of each prompt's speed-up."""
+    seconds: list[float] = field(default_factory=list)
+    """That each prompt took, through all methods."""
+
+    @property
+    def is_left(self) -> bool:
+        return self.num < len(self.loaded.prompts)
+
+
+def items(plan: WorkPlan, run: Run, budget_s: float) -> Iterator[Item]:
+    """What is to be measured next, until all is or the time is up; what was begun is finished first.
+
+    Each prompt goes through all methods, settings and repeats, or is not begun: one is begun while there likely is
+    time for all of it, and one at least is measured. The suites of `plan` are in the order in which prompts were drawn.
+    """
+    deadline = run.seconds() + budget_s - run.spent_s
+    began = run.seconds()
+    suites = [Spent(loaded) for loaded in plan.suites]
+    for spent, number in _begun(plan, run, suites):
+        yield from _measured(plan, run, spent, number, began)
+    while True:
+        left_s = math.inf if not any(spent.num for spent in suites) else deadline - run.seconds()
+        chosen = next_suite(suites, left_s)
+        if chosen is None:
+            return
+        yield from _measured(plan, run, chosen, chosen.num, began)
+
+
+def measured(plan: WorkPlan, run: Run) -> dict[str, int]:
+    """Of each suite how many prompts are whole, from the first in order."""
+    counts = {}
+    for loaded in plan.suites:
+        whole = [_is_whole(plan, run, loaded, number) for number in range(len(loaded.prompts))]
+        counts[loaded.suite.name] = whole.index(False) if False in whole else len(whole)
+    return counts
+
+
+def next_suite(suites: Sequence[Spent], left_s: float) -> Spent | None:
+    """Whose turn it is among those of which a prompt is left that fits into `left_s`; None where there is none."""
+    longest = max((median(spent.seconds) for spent in suites if spent.seconds), default=0.0)
+    fitting = [
+        spent for spent in suites if spent.is_left and (median(spent.seconds) if spent.seconds else longest) < left_s
+    ]
+    if not fitting:
+        return None
+    fewest = min(fitting, key=lambda spent: spent.num)
+    if fewest.num < FIRST:
+        return fewest
+    pooled = _pooled(suites)
+    return max(fitting, key=lambda spent: (_width(spent, pooled), -spent.num))
+
+
+def _pooled(suites: Sequence[Spent]) -> dict[Cell, float]:
+    """How much the prompts of a suite vary, over all suites, by method and settings."""
+    pooled = {}
+    for cell in dict.fromkeys(cell for spent in suites for cell in spent.logs):
+        samples = [logs for spent in suites if len(logs := spent.logs.get(cell, [])) > 1]
+        df = sum(len(logs) - 1 for logs in samples)
+        pooled[cell] = sum(variance(logs) * (len(logs) - 1) for logs in samples) / df if df else 0.0
+    return pooled
+
+
+def _width(spent: Spent, pooled: Mapping[Cell, float]) -> float:
+    """The standard error of the worst known cell's mean logarithm, which is relative to its speed-up."""
+    widths = [0.0]
+    for cell, logs in spent.logs.items():
+        df = len(logs) - 1
+        spread = variance(logs) if df > 0 else 0.0
+        widths.append(math.sqrt((df * spread + PRIOR * pooled[cell]) / (df + PRIOR) / len(logs)))
+    return max(widths)
+
+
+def _begun(plan: WorkPlan, run: Run, suites: Sequence[Spent]) -> list[tuple[Spent, int]]:
+    """The prompts of which an answer is stored, and those before them, as they were measured."""
+    places: dict[tuple[str, str], int] = {}
+    for key, record in run.stored.items():
+        places[key[:2]] = min(record.order, places.get(key[:2], record.order))
+    turns = []
+    for spent in suites:
+        name = spent.loaded.suite.name
+        orders = [places.get((name, prompt.prompt_id)) for prompt in spent.loaded.prompts]
+        last = max((number for number, order in enumerate(orders) if order is not None), default=-1)
+        turns += [(math.inf if order is None else order, spent, n) for n, order in enumerate(orders[: last + 1])]
+    return [(spent, number) for _, spent, number in sorted(turns, key=lambda turn: turn[0])]
+
+
+def _measured(plan: WorkPlan, run: Run, spent: Spent, number: int, began: float) -> Iterator[Item]:
+    """The items of one prompt; once they are measured, what they say is added."""
+    of_prompt = list(plan.of_prompt(spent.loaded, number, number in CONTROLS, 0))
+    first = _first_order(run, of_prompt)
+    yield from plan.of_prompt(spent.loaded, number, number in CONTROLS, first)
+    records = [run.stored[key] for item in of_prompt for key in _keys(item)]
+    spent.num += 1
+    spent.seconds.append(_seconds(records, began))
+    for cell in dict.fromkeys((record.method, record.settings) for record in records if record.method != BASELINE):
+        if (log := _log_ratio(records, *cell)) is not None:
+            spent.logs.setdefault(cell, []).append(log)
+
+
+def _is_whole(plan: WorkPlan, run: Run, loaded: Loaded, number: int) -> bool:
+    return all(key in run.stored for item in plan.of_prompt(loaded, number, False, 0) for key in _keys(item))
+
+
+def _keys(item: Item) -> list[Key]:
+    return [item.key(method, turn) for turn in range(len(item.prompt.turns)) for method in item.methods]
+
+
+def _first_order(run: Run, of_prompt: Sequence[Item]) -> int:
+    """The place in the run of a prompt's first answer: as it was, or behind all others."""
+    for item in of_prompt:
+        for place, key in enumerate(_keys(item)):
+            if key in run.stored:
+                return run.stored[key].order - item.order - place
+    return max((record.order for record in run.stored.values()), default=-1) + 1
+
+
+def _seconds(records: Sequence[Record], began: float) -> float:
+    """From the first answer's start to the last one's end; of what an earlier process began, of the answers alone."""
+    starts, ends = ([getattr(record, name) or 0.0 for record in records] for name in ("start_s", "end_s"))
+    if min(starts) >= began:
+        return max(ends) - min(starts)
+    return sum(ends) - sum(starts)
+
+
+def _log_ratio(records: Sequence[Record], method: str, settings: Settings) -> float | None:
+    """Of a prompt's speed-up over plain decoding; None where an answer failed or is too short to have one."""
+    costs = []
+    for name in (BASELINE, method):
+        generations = [record.generation for record in records if (record.method, record.settings) == (name, settings)]
+        decoded_s, tokens = sum(one.decode_s for one in generations), sum(one.num_decoded for one in generations)
+        if any(one.error for one in generations) or decoded_s <= 0 or tokens <= 0:
+            return None
+        costs.append(decoded_s / tokens)
+    return math.log(costs[0] / costs[1])

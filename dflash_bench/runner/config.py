@@ -1,0 +1,747 @@
+"""The options of a run as the user gave them, and which of them servers or engines need."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from dflash_bench.core import plugins
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.core.secrets import Arguments, arguments, of_environment
+from dflash_bench.core.types import Audit, is_greedy
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.runner.option import (
+    Condition,
+    Range,
+    condition,
+    context_lengths,
+    numbers,
+    options_of,
+    refuse_value,
+    under,
+    unified,
+    whole_numbers,
+)
+from dflash_bench.servers import address, launch
+from dflash_bench.servers.address import Access, Address, key_of
+
+# The options of a run: one field each, in the order and under the headings of help.
+#
+# From a field follow its flag and help, its key in a configuration file, when it has no effect, and what `run.json`
+# keeps. What makes no sense before anything is looked at is refused here.
+
+
+# ruff: noqa: RUF009 - the calls make fields
+
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+ATTENTION = ("sdpa", "eager")
+"""What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
+ENGINES = ("native", "transformers")
+DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
+"""As `servers.detection` has them, which loads an HTTP client."""
+THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
+
+# Where an option has an effect, and where it has none
+
+
+def _is_served(options: Any) -> bool:
+    """By servers that run already."""
+    return bool(options.servers) and options.launch is None
+
+
+def _is_alone(options: Any) -> bool:
+    return _is_served(options) and not options.has_target
+
+
+def _is_concurrent(options: Any) -> bool:
+    return max(options.concurrency, default=1) > 1
+
+
+LAUNCH = condition(lambda options: options.launch is not None, "without --launch")
+SERVERS = condition(lambda options: options.asks_servers, "without --server")
+SAMPLES = "at temperature 0"
+TRUNCATES = condition(lambda options: options.samples, f"{SAMPLES}, where the best token is taken", is_of_sweep=True)
+LAUNCHED = condition(LAUNCH.holds, "with --launch, which starts servers and knows them")
+ENGINE_HERE = condition(LAUNCH.holds, "with --launch: it is for the engine here")
+SERVED = condition(
+    _is_served,
+    "with --server: how a server drafts is said where it is started, and its method is the NAME of NAME=URL",
+)
+SERVED_ALONE = condition(
+    _is_alone,
+    "with --server alone: give --model or --target too, the same weights as the server's, to make its prompts and "
+    "judge its answers here",
+)
+"""What a server decides itself, so that it can only be said of a target here."""
+
+
+def _all_together(flag: str, is_so: Any) -> Condition:
+    error = f"--for measures prompt by prompt, and {flag} all prompts of a suite together; use --limit instead"
+    return Condition(is_so, error, is_of_sweep=True)
+
+
+def _one_process(flag: str, is_so: Any) -> Condition:
+    error = f"--workers measure one prompt each at a time, and {flag} is for one process; leave one out"
+    return Condition(is_so, error, is_of_sweep=True)
+
+
+def _served_work(flag: str, is_so: Any) -> Condition:
+    why = "a server does the work; --concurrency asks it for several answers at a time"
+    return condition(is_so, f"with {flag}: {why}")
+
+
+def _is_capturing(options: Any) -> bool:
+    return options.graph == "on" and options.compile is None
+
+
+_FOR_NATIVE = "--graph on has no effect on --engine transformers; leave one of them out"
+_FOR_PLAIN = "--graph on is for --engine native, which computes plain weights only; leave it or --quantize out"
+
+# How values are checked
+
+
+def _scorers() -> Sequence[str]:
+    from dflash_bench.tasks import scorers
+
+    return list(scorers.SCORERS)
+
+
+def _quantizations() -> Sequence[str]:
+    from dflash_bench.models import quantization
+
+    return list(quantization.PACKAGES)
+
+
+def _check_budget(text: str) -> None:
+    from dflash_bench.runner import budget
+
+    budget.seconds(text)
+
+
+def _check_threads(number: int) -> None:
+    if number > (os.cpu_count() or 1):
+        raise UserError(f"--threads {number} is more than the processors of this machine, {os.cpu_count()}")
+
+
+def _check_attention(name: str) -> None:
+    if name.startswith("flash"):
+        raise UserError(
+            f"--attention {name} takes no mask, and this engine needs one for ragged rows and trees; "
+            f"use {' or '.join(ATTENTION)}"
+        )
+
+
+def objectives(text: str) -> dict[str, float]:
+    """Seconds by `ttft_s` and `tpot_s`, of `ttft=500ms,tpot=0.05s` or one of them. Raises UserError otherwise."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(ttft|tpot)=([0-9]{1,6}(?:\.[0-9]{1,6})?)(ms|s)", part)
+        if match is None or float(match[2]) == 0 or f"{match[1]}_s" in limits:
+            raise UserError(f"--slo takes times with their units, such as ttft=500ms,tpot=50ms, not '{text[:40]}'")
+        limits[f"{match[1]}_s"] = float(match[2]) / (1000 if match[3] == "ms" else 1)
+    return limits
+
+
+def _above_zero(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+_prompts, _models, _servers, _answers = under("Prompts"), under("Models"), under("Servers"), under("Answers")
+_drafting, _measuring, _sweeping = under("Drafting"), under("Measuring"), under("Sweeping")
+_machine, _results = under("Machine"), under("Results")
+_SHARE = Range(
+    lambda value: 0 < value < 1, "is a share between 0 and 1, not {values}; leave it out to draw from all tokens"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What is asked."""
+
+    suites: tuple[str, ...] = _prompts(
+        "A suite or a group of suites, from 'dflash-bench suites'; may be repeated.",
+        default=(),
+        flag="--suite",
+        metavar="NAME",
+    )
+    prompts: Path | None = _prompts(
+        "Your own prompts: a file with one JSON object a line, with prompt, turns or messages; Spec-Bench files "
+        "work too.",
+        metavar="FILE",
+    )
+    score: str | None = _prompts(
+        "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math.",
+        metavar="NAME",
+        choices=_scorers,
+        kind="scorer",
+        needs=(
+            condition(
+                lambda options: options.prompts is not None, "without --prompts: a suite says itself how it is scored"
+            ),
+        ),
+    )
+    """The scorer of `prompts`."""
+    data: str | None = _prompts(
+        "Where the suites' prompts come from: embedded (shipped with dflash-bench, the default for nano), hub (the "
+        "default for all else), or a folder of files in the hub's columns.",
+        metavar="FROM",
+        needs=(condition(lambda options: bool(options.suites), "without --suite"),),
+    )
+    limit: int | None = _prompts(
+        "Use at most N prompts of each suite, the same ones on every machine.", metavar="N", minimum=1, most=10**7
+    )
+    budget: str | None = _prompts(
+        "Measure for this long, such as 90s, 5m or 1h, and choose prompts where intervals are widest, at most "
+        "--limit of each suite. Loading models does not count; with --resume, earlier parts of the run do.",
+        flag="--for",
+        metavar="TIME",
+        check=_check_budget,
+        conflicts=(
+            _all_together("--concurrency", _is_concurrent),
+            _all_together("--rate", lambda options: bool(options.rate)),
+        ),
+    )
+    """How long to measure, such as 5m; all prompts if absent."""
+    thinking: str | None = _prompts(
+        "The chat template's thinking mode: on, off, or both in one run. Default: the model's own, else off.",
+        metavar="MODE",
+        choices=lambda: list(THINKING),
+        kind="mode of thinking",
+    )
+    context: tuple[int | None, ...] = _prompts(
+        "Pad every prompt to about N tokens, such as 4k, with other prompts of its source and their answers. "
+        "Several, such as none,1k,4k, are measured side by side.",
+        default=(),
+        metavar="N[,N...]",
+        parse=context_lengths,
+        conflicts=(SERVED_ALONE,),
+    )
+    """Tokens that prompts are padded to; None among them is as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which weights, and how they draft."""
+
+    methods: tuple[str, ...] = _models(
+        "How tokens are drafted, from 'dflash-bench methods'; NAME:N drafts N tokens a round. May be repeated. "
+        "Default: dflash. Plain decoding always runs.",
+        default=(),
+        flag="--method",
+        metavar="NAME[@LABEL][:KEY=VALUE,...]",
+        conflicts=(SERVED,),
+    )
+    model: str | None = _models(
+        "A name from 'dflash-bench models', or a folder with target/ and a folder for each draft. Default: nano.",
+        metavar="NAME",
+    )
+    target: str | None = _models(
+        "Your own target instead of the model's: a folder or a hub id.", metavar="PATH|ID[@REV]"
+    )
+    drafts: tuple[str, ...] = _models(
+        "Your own draft instead of the model's, or beside it as NAME@LABEL: a folder or a hub id; may be repeated.",
+        default=(),
+        flag="--draft",
+        metavar="NAME[@LABEL]=PATH|ID[@REV]",
+        conflicts=(SERVED,),
+    )
+    """METHOD=REFERENCE"""
+    trust_remote_code: bool = _models(
+        "Run Python code that comes with the target's checkpoint. Without it, such code never runs.",
+        default=False,
+        conflicts=(SERVED_ALONE,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Who answers, where it is not the engine in this process."""
+
+    servers: tuple[str, ...] = _servers(
+        "Measure live servers instead of models loaded here: plain=URL for plain decoding, and dflash=URL or "
+        "another method (NAME@LABEL=URL) for each server that drafts; a single one is measured without a speed-up. "
+        "Give --model or --target too, if the same weights are here, to send prompts as token ids and judge "
+        "answers.",
+        default=(),
+        flag="--server",
+        metavar="NAME=URL",
+        conflicts=(LAUNCHED,),
+    )
+    """NAME=URL"""
+    dialect: str | None = _servers(
+        "What the servers speak: vllm, sglang, llamacpp, tensorrt_llm, lmdeploy, mlx or openai (any compatible "
+        "server). Default: what their pages say; mlx must be named.",
+        metavar="NAME",
+        choices=lambda: (*DIALECTS, *plugins.found(plugins.DIALECTS)),
+        needs=(SERVERS,),
+        conflicts=(LAUNCHED,),
+    )
+    served_model: str | None = _servers(
+        "The model to ask for, where a server has several. Default: the one that it has.",
+        metavar="NAME",
+        needs=(SERVERS,),
+        conflicts=(LAUNCHED,),
+    )
+    api_key_env: str | None = _servers(
+        "The environment variable that holds the servers' key. The key is sent to them, and never shown or saved.",
+        metavar="VARIABLE",
+        needs=(SERVERS,),
+        conflicts=(LAUNCHED,),
+    )
+    """The variable of the environment that holds the key; the key itself is nowhere in a request."""
+    timeout: float | None = _servers(
+        "Seconds after which an answer that has not ended counts as failed. Default: 600.",
+        metavar="S",
+        range=Range(_above_zero, "is a number of seconds above 0, not {values}"),
+        needs=(SERVERS,),
+    )
+    env_proxy: bool = _servers(
+        "Reach the servers through the proxies that environment variables name.",
+        default=False,
+        needs=(SERVERS,),
+        conflicts=(LAUNCHED,),
+    )
+    launch: str | None = _servers(
+        "Start servers here, measure them and stop them: vllm or llama.cpp, one for plain decoding and one for each "
+        "--method. Their logs are kept in the run's folder.",
+        metavar="PROGRAM",
+    )
+    """A key of `launching.PROGRAMS`."""
+    launch_with: str | None = _servers(
+        "The program for --launch. Default: vllm or llama-server, from the PATH.", metavar="PATH", needs=(LAUNCH,)
+    )
+    launch_args: Arguments | None = _servers(
+        "More options for each server of --launch, as in a shell: '--enforce-eager'.",
+        metavar="TEXT",
+        parse=arguments,
+        needs=(LAUNCH,),
+    )
+    rate: tuple[float, ...] = _servers(
+        "Ask for R answers per second, at random times (Poisson, the same ones for each server), whether earlier "
+        "ones have ended or not.",
+        default=(),
+        metavar="R[,R...]",
+        parse=numbers,
+        range=Range(_above_zero, "is a number of answers per second above 0, not {values}"),
+        needs=(condition(SERVERS.holds, "without --server: the engine here takes the next prompt when it can"),),
+        conflicts=(
+            Condition(
+                lambda options: bool(options.concurrency),
+                "--rate and --concurrency both say when a prompt is sent; give one of them",
+                is_of_sweep=True,
+            ),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """How answers are decoded, drafted and checked, and what is varied."""
+
+    max_new_tokens: int | None = _answers(
+        "Stop answers after N tokens. Default: 2048, and fewer for nano.", metavar="N", minimum=1, most=10**7
+    )
+    temperature: tuple[float, ...] = _answers(
+        "0 is greedy decoding, where answers are checked token for token. Several, such as 0,1, are measured side "
+        "by side.",
+        default=(0.0,),
+        metavar="T[,T...]",
+        parse=numbers,
+        range=Range(lambda value: math.isfinite(value) and value >= 0, "takes numbers from 0 up, not {values}"),
+    )
+    top_k: tuple[int, ...] = _answers(
+        "Sample only from the K likeliest tokens.",
+        default=(),
+        metavar="K[,K...]",
+        parse=whole_numbers,
+        range=Range(lambda value: value >= 1, "is a number of tokens from 1 up, not {values}"),
+        needs=(TRUNCATES,),
+    )
+    top_p: tuple[float, ...] = _answers(
+        "Sample only from the likeliest tokens whose probabilities add up to P.",
+        default=(),
+        metavar="P[,P...]",
+        parse=numbers,
+        range=_SHARE,
+        needs=(TRUNCATES,),
+    )
+    min_p: tuple[float, ...] = _answers(
+        "Sample only from tokens at least P times as likely as the likeliest one.",
+        default=(),
+        metavar="P[,P...]",
+        parse=numbers,
+        range=_SHARE,
+        needs=(TRUNCATES,),
+    )
+    repetition_penalty: tuple[float, ...] = _answers(
+        "Above 1, tokens that have already occurred become less likely.",
+        default=(),
+        metavar="R[,R...]",
+        parse=numbers,
+        range=Range(_above_zero, "is a number above 0 other than 1, which changes nothing; not {values}"),
+        conflicts=(
+            Condition(
+                lambda options: options.repetition_penalty == (1,),
+                "{flag} is a number above 0 other than 1, which changes nothing; not 1",
+                is_of_sweep=True,
+            ),
+        ),
+    )
+    concurrency: tuple[int, ...] = _answers(
+        "Answers decoded at the same time: when one has ended, the next one begins. Several, such as 1,4,16, are "
+        "measured one after the other. Default: 1.",
+        default=(),
+        metavar="N[,N...]",
+        parse=whole_numbers,
+        range=Range(lambda value: value >= 1, "is a number of answers from 1 up, not {values}"),
+    )
+    slo: str | None = _answers(
+        "Count the answers per second that keep to these times, such as ttft=500ms,tpot=50ms (goodput), with --rate "
+        "or --concurrency.",
+        metavar="ttft=T,tpot=T",
+        check=objectives,
+        needs=(
+            condition(
+                lambda options: bool(options.rate) or _is_concurrent(options),
+                "without --rate or --concurrency: it counts answers per second",
+                is_of_sweep=True,
+            ),
+        ),
+    )
+    """What a good answer keeps to, such as ttft=500ms,tpot=50ms."""
+    seed: int | None = _answers(
+        "Random seed for sampling at temperatures above 0.",
+        metavar="S",
+        minimum=0,
+        most=2**63 - 1,
+        needs=(
+            condition(
+                lambda options: options.samples,
+                f"{SAMPLES}; it seeds sampling (prompts are drawn by the suite's own seed)",
+                is_of_sweep=True,
+            ),
+        ),
+    )
+    block_size: str | None = _drafting(
+        "Block size for every method that drafts blocks and does not set block= itself. Several, such as 4,8,16, "
+        "are measured side by side. Default: the draft's own.",
+        metavar="B[,B...]",
+        conflicts=(SERVED,),
+    )
+    """One, or several with commas between them; and so `draft_steps`."""
+    draft_steps: str | None = _drafting(
+        "Draft passes per block, for every method that has this option and does not set steps= itself.",
+        metavar="S[,S...]",
+        conflicts=(SERVED, ENGINE_HERE),
+    )
+    repeats: int = _measuring(
+        "Answer every prompt R times with each method.", default=1, metavar="R", minimum=1, most=10**5
+    )
+    audit: str | None = _measuring(
+        "Which answers are checked token by token against transformers' own code: all (the default), divergent "
+        "(only those that differ from the plain answer) or none.",
+        metavar="WHICH",
+        choices=lambda: get_args(Audit),
+        needs=(
+            condition(
+                lambda options: any(map(is_greedy, options.temperature)),
+                "above temperature 0: no single token is then the right one",
+                is_of_sweep=True,
+            ),
+        ),
+        conflicts=(SERVED_ALONE,),
+    )
+    unsafe_code: bool = _measuring(
+        "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
+        default=False,
+    )
+    over: tuple[str, ...] = _sweeping(
+        "Measure several values of a method's option (block=4,8,16) or of a setting (temperature=0,1) side by side; "
+        "may be repeated.",
+        default=(),
+        metavar="NAME=V,V...",
+    )
+    """NAME=VALUE,VALUE, of an option or a setting."""
+    one_at_a_time: bool = _sweeping(
+        "Vary one option at a time, starting from --method, instead of trying all combinations.",
+        default=False,
+        needs=(condition(lambda options: bool(options.over), "without --over"),),
+        conflicts=(SERVED,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Where and by what a model is computed."""
+
+    device: str | None = _machine(
+        "cpu or cuda. Default: cpu for nano; for other models cuda if there is one.",
+        metavar="D",
+        conflicts=(SERVED_ALONE, condition(lambda options: options.device_map is not None, "with --device-map")),
+    )
+    device_map: str | None = _machine(
+        "Spread the target over all GPUs, when one cannot hold it.",
+        metavar="auto",
+        choices=lambda: ("auto",),
+        kind="device map",
+        conflicts=(SERVED_ALONE,),
+    )
+    dtype: str | None = _machine(
+        "float32, bfloat16, float16, or auto (the checkpoint's own). Default: float32 on the CPU, else bfloat16.",
+        metavar="T",
+        choices=lambda: DTYPES,
+        conflicts=(SERVED_ALONE,),
+    )
+    attention: str | None = _machine(
+        "sdpa or eager. Default: what transformers chooses for the target.",
+        metavar="A",
+        check=_check_attention,
+        choices=lambda: ATTENTION,
+        conflicts=(
+            SERVED_ALONE,
+            condition(
+                lambda options: options.engine == "native",
+                "on --engine native, which has its own; leave one of them out",
+            ),
+        ),
+    )
+    engine: str | None = _machine(
+        "By whose code the target is computed: native, our own, or transformers. Default: native where it covers the "
+        "target and says the same, for it is faster. The judge always asks transformers.",
+        metavar="E",
+        choices=lambda: ENGINES,
+        aliases={"lean": "native"},
+        conflicts=(SERVED, ENGINE_HERE),
+    )
+    """By whose code the target is computed."""
+    graph: str | None = _machine(
+        "Capture passes of target and drafts as CUDA graphs. Default: on where a GPU and --engine native compute.",
+        metavar="on|off",
+        choices=lambda: ("on", "off"),
+        conflicts=(
+            SERVED,
+            ENGINE_HERE,
+            Condition(lambda options: _is_capturing(options) and options.engine == "transformers", _FOR_NATIVE),
+            Condition(lambda options: _is_capturing(options) and options.quantize is not None, _FOR_PLAIN),
+        ),
+    )
+    compile: str | None = _machine(
+        "inductor: compile passes of target and drafts before they are timed, half a minute each the first time. "
+        "Needs a C++ compiler on a CPU.",
+        metavar="C",
+        kind="compiler",
+        choices=lambda: ("inductor",),
+        conflicts=(
+            SERVED,
+            ENGINE_HERE,
+            Condition(
+                lambda options: options.graph == "on",
+                "--compile and --graph on: a pass is compiled or captured as a graph; leave one of them out",
+            ),
+            condition(
+                lambda options: options.engine == "transformers", "on --engine transformers; leave one of them out"
+            ),
+            Condition(
+                lambda options: options.quantize is not None,
+                "{flag} is for --engine native, which computes plain weights only; leave it or --quantize out",
+            ),
+        ),
+    )
+    quantize: str | None = _machine(
+        "Quantise the weights of the target's linear layers when it is loaded: int8, nf4 or fp8. Drafts stay as "
+        "they are. Needs the packages of dflash-bench[quantize].",
+        metavar="Q",
+        kind="quantisation",
+        choices=_quantizations,
+        conflicts=(
+            SERVED,
+            ENGINE_HERE,
+            Condition(
+                lambda options: options.engine == "native",
+                "--engine native computes plain weights only; leave it out, or {flag} {value}",
+            ),
+            Condition(
+                lambda options: options.device_map is not None,
+                "{flag} {value} is for one device, and --device-map for several; leave one of them out",
+            ),
+        ),
+    )
+    threads: int | None = _machine(
+        "CPU threads. Default: 1, which is fastest for nano.",
+        metavar="N",
+        minimum=1,
+        check=_check_threads,
+        conflicts=(SERVED_ALONE,),
+    )
+    workers: int | None = _machine(
+        "Measure prompts in N processes at a time, each with its own models and its own processors or GPU. The "
+        "answers are the same; times of workers on one machine disturb each other, and are marked. Needs "
+        "dflash-bench[ray].",
+        metavar="N",
+        minimum=1,
+        conflicts=(
+            _served_work("--launch", LAUNCH.holds),
+            _served_work("--server", _is_served),
+            _one_process("--for", lambda options: options.budget is not None),
+            _one_process("--concurrency", _is_concurrent),
+            Condition(
+                lambda options: options.device_map is not None,
+                "{flag} take one GPU each, and --device-map all of them; leave one of them out",
+            ),
+            Condition(
+                lambda options: (options.device or "").startswith("cuda:"),
+                "{flag} take a GPU each: give --device cuda, not {options.device}",
+            ),
+        ),
+    )
+    """Processes that measure; None: this one."""
+    ray_address: str | None = _machine(
+        "A Ray cluster to run the workers in, whose machines have dflash-bench and the models' files in the same "
+        "places as this one. Default: Ray is started here, and listens on 127.0.0.1 only.",
+        metavar="HOST:PORT",
+        needs=(
+            condition(lambda options: options.workers is not None, "without --workers"),
+            Condition(
+                lambda options: options.device is not None,
+                "{flag} needs --device cpu or cuda: this machine does not show what the cluster has",
+            ),
+        ),
+    )
+    """Of the cluster that they are to run in; None: on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, PromptOptions):
+    """All that decides what is measured; the groups' fields come from the last to the first."""
+
+    def __post_init__(self) -> None:
+        unified(self)
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        if self.servers and self.launch is None and self.model is None and self.target is None:
+            return "server"
+        return self.model or (self.target or "nano").partition("@")[0]
+
+    @property
+    def asks_servers(self) -> bool:
+        """Those that run already, or that are launched?"""
+        return bool(self.servers) or self.launch is not None
+
+    @property
+    def has_target(self) -> bool:
+        """Are the weights here, too, beside those of servers?"""
+        return self.model is not None or self.target is not None
+
+    @property
+    def samples(self) -> bool:
+        """Is there a temperature at which tokens are drawn?"""
+        return not all(map(is_greedy, self.temperature))
+
+    @property
+    def capture(self) -> str | None:
+        """How passes are captured (`engine/backend.py`); None is decided by the device."""
+        return self.compile or {None: None, "on": "graph", "off": "off"}[self.graph]
+
+    def only(self, group: type) -> RunRequest:
+        """The options of one group; all others as if they were not given."""
+        return RunRequest(**{item.name: getattr(self, item.name) for item in fields(group)})
+
+    def without(self, group: type) -> RunRequest:
+        """The options of all groups but one."""
+        usual: dict[str, Any] = {item.name: item.default for item in fields(group)}
+        return replace(self, **usual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a run goes, and when it counts as one that failed; it changes nothing that is measured."""
+
+    out: Path | None = _results("Folder for the results. Default: results/runs/TIME-MODEL.", metavar="DIR")
+    resume: bool = _results(
+        "Continue the unfinished run in --out; give the other options again as they were.",
+        default=False,
+        needs=(Condition(lambda options: options.out is not None, "{flag} needs --out FOLDER, the run to continue"),),
+    )
+    allow: tuple[str, ...] = _results(
+        "Exit with status 0 even if answers failed.",
+        default=(),
+        metavar="failed",
+        kind="thing to allow",
+        choices=lambda: ("failed",),
+    )
+
+
+def require_prompts(request: RunRequest) -> None:
+    """Raises UserError where nothing is to be asked."""
+    if not request.suites and request.prompts is None:
+        from dflash_bench.tasks import suites
+
+        known = [*suites.known_suites(), *suites.known_groups()]
+        raise UserError(f"nothing to run: give --suite ({', '.join(known)}) or --prompts FILE.jsonl")
+
+
+# What `--server` makes of a request: its methods are those of the servers, and a target here only judges them.
+
+
+def check_servers(request: RunRequest) -> None:
+    """Raises UserError for servers that could not be asked in this way."""
+    if not request.asks_servers or request.launch is not None:
+        return
+    check_access(request)
+    if request.audit == "divergent" and not any(method.name == BASELINE for method in methods_of(request)):
+        raise UserError("--audit divergent has no effect without --server plain=URL, from which answers could diverge")
+
+
+def check_access(request: RunRequest) -> None:
+    """Raises UserError for an unknown dialect, for no time at all, and for a key that is not there."""
+    for name in ("dialect", "timeout"):
+        spec = options_of(RunRequest)[name]
+        if spec.is_given(request):
+            refuse_value(spec, getattr(request, name))
+    access_of(request)
+
+
+def addresses_of(request: RunRequest) -> list[Address]:
+    return address.parse(request.servers)
+
+
+def methods_of(request: RunRequest) -> list[Method]:
+    return [one.method for one in addresses_of(request)]
+
+
+def model_of(request: RunRequest) -> Preset:
+    """Without drafts: the servers have their own."""
+    if not request.has_target:
+        return Preset("", {})
+    return replace(presets.combine(request.model, request.target, {}), drafts={})
+
+
+def access_of(request: RunRequest) -> Access:
+    """Raises UserError for a variable that holds no key."""
+    timeout_s = request.timeout or Access().timeout_s
+    if request.launch is not None:
+        # These servers hold our environment, and want the key that they were started with.
+        given = request.launch_args
+        key = launch.key_of(launch.named(request.launch), given, os.environ)
+        return Access(timeout_s, key, others=(*(given.secrets if given else ()), *of_environment(os.environ)))
+    others = of_environment(os.environ) if request.env_proxy else ()
+    if request.api_key_env is None:
+        return Access(timeout_s, None, request.env_proxy, others)
+    named = re.fullmatch("[A-Z_][A-Z0-9_]{0,99}", request.api_key_env)
+    # What is given in place of a name may be the key itself.
+    where = f"--api-key-env: the variable {request.api_key_env if named else 'of the name that was given'}"
+    key_text = os.environ.get(request.api_key_env, "").strip()
+    if not key_text:
+        raise UserError(f"{where} is not set, or empty; give the name of one that holds the key, not the key")
+    return Access(timeout_s, key_of(key_text, where), request.env_proxy, others)

@@ -1,0 +1,163 @@
+"""`--launch`: from methods and models to servers that are started here, and stopped with the run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from dflash_bench.core import environment
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.core.secrets import Arguments
+from dflash_bench.models import formats, gguf, presets, targets
+from dflash_bench.models.convert import GGUF, convert
+from dflash_bench.models.memory import round_of
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.plan import Resolved
+from dflash_bench.runner.setup import device_and_dtype, wanted_of
+from dflash_bench.servers import launch as servers_launch
+from dflash_bench.servers.address import Address
+from dflash_bench.servers.dialects.base import Program, Serving
+from dflash_bench.servers.launch import Launched
+
+PROMPT_TOKENS = 4096
+"""Room for a prompt, where --context asks for none that is longer."""
+GPU_SHARE = 0.9
+"""Of a GPU's memory, for all servers and the target here, in equal parts."""
+
+
+def check(request: RunRequest, methods: Sequence[Method]) -> None:
+    """Raises UserError for a program that is not there, and for methods by which it cannot draft."""
+    assert request.launch is not None
+    program = servers_launch.named(request.launch)
+    servers_launch.executable(program, request.launch_with)
+    for method in methods[1:]:
+        options = {*method.options} - {"n", "block"}
+        if method.name not in program.methods or options or "auto" in method.options.values():
+            raise UserError(
+                f"--launch {program.name} cannot draft by {method.label}; it can by {' and '.join(program.methods)}, "
+                "with the number of drafted tokens as the only option"
+            )
+
+
+def launch(
+    resolved: Resolved, folder: Path, stack: ExitStack, tell: Callable[[str], object]
+) -> tuple[Launched, list[Address]]:
+    """All servers, ready, with their logs beside `folder` until `keep_logs`. Raises UserError."""
+    request = resolved.request
+    assert request.launch is not None
+    program = servers_launch.named(request.launch)
+    servings = servings_of(program, resolved, tell)
+    path = servers_launch.executable(program, request.launch_with)
+    beside = folder.absolute().with_name(f"{folder.absolute().name}.servers")
+    launched = stack.enter_context(Launched(program, path, request.launch_args or Arguments(()), beside))
+    return launched, launched.start(servings)
+
+
+def with_dtype(resolved: Resolved) -> Resolved:
+    """The servers and the target here compute in the same type, wherever each of them runs."""
+    import torch
+
+    request = resolved.request
+    on_gpus = torch.cuda.device_count() > 0 and not wanted_of(request).is_small
+    return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
+
+
+def keep_logs(launched: Launched, folder: Path) -> None:
+    """In the run's folder, beside those of earlier parts of the same run."""
+    names = (f"servers-{number}" for number in range(1, 1_000_000))
+    launched.move(next(place for name in names if not (place := folder / name).exists()))
+
+
+def servings_of(program: Program, resolved: Resolved, tell: Callable[[str], object]) -> list[Serving]:
+    import torch
+
+    request, model = resolved.request, resolved.model
+    home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
+    drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts}
+    num_gpus = torch.cuda.device_count()
+    device, dtype = device_and_dtype(wanted_of(request), num_gpus)
+    # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
+    num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
+    _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
+    plain = Serving(
+        resolved.methods[0], request.name.rpartition("/")[2], home, None, None, _length(resolved, home),
+        max(request.concurrency, default=1), dtype, GPU_SHARE / num_copies, request.trust_remote_code,
+    )  # fmt: skip
+    if program.wants_gguf:
+        plain = replace(plain, target=str(_as_gguf(home, None, tell)))
+    servings = [plain]
+    for method in resolved.methods[1:]:
+        assert method.draft is not None
+        draft = drafts[method.draft]
+        number = _num_drafts(method, resolved, draft, home)
+        weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
+        servings.append(replace(plain, method=method, draft=str(weights), num_drafts=number))
+    return servings
+
+
+def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> int:
+    """As many as our engine would draft."""
+    counts = resolved.model.num_drafts or {}
+    known = method if method.tag else method.with_count(counts.get(method.name))
+    shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
+    _, checkpoint = formats.read_checkpoint(draft, shape, headers_only=True)
+    return round_of(known, checkpoint.config)[0]
+
+
+def _length(resolved: Resolved, home: str) -> int:
+    wanted = resolved.max_new_tokens + max([PROMPT_TOKENS, *(context or 0 for context in resolved.request.context)])
+    known = None if gguf.is_file(home) else targets.config_of(Path(home), resolved.request.trust_remote_code)
+    return min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
+
+
+def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_gpus: int) -> None:
+    """All servers run at a time, and the target here judges them."""
+    import torch
+
+    needed = num_copies * _size(Path(home)) + sum(map(_size, drafts))
+    free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)) if num_gpus else environment.free_bytes()
+    if free is not None and needed > free:
+        raise UserError(
+            f"--launch: all servers run at a time, and the target here judges them: that is {num_copies} times the "
+            f"target's weights and {needed / 1e9:.1f} GB with the drafts, and {free / 1e9:.1f} GB are free; measure "
+            "fewer methods at a time, or start servers on other machines and give --server"
+        )
+
+
+def _size(weights: Path) -> int:
+    """Bytes of a file of weights, or of those in a folder."""
+    if weights.is_file():
+        return weights.stat().st_size
+    files = [file for pattern in ("*.safetensors", "*.bin") for file in weights.glob(pattern)]
+    return sum(file.stat().st_size for file in files)
+
+
+def _as_gguf(weights: str, home: str | None, tell: Callable[[str], object]) -> Path:
+    """The weights as a GGUF file: kept in the cache, under a name that changes when they do."""
+    if gguf.is_file(weights):
+        return Path(weights)
+    if home is not None and gguf.is_file(home):
+        raise UserError("--launch llama.cpp: a draft is converted with its target's folder; give that, not a GGUF file")
+    stamps = [
+        f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}"
+        for folder in (weights, home or weights)
+        for file in sorted(Path(folder).iterdir())
+        if file.is_file()
+    ]
+    digest = hashlib.sha256("\n".join(stamps).encode()).hexdigest()[:12]
+    cached = presets.cache_folder() / "gguf" / f"{Path(weights).name}-{digest}.gguf"
+    if not cached.exists():
+        tell(f"note: {weights} is written as a GGUF file, once: {cached}")
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        begun = cached.with_name(f"{os.getpid()}-{cached.name}")
+        try:
+            convert(weights, begun, GGUF, home)
+            os.replace(begun, cached)
+        finally:
+            begun.unlink(missing_ok=True)
+    return cached

@@ -1,0 +1,278 @@
+"""Runs the plan: prompt after prompt, and the answers of each one's turns by all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dflash_bench.core.labels import in_common
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.types import NOBODY, Divergence, Generation, Message, Record, Settings
+from dflash_bench.results.identity import short_names
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.runner import stopwatch
+from dflash_bench.runner.canaries import Canaries
+from dflash_bench.runner.stopwatch import Stopwatch
+from dflash_bench.runner.work import Backend, Item, Ledger, Watcher, WorkPlan
+from dflash_bench.tasks import scorers
+from dflash_bench.tasks.scorers.base import Score
+
+# A prompt being answered, turn by turn: by each method, alone or beside others; judged, scored and saved.
+#
+# A generation is saved once the plain answer that it is judged by is there. A run of a single method has none: its
+# answers are only audited.
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    suite: str
+    prompt_id: str
+    settings: Settings
+    plain: Generation
+
+
+@dataclass(slots=True)
+class Conversation:
+    """An item being run.
+
+    A later turn sees the answers of the plan's first method to the earlier ones, of the same settings and repeat.
+    """
+
+    item: Item
+    plan: WorkPlan
+    backend: Backend
+    run: Ledger
+    watcher: Watcher
+    warm: WarmUp
+    canaries: Canaries
+    setting: str
+    """What tells its settings from the others of the run."""
+    scores: dict[str, Score] = field(default_factory=dict)
+    audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
+    """By turn and tokens."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.item.prompt.turns)
+
+    def answer(self, turn: int) -> None:
+        """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
+        messages = self.messages(turn)
+        waiting: list[Record] = []
+        for method in self.item.methods:
+            if self.item.key(method, turn) in self.run.stored:
+                continue
+            doing = " ".join(filter(None, [method, self.setting]))
+            self.watcher.begins(self.item.suite, doing)
+            start_s = self.run.seconds()
+            with Stopwatch() as watch:
+                said = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
+            why = stopwatch.alone(watch, said, tells_rounds=self.backend.tells_rounds)
+            if why is None:
+                self.canaries.timed(watch, said, tells_rounds=self.backend.tells_rounds)
+            generation = said if why is None else said.refused(str(why))
+            clock = watch.columns(alone=True)
+            record = self.item.record(method, turn, generation, (start_s, self.run.seconds()), clock)
+            self.watcher.measured(record, doing)
+            waiting.append(record)
+            first = record.generation if method == self.plan.first else self._first(turn)
+            if first is not None:
+                self.watcher.begins(self.item.suite, "judging")
+                self.run.append([self.judged(answer, first, messages) for answer in waiting])
+                waiting = []
+
+    def _first(self, turn: int, repeat: int | None = None) -> Generation | None:
+        """The answer of the plan's first method."""
+        item = self.item if repeat is None else replace(self.item, repeat=repeat)
+        stored = self.run.stored.get(item.key(self.plan.first, turn))
+        return stored.generation if stored else None
+
+    def messages(self, turn: int) -> tuple[Message, ...]:
+        messages = list(self.item.prompt.opening)
+        for number, text in enumerate(self.item.turns[: turn + 1]):
+            messages.append(Message("user", text))
+            answer = self._first(number)
+            if number < turn and answer is not None:
+                messages.append(Message("assistant", answer.text))
+        return tuple(messages)
+
+    def judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
+        """Judged against other answers, and scored; `first` is the first method's answer."""
+        record = self._scored(self._judged(record, first, messages))
+        if not is_lossy(record.method):
+            self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
+        return record
+
+    def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
+        """A method against the plain answer, that against another plain one, and each against the published model."""
+        if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
+            return record
+        if self.plan.first != BASELINE:
+            return self._audited(record, messages)
+        expected = self._control(record.turn, messages) if record.method == BASELINE else first
+        if expected is not None and not expected.error:
+            record = self._compared(record, expected, messages)
+        return self._audited(record, messages)
+
+    def _compared(self, record: Record, expected: Generation, messages: Sequence[Message]) -> Record:
+        answer = record.generation
+        if answer.same_answer(expected):
+            return replace(record, exactness="exact")
+        if answer.hides_tokens or expected.hides_tokens:
+            index = in_common(answer.text, expected.text)
+            divergence = Divergence(index, is_judged=False)
+        else:
+            divergence = self.backend.divergence(messages, expected.token_ids, answer.token_ids, self.item.settings)
+        return replace(record, exactness=divergence.verdict, divergence=divergence)
+
+    def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
+        if self.plan.audit == "none" or (self.plan.audit == "divergent" and record.divergence is None):
+            return record
+        if record.generation.hides_tokens:
+            return record
+        tokens, turn = record.generation.token_ids, record.turn
+        # Equal answers are read once; on resuming, the audit of the first method's stored answer serves too.
+        first = self.run.stored.get(self.item.key(self.plan.first, turn))
+        if first is not None and first.audit is not None:
+            self.audits.setdefault((turn, first.generation.token_ids), first.departure)
+        if (turn, tokens) not in self.audits:
+            self.audits[turn, tokens] = self.backend.audit(messages, tokens, self.item.settings)
+        departure = self.audits[turn, tokens]
+        return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
+
+    def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
+        """Another plain answer: the first repeat's, the one decoded alone if this was decoded beside others, the
+        warm-up's, or one made for this and then thrown away."""
+        if self.item.settings.is_shared and turn == 0:
+            alone = self.run.stored.get(self._alone.key(BASELINE, turn))
+            if alone is not None:
+                return alone.generation
+        if self.item.repeat == 0:
+            if not self.item.is_control or turn > 0:
+                return None
+            if (self.warm.prompt_id, self.warm.settings) == (self.item.prompt.prompt_id, self.item.settings):
+                return self.warm.plain
+            return self.backend.generate(BASELINE, messages, self.item.settings, 0, NOBODY)
+        pairs = [(self._first(earlier), self._first(earlier, repeat=0)) for earlier in range(turn)]
+        said_the_same = all(now and first and now.text == first.text for now, first in pairs)
+        return self._first(turn, repeat=0) if said_the_same else None
+
+    @property
+    def _alone(self) -> Item:
+        return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
+
+    def _scored(self, record: Record) -> Record:
+        """The last turn's answer is the one that is scored; equal texts are scored once."""
+        text = record.generation.text
+        if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
+            return record
+        if text not in self.scores:
+            scorer = self.item.loaded.suite.scorer
+            self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.cage)
+        record = replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)
+        self.canaries.scored(record, self.item.prompt, self.item.loaded.suite.scorer)
+        return record
+
+
+def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
+    """One turn of all of a suite's prompts by each method, several at a time.
+
+    All are saved together, once judged: killed before that, the run measures all of them again, for the rest alone
+    would be measured at a lower concurrency.
+    """
+    first = conversations[0]
+    item, run, watcher = first.item, first.run, first.watcher
+    if all(one.item.key(method, turn) in run.stored for one in conversations for method in item.methods):
+        return
+    chats = [conversation.messages(turn) for conversation in conversations]
+    requests = [(messages, item.repeat) for messages in chats]
+    records: list[tuple[int, Record]] = []
+    for method in item.methods:
+        doing = " ".join(filter(None, [method, first.setting]))
+        watcher.begins(item.suite, doing)
+        start_s = run.seconds()
+        counted = _Counted(watcher, item.suite, doing, len(requests))
+        with Stopwatch() as watch:
+            answers = first.backend.serve(method, requests, item.settings, counted, watch)
+        for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
+            times = start_s + served.start_s, start_s + served.end_s
+            why = stopwatch.beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
+            if why is None:
+                first.canaries.timed_beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
+            generation = served.generation if why is None else served.generation.refused(str(why))
+            record = conversation.item.record(method, turn, generation, times, watch.columns(number, alone=False))
+            watcher.measured(record, doing)
+            records.append((number, record))
+    answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
+    # Plain answers first, as others are judged by what is known of these.
+    records.sort(key=lambda one: one[1].method != first.plan.first)
+    judged: list[Record] = []
+    for number, record in records:
+        watcher.begins(item.suite, f"judging {len(judged) + 1} of {len(records)}")
+        judged.append(conversations[number].judged(record, answer_of[number], chats[number]))
+    run.append(judged)
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Tells a watcher how many answers have ended."""
+
+    watcher: Watcher
+    suite: str
+    doing: str
+    of: int
+    num: int = 0
+
+    def __call__(self) -> None:
+        self.num += 1
+        self.watcher.begins(self.suite, f"{self.doing}: {self.num} of {self.of}")
+
+
+# A run: every prompt under all settings through every method, judged, scored and saved.
+#
+# Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. Where
+# several answers are decoded at a time, methods take turns with all prompts of a suite. A resumed run makes only what
+# is not saved.
+
+
+def execute(
+    plan: WorkPlan,
+    backend: Backend,
+    run: Ledger,
+    watcher: Watcher,
+    items: Iterable[Item] | None = None,
+    warm: dict[str, WarmUp] | None = None,
+    canaries: Canaries | None = None,
+) -> None:
+    """Run what of `items`, of all of the plan's if absent, is not stored yet.
+
+    `warm` has the suites that this backend has been warmed up with, and gets the others. `canaries` are offered the
+    answers. Killed at any time, it loses
+    what `Conversation.answer` or `answer_together` holds back, no more.
+    """
+    warm = {} if warm is None else warm
+    canaries = Canaries() if canaries is None else canaries
+    named = short_names(plan.settings)
+    waves: dict[tuple[str, int, Settings], list[Conversation]] = {}
+    for item in plan.items() if items is None else items:
+        if item.is_stored(run):
+            continue
+        if item.suite not in warm:
+            watcher.begins(item.suite, "warming up")
+            warm[item.suite] = _warm_up(plan, backend, item)
+        conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], canaries, named[item.settings])
+        if item.settings.is_shared:
+            waves.setdefault((item.suite, item.repeat, item.settings), []).append(conversation)
+            continue
+        for turn in range(len(item.prompt.turns)):
+            conversation.answer(turn)
+    for conversations in waves.values():
+        for turn in range(max(conversation.num_turns for conversation in conversations)):
+            answer_together([one for one in conversations if turn < one.num_turns], turn)
+
+
+def _warm_up(plan: WorkPlan, backend: Backend, item: Item) -> WarmUp:
+    """The same loop on the same prompt, thrown away but for the plain answer."""
+    messages = (*item.prompt.opening, Message("user", item.turns[0]))
+    answers = [backend.generate(method, messages, item.settings, 0, NOBODY) for method in plan.methods]
+    return WarmUp(item.suite, item.prompt.prompt_id, item.settings, answers[0])

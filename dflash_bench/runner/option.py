@@ -1,0 +1,210 @@
+"""What is declared of an option, once: its flag and help, how its text is read, which values it takes, what it needs.
+
+A group of options is a frozen dataclass whose fields carry an `OptionSpec`. From them follow the command line, a
+configuration file, what is refused, and what `run.json` keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import shortened
+from dflash_bench.core.secrets import Arguments
+
+NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
+CONTEXT = "none|([0-9]{1,7})(k?)"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Something that holds for options or does not, and the error where an option has it against it."""
+
+    holds: Callable[[Any], bool]
+    error: str
+    """With {flag} and {value} for the option's, and {options} for all."""
+    is_of_sweep: bool = False
+    """Does it depend on settings that --over may give? It is looked at once these are laid out."""
+
+
+def condition(holds: Callable[[Any], bool], where: str, is_of_sweep: bool = False) -> Condition:
+    """Of which an option has no effect: `where` says so ("without --server")."""
+    return Condition(holds, f"{{flag}} has no effect {where}", is_of_sweep)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers that an option takes, each by itself."""
+
+    holds: Callable[[float], bool]
+    error: str
+    """What follows the flag, with {values} for those that are none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """One option. `flag` and `name` are set by `options_of`."""
+
+    heading: str
+    help: str
+    metavar: str | None = None
+    flag: str = ""
+    name: str = ""
+    minimum: int | None = None
+    most: int | None = None
+    """Far more than any run takes: a slip of the keyboard must not run for ever."""
+    choices: Callable[[], Sequence[str]] | None = None
+    kind: str = ""
+    """What a choice is called; by default as the flag."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of choices."""
+    parse: Callable[[str, str], Any] | None = None
+    """The value of a text, which stands at the flag; None: typer reads the field's own type."""
+    range: Range | None = None
+    check: Callable[[Any], object] | None = None
+    """Raises UserError for a value that makes no sense."""
+    needs: tuple[Condition, ...] = ()
+    conflicts: tuple[Condition, ...] = ()
+    default: Any = None
+
+    def is_given(self, options: Any) -> bool:
+        return bool(getattr(options, self.name) != self.default)
+
+    def read(self, typed: Any) -> Any:
+        """The field's value for what typer read. Raises UserError for text that is none."""
+        if typed is None:
+            return self.default
+        if self.parse is not None:
+            return self.parse(typed, self.flag)
+        return tuple(typed) if isinstance(typed, list) else typed
+
+
+def under(heading: str) -> Callable[..., Any]:
+    """Makes fields of a group that help shows under this heading, from their help and the rest of `OptionSpec`."""
+
+    def declared(help: str, *, default: Any = None, **rest: Any) -> Any:  # noqa: A002
+        return field(default=default, metadata={"option": OptionSpec(heading, help, **rest)})
+
+    return declared
+
+
+@cache
+def options_of(group: type) -> dict[str, OptionSpec]:
+    """Of a dataclass, by the names of its fields, in the order of help."""
+    found = {}
+    for item in fields(group):
+        if declared := item.metadata.get("option"):
+            flag = declared.flag or f"--{item.name.replace('_', '-')}"
+            default = None if item.default is MISSING else item.default
+            found[item.name] = replace(declared, flag=flag, name=item.name, default=default)
+    return found
+
+
+def _specs(options: Any) -> Iterable[OptionSpec]:
+    group: Any = type(options)
+    return options_of(group).values()
+
+
+def unified(options: Any) -> None:
+    """For `__post_init__`: other spellings of choices become the one that is kept."""
+    for spec in _specs(options):
+        value = getattr(options, spec.name)
+        if spec.aliases and isinstance(value, str):
+            object.__setattr__(options, spec.name, spec.aliases.get(value, value))
+
+
+def to_json(options: Any) -> dict[str, Any]:
+    """What `run.json` keeps of them: secrets are left out, and paths are text."""
+    values = {spec.name: getattr(options, spec.name) for spec in _specs(options)}
+    return {name: str(value) if isinstance(value, Path | Arguments) else value for name, value in values.items()}
+
+
+def check_options(options: Any) -> None:
+    """Raises UserError for options without effect, and for values that none of them takes."""
+    refuse_without_effect(options)
+    refuse_values(options)
+
+
+def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
+    """Raises UserError for the first option that lacks what it needs, or that another takes its effect away.
+
+    Before a sweep is laid out only that is looked at on which it has no bearing.
+    """
+    for spec in _specs(options):
+        if not spec.is_given(options):
+            continue
+        against = [one for one in spec.conflicts if one.holds(options)]
+        against += [one for one in spec.needs if not one.holds(options)]
+        for one in against:
+            if not (before_sweep and one.is_of_sweep):
+                value = getattr(options, spec.name)
+                raise UserError(one.error.format(flag=spec.flag, value=value, options=options))
+
+
+def refuse_values(options: Any) -> None:
+    """Raises UserError for the first value that its option does not take."""
+    for spec in _specs(options):
+        if spec.is_given(options):
+            refuse_value(spec, getattr(options, spec.name))
+
+
+def refuse_value(spec: OptionSpec, value: Any) -> None:
+    if spec.most is not None and value > spec.most:
+        raise UserError(f"{spec.flag} takes at most {spec.most:,}, not {shortened(str(value), 40)}")
+    if spec.range is not None:
+        _refuse_out_of_range(spec, spec.range, value if isinstance(value, tuple) else (value,))
+    if spec.check is not None:
+        spec.check(value)
+    if spec.choices is not None:
+        for one in value if isinstance(value, tuple) else (value,):
+            if one not in (known := list(spec.choices())):
+                raise unknown(spec.kind or spec.flag.removeprefix("--"), one, known)
+
+
+def _refuse_out_of_range(spec: OptionSpec, allowed: Range, values: Sequence[float]) -> None:
+    if wrong := [value for value in values if not allowed.holds(value)]:
+        raise UserError(f"{spec.flag} {allowed.error.format(values=_listed(wrong))}")
+    if len(set(values)) < len(values):
+        raise UserError(f"{spec.flag} names one twice: {_listed(values)}")
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+# How text is read
+
+
+def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
+    """Of a list with commas. Raises UserError for what is no number, and for one that is there twice."""
+    parts = text.split(",")
+    if not all(re.fullmatch(WHOLE if whole else NUMBER, part) for part in parts):
+        kind = "a whole number" if whole else "a number"
+        raise UserError(f"{where} takes {kind}, or several with commas between them, not {shortened(text, 40)}")
+    values: tuple[Any, ...] = tuple(map(int if whole else float, parts))
+    if len({*values}) < len(values):
+        raise UserError(f"{where} names one twice: {text}")
+    return values
+
+
+def whole_numbers(text: str, where: str) -> tuple[int, ...]:
+    return numbers(text, where, whole=True)
+
+
+def context_lengths(text: str, where: str) -> tuple[int | None, ...]:
+    """Of 4k, 1000 or none, or several with commas. Raises UserError for what is none, and for one there twice."""
+    matches = [re.fullmatch(CONTEXT, part) for part in text.split(",")]
+    values = tuple(match and match[1] and int(match[1]) * (1024 if match[2] else 1) for match in matches)
+    if not all(matches) or 0 in values:
+        raise UserError(
+            f"{where} takes a number of tokens such as 4k (4096) or 1000, or none, or several with commas between "
+            f"them, not {shortened(text, 40)}"
+        )
+    if len({*values}) < len(values):
+        raise UserError(f"{where} names one twice: {text}")
+    return tuple(int(value) if value else None for value in values)

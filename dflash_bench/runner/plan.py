@@ -1,0 +1,351 @@
+"""The run that a request comes to: presets, methods, settings and sweeps resolved, contradictions refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from itertools import product
+from typing import Any, cast
+
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.methods import Method
+from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
+from dflash_bench.runner import config
+from dflash_bench.runner.config import THINKING, RunRequest, require_prompts
+from dflash_bench.runner.option import OptionSpec, check_options, options_of, refuse_without_effect
+from dflash_bench.tasks import prompts, sandbox, scorers, suites
+from dflash_bench.tasks.suites import Loaded
+
+# What `--over` asks for: values of options and settings, as a grid or one at a time from what was typed.
+
+
+SETTINGS = tuple(item.name for item in fields(Settings))
+OF_RUNS = ("dtype", "engine", "quantize")
+"""What decides how the target is loaded."""
+OF_SETTINGS = "setting"
+"""What is written before the colon for a setting that has its name in common with an option of a method."""
+EXAMPLE = "--over block=4,8,16, --over eagle3-tree:top_k=4,8 or --over temperature=0,1"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Several values of one name, as text; `owner` is the method that it is for, or `OF_SETTINGS`."""
+
+    name: str
+    values: tuple[str, ...]
+    owner: str | None = None
+    flag: str = "--over"
+
+    def is_of(self, method: Method) -> bool:
+        """Has the method such an option, and is it meant?"""
+        return self.owner in (None, method.name) and any(self.name == option.name for option in method.kind.options)
+
+    @property
+    def is_of_settings(self) -> bool:
+        return self.owner in (None, OF_SETTINGS) and self.name in SETTINGS
+
+
+def parse(texts: Sequence[str]) -> tuple[Axis, ...]:
+    """Of each `[OWNER:]NAME=VALUE,VALUE`. Raises UserError for what is not, and for what is given twice."""
+    axes = tuple(map(_axis, texts))
+    for number, axis in enumerate(axes):
+        if any((axis.owner, axis.name) == (other.owner, other.name) for other in axes[:number]):
+            raise UserError(f"--over names {axis.name} twice; give all its values once")
+    return axes
+
+
+def _axis(text: str) -> Axis:
+    match = re.fullmatch(r"(?:([^:=,]+):)?([^:=,]+)=(.*)", text)
+    if match is None:
+        raise UserError(f"--over takes NAME=VALUE,VALUE, not '{text}'; such as {EXAMPLE}")
+    return Axis(match[2], split(match[3], f"--over {match[2]}"), match[1])
+
+
+def split(text: str, where: str) -> tuple[str, ...]:
+    """The values between commas. Raises UserError for an empty one, or one that is there twice."""
+    values = tuple(text.split(","))
+    if not all(values):
+        raise UserError(f"{where} has an empty value in '{text}'; write the values with a comma between them")
+    twice = [value for number, value in enumerate(values) if value in values[:number]]
+    if twice:
+        raise UserError(f"{where} has the value {twice[0]} twice; give it once")
+    return values
+
+
+def divided(axes: Sequence[Axis], chosen: Sequence[Method]) -> tuple[list[Axis], list[Axis]]:
+    """Those of methods, and those of settings. Raises UserError for one of neither or of both."""
+    of_methods = [axis for axis in axes if any(axis.is_of(method) for method in chosen)]
+    of_settings = [axis for axis in axes if axis.is_of_settings]
+    for axis in axes:
+        if axis in of_methods and axis in of_settings:
+            owner = next(method.name for method in chosen if axis.is_of(method))
+            raise UserError(
+                f"--over {axis.name}: this is an option of {owner} and a setting; write "
+                f"{owner}:{axis.name}= or {OF_SETTINGS}:{axis.name}="
+            )
+        if axis not in of_methods and axis not in of_settings:
+            raise _unknown(axis, chosen)
+    return of_methods, of_settings
+
+
+def _unknown(axis: Axis, chosen: Sequence[Method]) -> UserError:
+    if axis.name in OF_RUNS:
+        return UserError(
+            f"--over {axis.name}: a sweep is one run, and a run loads one target; make a run for each --{axis.name} "
+            "and set them side by side with 'dflash-bench compare'"
+        )
+    names = [method.name for method in chosen if method.kind.options]
+    if axis.owner not in (None, OF_SETTINGS, *names):
+        return UserError(f"--over {axis.owner}:{axis.name} has no effect without --method {axis.owner}")
+    options = dict.fromkeys(option.name for method in chosen for option in method.kind.options)
+    return unknown("option or setting to sweep over", axis.name, [*options, *SETTINGS])
+
+
+def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool) -> list[Method]:
+    """Each method with every combination of values; or as it is, and with each value of one option at a time.
+
+    In a grid a method that says an option itself keeps its own. Raises UserError where that leaves an axis unused.
+    """
+    if not axes:
+        return list(chosen)
+    for axis in axes:
+        if not one_at_a_time and not any(axis.is_of(method) and method.leaves_open(axis.name) for method in chosen):
+            raise UserError(f"{axis.flag} {axis.name} has no effect: each method that has it already says its own")
+    made = [
+        varied.label
+        for method in chosen
+        for varied in (_one_at_a_time(method, axes) if one_at_a_time else _grid(method, axes))
+    ]
+    return methods.chosen(made)
+
+
+def _grid(method: Method, axes: Sequence[Axis]) -> list[Method]:
+    open_axes = [axis for axis in axes if axis.is_of(method) and method.leaves_open(axis.name)]
+    return [
+        reduce(lambda varied, pair: _with(varied, *pair), zip(open_axes, values, strict=True), method)
+        for values in product(*(axis.values for axis in open_axes))
+    ]
+
+
+def _one_at_a_time(method: Method, axes: Sequence[Axis]) -> list[Method]:
+    varied = [(axis.name, _with(method, axis, value)) for axis in axes if axis.is_of(method) for value in axis.values]
+    # What the method has anyway is not measured twice.
+    return [method, *(variant for name, variant in varied if variant.option(name) != method.option(name))]
+
+
+def _with(method: Method, axis: Axis, text: str) -> Method:
+    option = method.kind.option(axis.name)
+    if (value := option.read(text)) is None:
+        raise UserError(f"{axis.flag}: {axis.name} of {method.name} must be {option.range}, not '{text}'")
+    return method.with_option(axis.name, value)
+
+
+# From a request to what is to be run: methods, models, prompts and settings, each looked up once.
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a request comes to before any weights are loaded; `request` has its sweep written out."""
+
+    request: RunRequest
+    methods: tuple[Method, ...]
+    model: Preset
+    suites: tuple[Loaded, ...]
+    audit: Audit
+    cage: sandbox.Cage | None
+    """Where code that the model writes will run; without one it is not run, and stays unscored."""
+    cache_bytes: int = 0
+    """What caches of keys and values will take, once that is known."""
+
+    @property
+    def drafts(self) -> list[str]:
+        """Whose weights are needed, by their keys: `dflash`, or `dflash@a`."""
+        return drafts_of(self.methods)
+
+    @property
+    def judging(self) -> Resolved:
+        """The same with plain decoding alone, which is what a target does beside servers."""
+        return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.request.max_new_tokens or self.model.max_new_tokens
+
+    @property
+    def has_code(self) -> bool:
+        return has_code(self.suites)
+
+
+def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
+    """What is cheap to know; the request comes back with its sweep written out. Raises UserError."""
+    require_prompts(request)
+    refuse_without_effect(request, before_sweep=True)
+    config.check_servers(request)
+    request, chosen = swept(request, methods_of(request))
+    check_options(request)
+    return request, chosen, model_of(request, chosen)
+
+
+def resolve(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Resolved:
+    """The prompts are read, and all is checked that can be without weights. Raises UserError."""
+    loaded = prompts_of(request, model)
+    scorers.require({one.suite.scorer for one in loaded})
+    for one in loaded:
+        scorers.check_references(one.suite.scorer, one.prompts)
+    _refuse_too_few(loaded, max(request.concurrency, default=1))
+    _refuse_shared_memory(request, chosen)
+    if request.budget is not None:
+        loaded = [suites.as_drawn(one) for one in loaded]
+    return Resolved(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+
+
+def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
+    """Fewer prompts than places would be measured at a lower concurrency than the one that is printed."""
+    for one in loaded:
+        if len(one.prompts) < concurrency:
+            raise UserError(
+                f"--concurrency {concurrency} is more than the {len(one.prompts)} prompts of {one.suite.name}; "
+                "lower it, or raise --limit (four times as many prompts keep all places busy most of the time)"
+            )
+
+
+def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None:
+    """What a method drafts must not depend on which prompts a worker happened to be given."""
+    for method in chosen if request.workers is not None else ():
+        if method.name == "suffix" and method.option("earlier") == "yes":
+            raise UserError(
+                f"--method {method.label} drafts from the run's earlier answers, which workers do not share; give "
+                "suffix:earlier=no, or leave --workers out"
+            )
+
+
+def methods_of(request: RunRequest) -> list[Method]:
+    """Those to measure, plain decoding first."""
+    if request.servers:
+        return config.methods_of(request)
+    chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
+    for name, text, drafter in (
+        ("block", request.block_size, "--method dflash, or another that leaves its block open"),
+        ("steps", request.draft_steps, "--method dflash, or where it says its steps itself"),
+    ):
+        flag = {"block": "--block-size", "steps": "--draft-steps"}[name]
+        if text is not None and not any(method.leaves_open(name) for method in chosen):
+            raise UserError(f"{flag} has no effect without {drafter}")
+        if text is not None:
+            chosen = laid_out(chosen, [Axis(name, split(text, flag), flag=flag)], False)
+    return chosen
+
+
+def swept(request: RunRequest, chosen: Sequence[Method]) -> tuple[RunRequest, list[Method]]:
+    """The request with the settings that `--over` names, and the methods with the options."""
+    axes = parse(request.over)
+    of_methods, of_settings = divided(axes, chosen)
+    if of_methods and request.asks_servers:
+        raise UserError(f"--over {of_methods[0].name}: a server drafts as it was started; start one for each value")
+    if request.one_at_a_time and of_settings:
+        raise UserError(
+            "--one-at-a-time varies options of methods, and all methods run under all settings; "
+            f"leave it out, or --over {of_settings[0].name}"
+        )
+    for axis in of_settings:
+        spec = options_of(RunRequest)[axis.name]
+        if spec.is_given(request):
+            raise UserError(f"{spec.flag} and --over {axis.name} both say what it is; give one of them")
+        request = replace(request, **{axis.name: _values(axis, spec)})
+    return request, laid_out(chosen, of_methods, request.one_at_a_time)
+
+
+def _values(axis: Axis, spec: OptionSpec) -> Any:
+    """As a request holds them: numbers, or of thinking the word for the modes."""
+    if spec.parse is not None:
+        return spec.parse(",".join(axis.values), f"--over {axis.name}")
+    if not {*axis.values} <= {"on", "off"}:
+        raise UserError(f"--over thinking takes on and off, not '{','.join(axis.values)}'")
+    return axis.values[0] if len(axis.values) == 1 else "both"
+
+
+def model_of(request: RunRequest, chosen: Sequence[Method]) -> Preset:
+    """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
+    if request.servers:
+        return config.model_of(request)
+    drafts = presets.parse_drafts(request.drafts)
+    for draft in drafts:
+        if draft not in drafts_of(chosen):
+            users = " or ".join(f"--method {label}" for label in methods.users_of(draft))
+            raise UserError(f"--draft {draft}= has no effect without {users}")
+    model = presets.combine(request.model, request.target, drafts)
+    presets.require_drafts(model, drafts_of(chosen))
+    return model
+
+
+def drafts_of(chosen: Sequence[Method]) -> list[str]:
+    """The keys of the weights that these methods need, each once."""
+    return list(dict.fromkeys(method.draft for method in chosen if method.draft is not None))
+
+
+def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
+    """Of the suites, and after them the user's own."""
+    known = suites.expand(request.suites)
+    # `datasets` reads this when it is imported; its bars would tear ours.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    loaded = [suites.load_prompts(suite, request.data or model.data, request.limit) for suite in known]
+    if request.prompts is not None:
+        scorer = request.score or "none"
+        loaded.append(prompts.load(request.prompts, request.limit, scorer, list(scorers.COLUMNS.get(scorer, ()))))
+    return loaded
+
+
+def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Settings]:
+    """One for each combination of what is given; what only changes sampling is left out at temperature 0."""
+    usual, several = Settings(), []
+    values = [
+        getattr(request, name) or (getattr(usual, name),)
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty", "concurrency")
+    ]
+    everything = product(modes, request.temperature, *values, request.context or (None,), request.rate or (None,))
+    for mode, temperature, top_k, top_p, min_p, penalty, beside, context, rate in everything:
+        if is_greedy(temperature):
+            top_k, top_p, min_p = usual.top_k, usual.top_p, usual.min_p
+        several.append(Settings(temperature, top_k, top_p, min_p, penalty, mode, beside, context, rate))
+    return list(dict.fromkeys(several))
+
+
+def modes_of(request: RunRequest, model: Preset, has_thinking: bool) -> tuple[bool | None, ...]:
+    """The modes of thinking to run; None where the chat template has no such switch."""
+    if has_thinking:
+        return (model.thinking,) if request.thinking is None else THINKING[request.thinking]
+    if request.thinking is not None:
+        raise UserError(
+            f"--thinking {request.thinking} has no effect: the chat template of {model.target} has no enable_thinking"
+        )
+    return (None,)
+
+
+def has_code(loaded: Sequence[Loaded]) -> bool:
+    """Is there a suite whose answers are code?"""
+    return bool(CODE_SCORERS & {one.suite.scorer for one in loaded})
+
+
+def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
+    """Where the code that the model writes will run. Raises UserError where --unsafe-code would change nothing."""
+    if not has_code(loaded):
+        if request.unsafe_code:
+            raise UserError("--unsafe-code has no effect without a suite of code (humaneval or mbpp)")
+        return None
+    cage = sandbox.strongest()
+    if cage and request.unsafe_code:
+        raise UserError(f"--unsafe-code has no effect here: this system has a cage ({cage}), and code runs in it")
+    return sandbox.UNSAFE if request.unsafe_code else cage
+
+
+def _audit(request: RunRequest) -> Audit:
+    """What is drawn at random has no one right token to be audited against, and without a target nobody knows it."""
+    if request.servers and not request.has_target:
+        return "none"
+    return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperature)) else "none"

@@ -1,0 +1,322 @@
+"""`--workers`: workers are actors of Ray, on this machine or in a cluster that is there already.
+
+Ray is imported here alone, and only when asked for. Started here it listens on 127.0.0.1, shows no dashboard and sends
+no usage statistics. A worker gets the processors or the GPU that it computes on for itself, but on one machine all of
+them share memory and caches: the run says how many did, and its readers say so beside every speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import socket
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
+from typing import Any
+
+from dflash_bench.core import environment
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import Method
+from dflash_bench.core.terminal import status
+from dflash_bench.core.types import SHARED_WEIGHTS, Message, Record, Settings
+from dflash_bench.models.presets import Preset
+from dflash_bench.results.schema import differences
+from dflash_bench.runner.canaries import Canaries, Canary
+from dflash_bench.runner.loop import WarmUp
+from dflash_bench.runner.plan import Resolved
+from dflash_bench.runner.setup import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of, witnessed
+from dflash_bench.runner.work import Witnessed
+from dflash_bench.runner.workers import Died, Done, Job, Ready, WorkerPool, measure
+
+CONNECT_S = 5.0
+STORE_BYTES = 100 * 2**20
+"""For what is on its way between driver and workers: prompts and rows, no weights."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
+    # Else it warns that it will leave CUDA_VISIBLE_DEVICES alone where a worker asks for no GPU.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+PRIVATE = {
+    # Without this it takes the machine's address in its network for 127.0.0.1, and listens there.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # With a token in the environment it writes none into the user's home.
+    "RAY_AUTH_MODE": "token",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker loads."""
+
+    model: Preset
+    methods: tuple[Method, ...]
+    wanted: Wanted
+    max_new_tokens: int
+    seed: int
+
+
+class RayWorker:
+    """In a process of its own. One call at a time; the models stay loaded, and suites warmed up, between calls."""
+
+    def load(self, order: WorkerConfig) -> dict[str, Any]:
+        """Loads the models; what decides the worker's answers, and the machine that it is on."""
+        import ray
+
+        self.backend = opened(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
+        self.backend.witness.read()
+        self.warm: dict[str, WarmUp] = {}
+        self.canaries = Canaries()
+        return {
+            "identity": dict(self.backend.describe()),
+            "has_thinking": self.backend.has_thinking,
+            "environment": environment.describe(),
+            "node": ray.get_runtime_context().get_node_id(),
+        }
+
+    def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int], list[Canary]]:
+        measured = measure(job, self.backend, self.warm, self.canaries)
+        return *measured, captured_of(self.backend), self.canaries.outcomes()
+
+    def witnessed(self) -> Witnessed:
+        return witnessed(self.backend)
+
+    def forwards(self) -> dict[str, Any] | None:
+        return forwards_of(self.backend)
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        self.backend.check_chats(chats, settings)
+
+
+class RayPool(WorkerPool):
+    """Workers that have all been asked to load the same; `opened_workers` waits until they have."""
+
+    def __init__(self, ray: Any, order: WorkerConfig, resources: Mapping[str, Any]) -> None:
+        self.ray, self.order = ray, order
+        # An actor is never restarted by Ray: the driver must know that what it did is lost.
+        self._kind = ray.remote(RayWorker).options(max_restarts=0, scheduling_strategy="SPREAD", **resources)
+        self._numbers = count()
+        self._actors: dict[int, Any] = {}
+        self._pending: dict[Any, int] = {}
+        self._abouts: dict[int, dict[str, Any]] = {}
+        self._nodes: list[str] = []
+        self._events: deque[Ready | Died] = deque()
+        self.num_at_first = 0
+
+    def start(self) -> None:
+        worker, actor = next(self._numbers), self._kind.remote()
+        self._actors[worker] = actor
+        self._pending[actor.load.remote(self.order)] = worker
+
+    def give(self, worker: int, job: Job) -> None:
+        self._pending[self._actors[worker].measure.remote(job)] = worker
+
+    def wait(self) -> Ready | Done | Died | None:
+        return self._events.popleft() if self._events else self._next()
+
+    def _next(self) -> Ready | Done | Died | None:
+        if not self._pending:
+            return None
+        (ref,), _ = self.ray.wait([*self._pending], num_returns=1)
+        worker = self._pending.pop(ref)
+        errors = self.ray.exceptions
+        try:
+            value = self._value(ref)
+        except (
+            errors.RayActorError,
+            errors.WorkerCrashedError,
+            errors.NodeDiedError,
+            errors.OutOfMemoryError,
+        ) as error:
+            del self._actors[worker]
+            return Died(worker, _short(error))
+        if worker in self._abouts:
+            return Done(worker, *value)
+        return Ready(worker, self._known(worker, value))
+
+    def _value(self, ref: Any) -> Any:
+        """A refusal is raised as it was there; all else that went wrong with the traceback of the worker."""
+        try:
+            return self.ray.get(ref)
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise
+
+    def _known(self, worker: int, about: dict[str, Any]) -> dict[str, Any]:
+        """What the run keeps of a worker. Raises UserError for one that computes otherwise than the first."""
+        if about["node"] not in self._nodes:
+            self._nodes.append(about["node"])
+        about["machine"] = self._nodes.index(about["node"])
+        self._abouts[worker] = about
+        other = "; ".join(differences(_alike(self._first["identity"]), _alike(about["identity"])))
+        if other:
+            raise UserError(f"worker {worker} computes otherwise than the first one: {other}; use machines of one kind")
+        return {name: about[name] for name in ("machine", "environment")}
+
+    def wait_for_all(self, num_workers: int) -> None:
+        """Starts so many. Raises UserError for one that cannot load the models."""
+        self.num_at_first = num_workers
+        for _ in range(num_workers):
+            self.start()
+        with status() as tell:
+            for num_ready in range(num_workers):
+                tell(f"{num_ready} of {num_workers} workers have loaded the models")
+                event = self._next()
+                if not isinstance(event, Ready):
+                    why = event.why if isinstance(event, Died) else "it never started"
+                    raise UserError(f"a worker could not load the models: {why}; lower --workers if memory is short")
+                self._events.append(event)
+        self.environment = self._first["environment"]
+        self.forwards = self._value(self._actors[min(self._actors)].forwards.remote())
+
+    def witnessed(self) -> Witnessed:
+        """Of those that live: what the others measured was judged before they died."""
+        heard = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
+        objections: Counter[str] = Counter()
+        for one in heard:
+            objections.update(one.objections)
+        return Witnessed(next((one.changed for one in heard if one.changed), None), objections)
+
+    @property
+    def _first(self) -> dict[str, Any]:
+        return self._abouts[min(self._abouts)]
+
+    @property
+    def has_thinking(self) -> bool:
+        return bool(self._first["has_thinking"])
+
+    def describe(self) -> Mapping[str, Any]:
+        """The same of all workers, and how many of them there were when the run began."""
+        abouts = [self._abouts[worker] for worker in range(self.num_at_first)]
+        workers = {
+            "number": self.num_at_first,
+            "on_one_machine": max(Counter(about["machine"] for about in abouts).values()),
+            "kinds": sorted({_kind(about["environment"]) for about in abouts}),
+        }
+        shared = [
+            judge for about in abouts if (judge := about["identity"].get("judge", {})).get("weights") == SHARED_WEIGHTS
+        ]
+        return {**self._first["identity"], **({"judge": shared[0]} if shared else {}), "workers": workers}
+
+    def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
+        self._value(self._actors[min(self._actors)].check_chats.remote(chats, settings))
+
+
+@contextmanager
+def opened_workers(resolved: Resolved) -> Iterator[RayPool]:
+    """Workers with the models loaded, until it is left. Raises UserError where Ray or the room for them is missing."""
+    import torch
+
+    require_ray()
+    request = resolved.request
+    assert request.workers is not None
+    if request.ray_address is not None:
+        refuse_silent(request.ray_address)
+    wanted, elsewhere = wanted_of(request), request.ray_address is not None
+    device, _ = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
+    threads = (wanted.threads or 1) if device == "cpu" else 1
+    resources = {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}
+    if not elsewhere:
+        refuse_too_many(request.workers, threads, device, torch.cuda.device_count())
+    ray = _started(request.ray_address, request.workers * threads)
+    try:
+        if elsewhere:
+            _refuse_small_cluster(ray.cluster_resources(), request.workers, resources)
+        order = WorkerConfig(
+            resolved.model, resolved.methods, wanted, resolved.max_new_tokens, request.seed or 0
+        )  # fmt: skip
+        pool = RayPool(ray, order, resources)
+        pool.wait_for_all(request.workers)
+        yield pool
+    finally:
+        ray.shutdown()
+
+
+def require_ray() -> None:
+    if find_spec("ray") is None:
+        raise UserError("--workers needs the package ray: pip install 'dflash-bench[ray]'")
+
+
+def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> None:
+    """On this machine: workers that take turns on a processor or GPU would measure each other."""
+    if device != "cpu":
+        if workers > num_gpus:
+            raise UserError(f"--workers {workers} need a GPU each, and this machine has {num_gpus}; lower it")
+        return
+    usable = num_processors()
+    if workers * threads > usable:
+        each = f" of {threads} threads" if threads > 1 else ""
+        raise UserError(
+            f"--workers {workers}{each} need {workers * threads} processors for themselves, and this machine has "
+            f"{usable}; lower --workers{' or --threads' if threads > 1 else ''}"
+        )
+
+
+def num_processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_silent(address: str) -> None:
+    """Raises UserError for an address that is none, and where nothing answers: Ray would go on trying for minutes."""
+    match = re.fullmatch(r"([^:/\s]+):([0-9]{1,5})", address)
+    if match is None:
+        raise UserError(f"--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not {address[:60]}")
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"nothing answers at --ray-address {address}: {error}; see 'ray start --head'") from error
+
+
+def _refuse_small_cluster(resources: Mapping[str, float], workers: int, each: Mapping[str, int]) -> None:
+    for name, needed in (("CPU", each["num_cpus"]), ("GPU", each["num_gpus"])):
+        if workers * needed > resources.get(name, 0):
+            raise UserError(
+                f"--workers {workers} need {workers * needed} {name}s, and the cluster has {resources.get(name, 0):g}; "
+                "lower --workers"
+            )
+
+
+def _started(address: str | None, num_cpus: int) -> Any:
+    """Ray, connected to that cluster, or to one of its own on this machine."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
+    if address is None:
+        os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    import ray
+
+    usual = {"log_to_driver": False, "logging_level": logging.ERROR}
+    with status() as tell:
+        if address is None:
+            tell("starting Ray on this machine")
+            ray.init(
+                address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=STORE_BYTES, **usual
+            )
+            return ray
+        tell(f"connecting to Ray at {address}")
+        try:
+            ray.init(address=address, **usual)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token"
+            raise UserError(f"--ray-address {address}: {_short(error)}; {remedy}") from error
+    return ray
+
+
+def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same of all workers: not whether there was memory for a judge's own weights."""
+    return {name: value for name, value in identity.items() if name != "judge"}
+
+
+def _kind(machine: Mapping[str, Any]) -> str:
+    """Of machines whose times may be compared: processor and GPUs."""
+    return ", ".join([str(machine["cpu"] or machine["machine"]), *(gpu["name"] for gpu in machine["gpus"])])
+
+
+def _short(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

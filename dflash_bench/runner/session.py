@@ -1,0 +1,394 @@
+"""A run from its request to its end: planned, set up, run, stored; and its progress as shown."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from dflash_bench.core import environment
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.secrets import command
+from dflash_bench.core.terminal import bar
+from dflash_bench.core.types import Generation, Record, Settings
+from dflash_bench.models.chat import decoder_of
+from dflash_bench.results import store
+from dflash_bench.results.identity import settings_to_json
+from dflash_bench.results.run_info import read_info
+from dflash_bench.runner import budget, config, loop, work, workers
+from dflash_bench.runner.canaries import Canaries, Canary, silent, together
+from dflash_bench.runner.config import RunRequest, objectives
+from dflash_bench.runner.option import to_json
+from dflash_bench.runner.plan import Resolved, methods_and_model, modes_of, resolve, settings_of
+from dflash_bench.runner.ray_workers import opened_workers, require_ray
+from dflash_bench.runner.setup import (
+    PreparedRun,
+    add_judge,
+    captured_of,
+    fallen_back,
+    forwards_of,
+    late,
+    open_local,
+    open_servers,
+    pass_of,
+    prepare,
+    witnessed,
+)
+from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
+from dflash_bench.runner.workers import WorkerPool
+from dflash_bench.tasks import sandbox
+from dflash_bench.tasks.padding import Contexts
+from dflash_bench.tasks.suites import Loaded, chats
+
+# What a run shows while it works: the cell, how far, how fast, how much is accepted, and how long it will take.
+#
+# All of it goes to stderr, so that stdout holds the result and nothing else.
+
+
+LINE_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one cell."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_accepted: int = 0
+
+    def add(self, record: Record) -> None:
+        generation = record.generation
+        if generation.error is not None:
+            return
+        self.seconds += generation.decode_s
+        self.num_tokens += generation.num_decoded
+        self.num_rounds += len(generation.accepted or ()) or generation.total_rounds or 0
+        self.num_accepted += sum(generation.accepted or ()) or generation.total_accepted or 0
+
+    def __str__(self) -> str:
+        speed = f"{self.num_tokens / self.seconds:.1f} tok/s" if self.seconds else ""
+        length = f"al {1 + self.num_accepted / self.num_rounds:.2f}" if self.num_rounds else ""
+        return " ".join(filter(None, (speed, length)))
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """A bar in a terminal, which only it can draw over; elsewhere a line every few seconds."""
+
+    def __init__(
+        self,
+        total: int,
+        num_stored: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        left_s: Callable[[], float] | None = None,
+    ) -> None:
+        """`left_s` says how much time is left where the run ends by time and not when all is measured."""
+        self.total, self.num_stored, self.num_new = total, num_stored, 0
+        self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
+        self.begun = self.last_line = clock()
+        self.tallies: dict[tuple[str, str], Tally] = {}
+        self.doing = ""
+        self.bar = bar(self.stream) if self.stream.isatty() else None
+        if self.bar is not None:
+            self.task = self.bar.add_task("", total=None if left_s else total, completed=num_stored, doing="", left="")
+
+    def __enter__(self) -> Progress:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def begins(self, suite: str, doing: str) -> None:
+        """A cell's own figures stand beside its name."""
+        self.doing = f"{suite} · {doing} {self.tallies.get((suite, doing), '')}".rstrip()
+        self._show()
+
+    def measured(self, record: Record, doing: str) -> None:
+        self.num_new += 1
+        tally = self.tallies.setdefault((record.suite, doing), Tally())
+        tally.add(record)
+        self.doing = f"{record.suite} · {doing} {tally}".rstrip()
+        self._show()
+
+    def _show(self) -> None:
+        done = self.num_stored + self.num_new
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, doing=self.doing, left=self._left(), refresh=True)
+        elif self.clock() - self.last_line >= LINE_EVERY_S:
+            self.last_line = self.clock()
+            of = "" if self.left_s else f"/{self.total}"
+            self.stream.write(f"{done}{of} {self.doing}, {self._left() or 'time left unknown'}\n")
+            self.stream.flush()
+
+    def _left(self) -> str:
+        """From what this process did: what an earlier one stored says nothing about speed now."""
+        if self.left_s is not None:
+            return _in_words(max(self.left_s(), 0.0))
+        if not self.num_new:
+            return ""
+        per_answer_s = (self.clock() - self.begun) / self.num_new
+        return _in_words(per_answer_s * (self.total - self.num_stored - self.num_new))
+
+
+def _in_words(left_s: float) -> str:
+    minutes, seconds = divmod(round(left_s), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+# One `run` command from its options to its rows: resolve the request, open the backend, run, save.
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who wants a run: where notes go, what shows how far it is, and what it was asked for with, in words."""
+
+    tell: Callable[[str], object]
+    progress: Callable[..., Progress] = Progress
+    words: str | None = None
+    """None: the command line."""
+
+
+def perform(
+    request: RunRequest,
+    folder: Path,
+    resume: bool,
+    tell: Callable[[str], object],
+    progress: Callable[..., Progress] = Progress,
+    words: str | None = None,
+) -> None:
+    """Run or continue, into `folder`, for a `Caller` of these parts. Raises UserError before anything is written."""
+    caller = Caller(tell, progress, words)
+    request, methods, model = methods_and_model(request)
+    if request.workers is not None:
+        require_ray()
+    # Before what is slow: a download, and the models.
+    (store.check_resumable if resume else store.check_new)(folder)
+    resolved = resolve(request, methods, model)
+    with ExitStack() as stack:
+        if request.launch is None:
+            prepared, backend = _opened(resolved, stack)
+            _run(resolved, prepared, backend, folder, resume, caller)
+        else:
+            _run_launched(resolved, stack, folder, resume, caller)
+
+
+def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
+    """Servers of this run are stopped with it, and one that dies says why."""
+    from dflash_bench.runner import launch
+
+    launch.check(resolved.request, resolved.methods)
+    resolved = launch.with_dtype(resolved)
+    launched, addresses = launch.launch(resolved, folder, stack, caller.tell)
+    backend = stack.enter_context(open_servers(resolved, addresses))
+    prepared = prepare(resolved.judging)
+    add_judge(backend, prepared.pinned(resolved))
+    try:
+        _run(resolved, prepared, backend, folder, resume, caller, lambda: launch.keep_logs(launched, folder))
+    except UserError as error:
+        if deaths := launched.died():
+            raise UserError("; ".join([*deaths, str(error)])) from error
+        raise
+    for death in launched.died():
+        caller.tell(f"note: {death}")
+
+
+def _opened(resolved: Resolved, stack: ExitStack) -> tuple[PreparedRun, Backend | WorkerPool]:
+    """What can be found out cheaply comes before weights are loaded; servers and workers are left with the stack."""
+    if resolved.request.workers is not None:
+        prepared = prepare(resolved)
+        return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
+    if not resolved.request.asks_servers:
+        prepared = prepare(resolved)
+        return prepared, open_local(prepared.pinned(resolved))
+    backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
+    if not resolved.request.has_target:
+        return PreparedRun(Contexts(0, 0), None), backend
+    prepared = prepare(resolved.judging)
+    add_judge(backend, prepared.pinned(resolved))
+    return prepared, backend
+
+
+def _run(
+    resolved: Resolved,
+    prepared: PreparedRun,
+    backend: Backend | WorkerPool,
+    folder: Path,
+    resume: bool,
+    caller: Caller,
+    begun: Callable[[], object] = lambda: None,
+) -> None:
+    """`begun` is called when the run's folder is there."""
+    request, model, tell = resolved.request, resolved.model, caller.tell
+    settings = settings_of(request, modes_of(request, model, backend.has_thinking))
+    backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
+    plan = _plan(resolved, settings, prepared)
+    info = _info(resolved, plan, backend, prepared, caller)
+    pins = [
+        f"{part} is not pinned: it is {prepared.commits[part]} now, and another one when the hub's changes"
+        for part in prepared.unpinned(resolved)
+    ]
+    notes = [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]
+    for note in [*notes, *fallen_back(info["identity"])]:
+        tell(f"note: {note}")
+    if request.compile is not None:
+        tell("note: passes are compiled before they are timed, which takes up to half a minute each the first time")
+    if resume and request.budget is not None:
+        _refuse_other_order(read_info(folder), info["plan"], folder)
+    with (store.resume if resume else store.create)(folder, info) as run:
+        begun()
+        run.keep_prompts(work.asked_of(plan))
+        if not request.asks_servers:
+            run.decode = decoder_of(model.target, request.trust_remote_code)
+        if isinstance(backend, WorkerPool):
+            with caller.progress(plan.num_generations, len(run.stored)) as progress:
+                captured, tried = workers.execute(plan, backend, run, progress)
+            heard = _heard(backend.witnessed(), run, tell)
+            run.mark_finished({"captures": captured, **heard, **_tried(run, Canaries(), tell, tried)})
+            return
+        canaries = Canaries()
+        if request.budget is None:
+            with caller.progress(plan.num_generations, len(run.stored)) as progress:
+                loop.execute(plan, backend, run, progress, canaries=canaries)
+            heard = _heard(witnessed(backend), run, tell)
+            at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
+            run.mark_finished(at_end | heard | _tried(run, canaries, tell))
+        else:
+            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller)
+    for note in late(backend) if request.asks_servers else ():
+        tell(f"note: {note}")
+
+
+def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
+    labels = tuple(method.label for method in resolved.methods)
+    repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
+    return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings)
+
+
+def _refuse_other_order(stored: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
+    """What was measured without --for is in the order of the rows, of which the first ones are no fair draw."""
+    then, now = stored.get("plan", {}).get("prompts", {}), plan["prompts"]
+    if any(
+        then[suite] != now[suite] and sorted(then[suite]) == sorted(now[suite]) for suite in then.keys() & now.keys()
+    ):
+        raise UserError(f"{folder} was started without --for; leave it out to finish it, or choose another --out")
+
+
+def _execute_within(
+    budget_s: float,
+    plan: WorkPlan,
+    backend: Backend,
+    run: store.Run,
+    canaries: Canaries,
+    caller: Caller,
+) -> None:
+    """What there is time for; the run then holds just that."""
+    end_s = run.seconds() + budget_s - run.spent_s
+    with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
+        loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s), canaries=canaries)
+    counts = budget.measured(plan, run)
+    for suite in [suite for suite, number in counts.items() if not number]:
+        caller.tell(f"note: there was no time for {suite}; raise --for")
+    heard = _heard(witnessed(backend), run, caller.tell)
+    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, caller.tell)})
+
+
+def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> dict[str, Any]:
+    """What `run.json` keeps of what judges said. Raises UserError, after which nobody reads the run, where the weights
+    that they shared with the engine were changed."""
+    if said.changed is not None:
+        run.mark_spoiled(f"{said.changed}, which the judge shares with the engine, was changed while it was measured")
+        raise UserError(
+            f"{said.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
+            "says what the answers are worth; run again"
+        )
+    for what, number in said.objections.items():
+        tell(f"note: the judge objected {number} times: {what}")
+    return {"objections": dict(said.objections)}
+
+
+def _tried(
+    run: store.Run, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
+) -> dict[str, Any]:
+    """What `run.json` keeps of spoiled answers, with what it holds of earlier processes."""
+    denied = None if run.decode is None else run.why_wrong
+    readable = (record for record in run.stored.values() if _has_an_order(record.generation))
+    canaries.read(next(readable, None), denied)
+    outcomes = together(read_info(run.folder).get("canaries", ()), [*of_workers, canaries.outcomes()])
+    if witnesses := silent(outcomes):
+        tell(
+            f"note: this run proves nothing: spoiled copies of its answers passed the {' and the '.join(witnesses)}, "
+            "so sound ones would, too"
+        )
+    return {"canaries": outcomes}
+
+
+def _has_an_order(said: Generation) -> bool:
+    return said.error is None and bool(said.token_ids) and said.text != said.text[::-1]
+
+
+def _at_end(backend: Backend) -> dict[str, Any]:
+    return {"captures": captured_of(backend), **pass_of(backend)}
+
+
+def _info(
+    resolved: Resolved, plan: WorkPlan, backend: Backend | WorkerPool, prepared: PreparedRun, caller: Caller
+) -> dict[str, Any]:
+    """What `run.json` holds."""
+    forwards: Mapping[str, Any] | None = None
+    if isinstance(backend, WorkerPool):
+        machine, forwards = backend.environment, backend.forwards
+    else:
+        machine = environment.describe()
+        forwards = None if resolved.request.asks_servers else forwards_of(backend)
+    return {
+        "identity": _identity(resolved, plan, backend, prepared),
+        "options": to_json(resolved.request),
+        "environment": machine,
+        "command": caller.words or command(sys.argv[1:]),
+        "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "plan": work.to_store(plan),
+        "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
+        # Measured anew by each process that works on the run, and so no part of what they must have in common.
+        "forwards": forwards,
+        "memory": prepared.memory,
+        "contexts": prepared.contexts.about,
+    }
+
+
+def _identity(resolved: Resolved, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
+    """What decides the answers: a run is continued only under the same."""
+    return {
+        "model": resolved.request.name,
+        "suites": {loaded.suite.name: _identity_of_suite(loaded, prepared) for loaded in resolved.suites},
+        "max_new_tokens": resolved.max_new_tokens,
+        "settings": settings_to_json(plan.settings),
+        "seed": resolved.request.seed or 0,
+        "repeats": plan.repeats,
+        "audit": plan.audit,
+        "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
+        **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
+        **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
+        **backend.describe(),
+    }
+
+
+def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
+    suite = loaded.suite
+    hashes = prepared.contexts.sha256.get(suite.name)
+    return {
+        "version": suite.version,
+        "source": loaded.source,
+        "sha256": loaded.sha256,
+        "prompts": len(loaded.prompts),
+        "scorer": suite.scorer,
+        **({"contexts": hashes} if hashes else {}),
+    }

@@ -1,0 +1,346 @@
+"""The machine for a run: devices, types and memory checked, and the backend opened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.core import environment
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.methods import Method
+from dflash_bench.core.types import Message
+from dflash_bench.models import hub, quantization
+from dflash_bench.models.presets import Preset
+from dflash_bench.results.identity import full_names
+from dflash_bench.runner import config
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.plan import Resolved, drafts_of, modes_of
+from dflash_bench.runner.work import Backend, Witnessed
+from dflash_bench.tasks import padding
+from dflash_bench.tasks.padding import Contexts
+from dflash_bench.tasks.suites import chats
+
+if TYPE_CHECKING:
+    from dflash_bench.engine.backend import LocalBackend
+    from dflash_bench.engine.witness import Witness
+    from dflash_bench.servers.address import Address
+    from dflash_bench.servers.backend import ServerBackend
+
+# From what was resolved to a backend: which device and type, and the weights loaded there.
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where and how a model is to be computed, as far as the user says; `is_small` is nano, for which a GPU is slow."""
+
+    device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    device_map: str | None = None
+    attention: str | None = None
+    trust_remote_code: bool = False
+    engine: str | None = None
+    capture: str | None = None
+    quantize: str | None = None
+    is_small: bool = False
+    workers: int = 1
+    """How many of them share the machine's memory, on the CPU."""
+
+    @property
+    def packs(self) -> bool:
+        """May large weights be held in a second layout on a CPU?"""
+        return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
+
+
+def open_local(resolved: Resolved) -> LocalBackend:
+    """The engine of this process, with the models of a resolved request, and its judge, whose weights are read.
+
+    Raises UserError for what cannot be had.
+    """
+    wanted, seed = wanted_of(resolved.request), resolved.request.seed or 0
+    backend = opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
+    backend.witness.read()
+    return backend
+
+
+def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBackend:
+    """Each is asked who it is. Raises UserError for one that cannot be measured."""
+    from dflash_bench.servers.backend import ServerBackend
+
+    request = resolved.request
+    backend = ServerBackend(
+        addresses, config.access_of(request), resolved.max_new_tokens, request.seed or 0,
+        dialect=request.dialect, model=request.served_model,
+    )  # fmt: skip
+    backend.asks_to_think = request.thinking is not None
+    return backend
+
+
+def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
+    """The same target in this process makes the prompts' token ids, and judges the answers."""
+    attach(backend, open_local(resolved.judging))
+
+
+def attach(backend: ServerBackend, local: LocalBackend) -> None:
+    """From now on prompts are sent as the token ids that this one makes, and its judge reads the answers."""
+    about = local.describe()
+    judge = {**about["judge"], "device": about.get("device")}
+    backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
+    backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
+
+
+def fallen_back(about: Mapping[str, Any]) -> list[str]:
+    """A note where the engine's own forward pass is left out without having been asked."""
+    reason = about.get("fallback")
+    return [f"the target is computed by transformers' code, because the engine's own {reason}"] if reason else []
+
+
+def witnessed(backend: Backend) -> Witnessed:
+    """What its judge has to say at the end, beyond the answers that it read."""
+    witness = _witness_of(backend)
+    return Witnessed() if witness is None else Witnessed(witness.changed(), dict(witness.objections))
+
+
+def _witness_of(backend: Backend) -> Witness | None:
+    from dflash_bench.engine.backend import LocalBackend
+    from dflash_bench.servers.backend import ServerBackend
+
+    local = backend.local if isinstance(backend, ServerBackend) else backend
+    return local.witness if isinstance(local, LocalBackend) else None
+
+
+LATE_S = 0.01
+
+
+def late(backend: Backend) -> list[str]:
+    """Where this process, and not the server, was what took its time."""
+    from dflash_bench.servers.backend import ServerBackend
+
+    lags = backend.lags if isinstance(backend, ServerBackend) else {}
+    named = full_names(list(dict.fromkeys(settings for _, settings in lags)))
+    return [
+        f"{method}, {named[settings]}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its "
+        "times are partly the client's; lower --concurrency or --rate, or ask from a faster machine"
+        for (method, settings), lag_s in lags.items()
+        if lag_s > LATE_S
+    ]
+
+
+def wanted_of(request: RunRequest) -> Wanted:
+    return Wanted(
+        request.device, request.dtype, request.threads, request.device_map, request.attention,
+        request.trust_remote_code, request.engine, request.capture, request.quantize, is_small=request.name == "nano",
+        workers=request.workers or 1,
+    )  # fmt: skip
+
+
+def opened(
+    model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int, cache_bytes: int = 0
+) -> LocalBackend:
+    """`cache_bytes` are what the caches will take; its judge has weights of its own if these fit, too."""
+    device, dtype, threads = prepared(wanted)
+    import torch
+
+    from dflash_bench.engine.backend import open_backend
+    from dflash_bench.models.loading import load
+    from dflash_bench.models.targets import Placement
+
+    placement = Placement(
+        spread=wanted.device_map is not None,
+        attention=wanted.attention,
+        trust_remote_code=wanted.trust_remote_code,
+        quantize=wanted.quantize,
+    )
+    models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
+    if wanted.workers > 1 and device == "cpu":
+        models = models.sharing_memory(wanted.workers)
+    machine = {"device": device, "device_map": wanted.device_map, "threads": threads, "quantize": wanted.quantize}
+    return open_backend(
+        models, model, methods, max_new_tokens, seed, machine, wanted.engine, wanted.capture, cache_bytes
+    )
+
+
+def forwards_of(backend: Backend) -> dict[str, Any] | None:
+    """What forwards of this backend cost, measured now; None where its target is not in this process."""
+    from dflash_bench.engine.backend import LocalBackend
+    from dflash_bench.perf.measure import curve_of
+
+    return curve_of(backend.target) if isinstance(backend, LocalBackend) else None
+
+
+def pass_of(backend: Backend) -> dict[str, float]:
+    """The shortest pass over one token, measured again when the run is at its end; empty as above."""
+    from dflash_bench.engine.backend import LocalBackend
+    from dflash_bench.perf.measure import shortest
+
+    return {"pass_at_end_s": shortest(backend.target)} if isinstance(backend, LocalBackend) else {}
+
+
+def captured_of(backend: Backend) -> dict[str, float | int]:
+    """How many passes were captured, and how long that took; empty where the target is not in this process."""
+    from dflash_bench.engine.backend import LocalBackend
+
+    return backend.captured() if isinstance(backend, LocalBackend) else {}
+
+
+def prepared(wanted: Wanted) -> tuple[str, str, int | None]:
+    """Sets torch up, and says on which device, in which type and on how many threads (None: a GPU) to compute."""
+    # Read when torch is imported: waiting threads that spin take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
+    # Small models are faster on one thread, and two busy threads spin against each other.
+    threads = (wanted.threads or 1) if device == "cpu" else None
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _silence_transformers()
+    return device, dtype, threads
+
+
+def _silence_transformers() -> None:
+    """Its bars and advice would tear our progress display; what fails is raised in any case.
+
+    It imports torchao where that is installed, which complains of kernels for other machines.
+    """
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as its_own
+
+    its_own.disable_progress_bar()
+    its_own.set_verbosity_error()
+
+
+def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
+    """Raises UserError for a device that is not there, and for options without effect on it."""
+    device = wanted.device or ("cuda" if num_gpus and not wanted.is_small else "cpu")
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
+        raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and not num_gpus:
+        raise UserError("no CUDA device here; use --device cpu")
+    if index and (len(index) > 4 or int(index) >= num_gpus):
+        raise UserError(f"--device {device}: this machine has cuda:0 to cuda:{num_gpus - 1}")
+    if kind == "cuda" and wanted.threads is not None:
+        raise UserError("--threads has no effect on a GPU")
+    if wanted.device_map is not None and kind == "cpu":
+        raise UserError("--device-map has no effect on the CPU: it spreads a target over GPUs")
+    if wanted.quantize is not None:
+        quantization.check(wanted.quantize, device)
+    dtype = wanted.dtype or ("float32" if kind == "cpu" else "bfloat16")
+    return device, dtype
+
+
+# What is found out before any weights are loaded: how prompts are padded, how long rows become, and do they fit?
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    contexts: Contexts
+    memory: dict[str, int | None] | None
+    """As `run.json` holds it; None where nothing is loaded."""
+    commits: Mapping[str, str] = field(default_factory=dict)
+    """Of target and drafts that come from the hub, what their ids meant when they were fetched: ID@COMMIT."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, of target and drafts."""
+        held = self.memory or {}
+        return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
+
+    def pinned(self, resolved: Resolved) -> Resolved:
+        """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between. And with
+        what the caches will take, beside which the judge's own weights must fit."""
+        model, commits = resolved.model, self.commits
+        drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
+        found = replace(model, target=commits.get("target", model.target), drafts=drafts)
+        return replace(resolved, model=found, cache_bytes=self.cache_bytes)
+
+    def unpinned(self, resolved: Resolved) -> list[str]:
+        """The parts whose ids named no commit."""
+        return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
+
+
+def _reference(resolved: Resolved, part: str) -> str:
+    return resolved.model.target if part == "target" else resolved.model.drafts[part]
+
+
+def prepare(resolved: Resolved) -> PreparedRun:
+    """Checkpoints are fetched, and their tokenizer, configs and headers read. Raises UserError as loading them would,
+    for a context that the target has not, and for too little memory."""
+    import torch
+
+    from dflash_bench.models import chat, gguf, loading, memory, targets
+    from dflash_bench.models.targets import Placement
+
+    wanted, elsewhere = wanted_of(resolved.request), resolved.request.ray_address is not None
+    device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
+    model, trusted = resolved.model, wanted.trust_remote_code
+    fetched = {name: loading.fetch(name, model.drafts[name]) for name in resolved.drafts}
+    drafts = {name: draft.folder for name, draft in fetched.items()}
+    place = str(gguf.converted(Path(model.target))) if gguf.is_file(model.target) else model.target
+    target = hub.fetch(place, code=trusted)
+    folder, of_hub = target.folder, {"target": target, **fetched}
+    commits = {part: one.revision for part, one in of_hub.items() if "@" in one.revision}
+    spread = wanted.device_map is not None
+    config = targets.check(folder, Placement(spread=spread, trust_remote_code=trusted, quantize=wanted.quantize))
+    tokenizer = targets.tokenizer_of(folder, trusted)
+    modes = [bool(mode) for mode in modes_of(resolved.request, model, chat.has_thinking(tokenizer))]
+    for mode in modes:
+        chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
+
+    def size(messages: Sequence[Message]) -> int:
+        return max(len(chat.encoded(tokenizer, messages, mode)) for mode in modes)
+
+    length = getattr(config, "max_position_embeddings", None) or 2**31
+    padded = padding.padded(resolved.suites, resolved.request.context, size, length, resolved.max_new_tokens)
+    counts = model.num_drafts or {}
+    methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize)
+    demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
+    # How much is free on the machines of a cluster is not known here.
+    free = None if elsewhere else _free_bytes(device, spread)
+    if free is not None and device == "cpu":
+        free //= resolved.request.workers or 1
+        if wanted.packs:
+            demand = demand.packed(free)
+    held = demand.held(padded.longest)
+    with_drafts, without = (
+        None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
+        for one in (demand, demand.without_drafts())
+    )
+    # A GPU is only given quantised weights; the processor holds them as they were before.
+    if free is not None and device == "cpu" and demand.target.loading_bytes > free:
+        raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
+    if free is not None and held.total > free:
+        where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
+        where += " for each worker" if (resolved.request.workers or 1) > 1 else ""
+        rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
+        raise _too_little(held.total, free, where, with_drafts or 0, without or 0, rows)
+    found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
+    return PreparedRun(padded, asdict(held) | found, commits)
+
+
+def _free_bytes(device: str, spread: bool) -> int | None:
+    import torch
+
+    if device == "cpu":
+        return environment.free_bytes()
+    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in (range(torch.cuda.device_count()) if spread else [device]))
+
+
+def _too_little(needed: int, free: int, where: str, largest: int, without: int, rows: int = 0) -> UserError:
+    words = f"weights and caches need {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on {where}"
+    if rows > 0:
+        words += f"; --concurrency {rows} fits"
+    if largest > 0:
+        return UserError(f"{words}; the largest context that fits is {largest} tokens, and {without} without drafts")
+    if without > 0:
+        return UserError(f"{words}; without drafts a context of {without} tokens fits")
+    return UserError(f"{words}, too few for the weights alone; use a smaller model or --dtype, or another --device")

@@ -1,0 +1,234 @@
+"""A second clock and a second counter: what the runner itself saw of an answer, held against what the backend says.
+
+A backend times and counts what it decodes. The runner listens while it does so, with a clock of its own: it takes down
+every token and when it came, and makes nothing else of it. Where the two disagree the answer has failed, whoever is
+right.
+
+The host hears of tokens when they are on the host, which on a GPU is after the round's only synchronisation; what the
+device does after it (a draft that takes in what was kept) is heard with the next round, and the last round of an answer
+decoded alone has nothing after it. The first reading comes after the device was waited for. So for one answer at a time
+the host's readings are right to within the time of a few Python statements, on a GPU as on a CPU. Beside others an
+answer's end may lag behind what the host hears, and only what holds in any case is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGeneration
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds between two moments, each of which lies between two readings: at least so long, and so much more."""
+
+    least: float
+    slack: float
+
+    def agrees(self, seconds: float) -> bool:
+        return self.at_least(seconds) and seconds <= (self.least + self.slack) * (1 + CLOCK_SHARE) + CLOCK_S
+
+    def at_least(self, seconds: float) -> bool:
+        return seconds >= self.least * (1 - CLOCK_SHARE) - CLOCK_S
+
+    def __str__(self) -> str:
+        return f"{1000 * self.least:.1f} ms"
+
+
+@dataclass(slots=True)
+class Moment:
+    """When something happened: not before one reading of the clock, and not after another."""
+
+    before: float
+    after: float | None = None
+
+
+@dataclass(slots=True)
+class AnswerMoments:
+    """One answer, as it was heard."""
+
+    began: Moment
+    first: Moment | None = None
+    """When the tokens from prefill came."""
+    last: Moment = field(default_factory=lambda: Moment(0.0))
+    """When the latest ones did."""
+    counts: list[int] = field(default_factory=list)
+    """Tokens each time."""
+    tokens: list[int] = field(default_factory=list)
+    passes: tuple[int, int] = (0, 0)
+    """Forward passes of the target until the first tokens, and until the latest."""
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.counts) - 1
+
+    @property
+    def prefill(self) -> Span:
+        assert self.first is not None
+        return _between(self.began, self.first)
+
+    @property
+    def decode(self) -> Span:
+        assert self.first is not None
+        return _between(self.first, self.last)
+
+    @property
+    def num_passes(self) -> int | None:
+        """After the first token; None where nobody told of passes."""
+        first, latest = self.passes
+        return latest - first if latest else None
+
+
+def _between(first: Moment, last: Moment) -> Span:
+    """What was never marked counts as read at once."""
+    latest, end = (one.before if one.after is None else one.after for one in (first, last))
+    least = max(0.0, last.before - latest)
+    return Span(least, max(0.0, end - first.before - least))
+
+
+class Stopwatch:
+    """Listens to one call of a backend, and times it from outside; use it in a `with` around the call.
+
+    A round costs two readings of the clock and a few statements beside them: half a microsecond of the host.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, AnswerMoments] = {}
+        self.call_s = 0.0
+        self._num_passes = 0
+        self._open: list[Moment] = []
+        self._start = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call_s = time.perf_counter() - self._start
+
+    def began(self, request: int) -> None:
+        moment = Moment(time.perf_counter())
+        self.answers[request] = AnswerMoments(moment)
+        self._open.append(moment)
+
+    def heard(self, request: int, tokens: Sequence[int]) -> None:
+        answer = self.answers[request]
+        answer.last.before = time.perf_counter()
+        answer.counts.append(len(tokens))
+        answer.tokens += tokens
+        answer.passes = answer.passes[0], self._num_passes
+        self._open.append(answer.last)
+        if answer.first is None:
+            # The next tokens get a moment of their own.
+            answer.first, answer.last = answer.last, Moment(answer.last.before)
+            answer.passes = self._num_passes, self._num_passes
+            self._open.append(answer.last)
+
+    def marked(self) -> None:
+        now = time.perf_counter()
+        for moment in self._open:
+            moment.after = now
+        self._open.clear()
+
+    def passed(self) -> None:
+        self._num_passes += 1
+
+    def columns(self, request: int = 0, *, alone: bool) -> dict[str, float | int | None]:
+        """What a record keeps of it."""
+        call_s = self.call_s if alone else None
+        answer = self.answers.get(request)
+        if answer is None or answer.first is None:
+            return {"clock_s": call_s}
+        prefill, decode = answer.prefill, answer.decode
+        return {
+            "clock_s": call_s,
+            "clock_prefill_s": prefill.least,
+            "clock_decode_s": decode.least,
+            "clock_slack_s": max(prefill.slack, decode.slack),
+            "clock_rounds": answer.num_rounds,
+            "clock_passes": answer.num_passes if alone else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What a witness of the runner's has against an answer."""
+
+    witness: Literal["clock", "counter"]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.witness}: {self.why}"
+
+
+def alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> Objection | None:
+    """What is wrong with an answer that was decoded alone, by what was heard; None if nothing is."""
+    if said.error is not None:
+        return None
+    call = Span(watch.call_s, 0.0)
+    if said.prefill_s + said.decode_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
+        told = 1000 * (said.prefill_s + said.decode_s)
+        return Objection("clock", f"the answer is said to have taken {told:.1f} ms, but asking for it took {call}")
+    if not tells_rounds:
+        return None
+    answer = watch.answers.get(0)
+    if answer is None or answer.first is None:
+        return Objection("counter", "the runner heard of no token")
+    return _counted(answer, said) or _passes(answer) or _timed(answer, said)
+
+
+def beside(watch: Stopwatch, request: int, served: TimedGeneration, *, tells_rounds: bool) -> Objection | None:
+    """The same of an answer decoded beside others: its interval must lie in the runner's."""
+    said = served.generation
+    if said.error is not None:
+        return None
+    call, took = Span(watch.call_s, 0.0), served.end_s - served.start_s
+    if served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
+        why = f"the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
+        return Objection("clock", why)
+    if said.prefill_s + said.decode_s > took * (1 + CLOCK_SHARE) + CLOCK_S:
+        told = 1000 * (said.prefill_s + said.decode_s)
+        return Objection("clock", f"the answer is said to have taken {told:.1f} ms within {1000 * took:.1f} ms")
+    if not tells_rounds:
+        return None
+    answer = watch.answers.get(request)
+    if answer is None or answer.first is None:
+        return Objection("counter", "the runner heard of no token")
+    if not answer.decode.at_least(said.decode_s):
+        return _late("decoding", said.decode_s, answer.decode)
+    return _counted(answer, said)
+
+
+def _counted(answer: AnswerMoments, said: Generation) -> Objection | None:
+    if said.token_ids != tuple(answer.tokens):
+        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(said.token_ids)})"
+        return Objection("counter", why)
+    if said.emitted is not None and said.emitted != tuple(answer.counts[1:]):
+        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(said.emitted)}"
+        return Objection("counter", why)
+    return None
+
+
+def _passes(answer: AnswerMoments) -> Objection | None:
+    passes = answer.num_passes
+    if passes is None or passes == answer.num_rounds:
+        return None
+    return Objection("counter", f"the target was asked for {passes} passes in {answer.num_rounds} rounds")
+
+
+def _timed(answer: AnswerMoments, said: Generation) -> Objection | None:
+    times: Mapping[str, tuple[float, Span]] = {
+        "decoding": (said.decode_s, answer.decode), "prefill": (said.prefill_s, answer.prefill)
+    }  # fmt: skip
+    for what, (seconds, span) in times.items():
+        if not span.agrees(seconds):
+            return _late(what, seconds, span)
+    return None
+
+
+def _late(what: str, seconds: float, span: Span) -> Objection:
+    why = f"{what} is said to have taken {1000 * seconds:.1f} ms, but took {span} by the runner's clock"
+    return Objection("clock", why)

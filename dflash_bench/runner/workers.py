@@ -1,0 +1,241 @@
+"""Several workers measure a run: who is given which prompt, and what becomes of it when a worker dies.
+
+A worker is a process with the models loaded, here or elsewhere. It is given one prompt at a time and measures all of
+it, with all methods, settings and repeats, so that every speed-up compares times of one place. Only the driver writes
+to the run. What a worker was given when it died goes to another; after `MOST_TRIES` its rows say why there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Generation, Record
+from dflash_bench.results.identity import short_names
+from dflash_bench.results.store import Key, Run, key
+from dflash_bench.runner import loop
+from dflash_bench.runner.canaries import Canaries, Canary
+from dflash_bench.runner.loop import WarmUp
+from dflash_bench.runner.work import Backend, Described, Item, Watcher, Witnessed, WorkPlan
+
+MOST_TRIES = 3
+"""A prompt that so many workers died of is not tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt, as a worker is given it."""
+
+    plan: WorkPlan
+    """Of the run, without its prompts."""
+    items: tuple[Item, ...]
+    stored: Mapping[Key, Record]
+    """Its answers that the run holds already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker has loaded its models; `about` is what the run keeps of it."""
+
+    worker: int
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker has measured its prompt."""
+
+    worker: int
+    records: Sequence[Record]
+    """Their times count from when it began."""
+    seconds: float
+    """How long it took."""
+    captures: Mapping[str, float] = field(default_factory=dict)
+    """What the worker captured so far, see `opening.captured_of`."""
+    canaries: Sequence[Canary] = ()
+    """What came of spoiled copies of its answers so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A worker is no more."""
+
+    worker: int
+    why: str
+
+
+class WorkerPool(Described, ABC):
+    """Workers by number, all with the same models. A worker's number is never given to another.
+
+    `environment` is that of the first one's machine, and `forwards` what forwards cost there, as `run.json` has them.
+    """
+
+    environment: Mapping[str, Any]
+    forwards: Mapping[str, Any] | None
+
+    @abstractmethod
+    def start(self) -> None:
+        """One more worker; `wait` says when it is ready."""
+
+    @abstractmethod
+    def give(self, worker: int, job: Job) -> None:
+        """To a worker that is ready and has nothing to do."""
+
+    @abstractmethod
+    def witnessed(self) -> Witnessed:
+        """What the judges of all workers have to say at the end."""
+
+    @abstractmethod
+    def wait(self) -> Ready | Done | Died | None:
+        """What happens next; None where nothing is under way. What a worker raises is raised here."""
+
+
+class JobAnswers:
+    """The ledger of one job in a worker: answers until they are handed back, on a clock that begins with the job."""
+
+    def __init__(self, stored: Mapping[Key, Record]) -> None:
+        self.stored, self.new = dict(stored), list[Record]()
+        self._began = time.monotonic()
+
+    def append(self, records: Sequence[Record]) -> None:
+        self.new += records
+        self.stored |= {key(record): record for record in records}
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+
+class Unwatched:
+    """The driver shows how far the run is, once rows arrive."""
+
+    def begins(self, suite: str, doing: str) -> None:
+        pass
+
+    def measured(self, record: Record, doing: str) -> None:
+        pass
+
+
+def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Record], float]:
+    """In a worker: the rows of a job, and the seconds that it took; the last two last as long as the worker."""
+    kept = JobAnswers(job.stored)
+    loop.execute(job.plan, backend, kept, Unwatched(), job.items, warm, canaries)
+    return kept.new, kept.seconds()
+
+
+def execute(
+    plan: WorkPlan, pool: WorkerPool, run: Run, watcher: Watcher
+) -> tuple[dict[str, float], list[Sequence[Canary]]]:
+    """Runs what of the plan is not stored yet; what all workers captured together, and each one's canaries.
+
+    Raises UserError when no worker is left.
+    """
+    driver = _Driver(plan, pool, run, watcher, deque(_jobs(plan, run)))
+    while driver.waiting or driver.busy:
+        driver.hand_out()
+        driver.hear(pool.wait())
+    return driver.captured(), list(driver.canaries.values())
+
+
+def _jobs(plan: WorkPlan, run: Run) -> Iterator[Job]:
+    """Of each prompt that is not stored as a whole."""
+    bare = replace(plan, suites=(), paddings={})
+    stored: dict[tuple[str, str], dict[Key, Record]] = {}
+    for place, record in run.stored.items():
+        stored.setdefault(place[:2], {})[place] = record
+    for prompt, items in groupby(plan.items(), key=lambda item: (item.suite, item.prompt.prompt_id)):
+        light = tuple(replace(item, loaded=replace(item.loaded, prompts=(), pool=())) for item in items)
+        if not all(item.is_stored(run) for item in light):
+            yield Job(bare, light, stored.get(prompt, {}))
+
+
+@dataclass(slots=True)
+class _Driver:
+    plan: WorkPlan
+    pool: WorkerPool
+    run: Run
+    watcher: Watcher
+    waiting: deque[Job]
+    idle: list[int] = field(default_factory=list)
+    busy: dict[int, Job] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Of each worker the place in `run.json`."""
+    deaths: dict[int, list[str]] = field(default_factory=dict)
+    """Of each job, by the place of its first answer, why workers died of it."""
+    unborn: int = 0
+    """Workers in a row that died before they were ready."""
+    captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    canaries: dict[int, Sequence[Canary]] = field(default_factory=dict)
+
+    def hand_out(self) -> None:
+        while self.idle and self.waiting:
+            worker, job = self.idle.pop(0), self.waiting.popleft()
+            self.busy[worker] = job
+            prompt = job.items[0].prompt
+            self.watcher.begins(prompt.suite, f"prompt {prompt.prompt_id} to worker {self.numbers[worker]}")
+            self.pool.give(worker, job)
+
+    def hear(self, event: Ready | Done | Died | None) -> None:
+        match event:
+            case Ready(worker, about):
+                self.unborn = 0
+                self.numbers[worker] = self.run.keep_worker(about)
+                self.idle.append(worker)
+            case Done(worker, records, seconds, captures, canaries):
+                del self.busy[worker]
+                self.captures[worker], self.canaries[worker] = captures, canaries
+                self._keep(records, self.numbers[worker], self.run.seconds() - seconds)
+                self.idle.append(worker)
+            case Died(worker, why):
+                self._bury(worker, why)
+            case None:
+                raise UserError("no worker is left; what they measured is saved: go on with --resume")
+
+    def _keep(self, records: Sequence[Record], number: int, began_s: float) -> None:
+        placed = [
+            replace(one, worker=number, start_s=began_s + (one.start_s or 0), end_s=began_s + (one.end_s or 0))
+            for one in records
+        ]
+        self.run.append(placed)
+        named = short_names(self.plan.settings)
+        for record in placed:
+            self.watcher.measured(record, " ".join(filter(None, [record.method, named[record.settings]])))
+
+    def _bury(self, worker: int, why: str) -> None:
+        job = self.busy.pop(worker, None)
+        self.idle = [other for other in self.idle if other != worker]
+        if worker not in self.numbers:
+            self.unborn += 1
+        if self.unborn < MOST_TRIES:
+            self.pool.start()
+        if job is None:
+            return
+        reasons = self.deaths.setdefault(job.items[0].order, [])
+        reasons.append(why)
+        if len(reasons) < MOST_TRIES:
+            # Before all others, and so to the next worker that is free.
+            self.waiting.appendleft(job)
+        else:
+            self._keep(_failed(job, why), self.numbers[worker], self.run.seconds())
+
+    def captured(self) -> dict[str, float]:
+        names = dict.fromkeys(name for of_worker in self.captures.values() for name in of_worker)
+        return {name: sum(of_worker[name] for of_worker in self.captures.values()) for name in names}
+
+
+def _failed(job: Job, why: str) -> list[Record]:
+    """A row for each answer that is missing: why it could not be measured."""
+    error = f"{MOST_TRIES} workers died while they measured this prompt; the last: {why}"
+    nothing = Generation((), "", "error", 0, 0.0, 0.0, error=error)
+    return [
+        item.record(method, turn, nothing, (0.0, 0.0))
+        for item in job.items
+        for turn in range(len(item.prompt.turns))
+        for method in item.methods
+        if item.key(method, turn) not in job.stored
+    ]

@@ -1,0 +1,159 @@
+"""Runs one command and outlives whoever asked for it: when its standard input ends, nothing of the command is left.
+
+A process of its own, since one that is killed cannot clean up after itself. It uses the standard library alone, and is
+started by its path: `python supervisor.py COMMAND...`, in a session of its own. On Linux it also ends what has left the
+process group. What the command prints goes on to our output, without the texts that TO_HIDE names, and no more of it
+than is of use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 10.0
+TICK_S = 0.1
+TO_HIDE = "DFLASH_BENCH_TO_HIDE"
+"""A variable with a list of texts as JSON, which the command does not get."""
+STARS = b"***"
+PIECE, HEAD, TAIL, LONGEST = 1 << 16, 1 << 20, 1 << 18, 1 << 24
+"""Bytes: read at a time; kept of the beginning and of the end where a log gets longer than the last one."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ON_LINUX = sys.platform == "linux"
+
+
+def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # A handler, unlike SIG_IGN, is not inherited by the command.
+        signal.signal(number, lambda *_: None)
+    if ON_LINUX:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    secrets = [text.encode() for text in json.loads(os.environ.pop(TO_HIDE, "[]"))]
+    process = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=_die_with_parent if ON_LINUX else None,
+    )  # fmt: skip
+    assert process.stdout is not None
+    log = threading.Thread(target=_copy, args=(process.stdout.fileno(), Log(), secrets), daemon=True)
+    log.start()
+    while process.poll() is None and not _has_ended():
+        pass
+    code = process.poll()
+    _end_all(signal.SIGTERM)
+    end_s = time.monotonic() + GRACE_S
+    while _are_left(process) and time.monotonic() < end_s:
+        time.sleep(TICK_S / 2)
+    _end_all(signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    log.join(GRACE_S)
+    return 0 if code is None else code if code >= 0 else 128 - code
+
+
+class Log:
+    """Our standard output: a file of which only the beginning and the end are kept when it gets too long."""
+
+    def __init__(self) -> None:
+        self.is_file = stat.S_ISREG(os.fstat(1).st_mode)
+        self.length = os.lseek(1, 0, os.SEEK_CUR) if self.is_file else 0
+        self.last = b""
+        self.num_cut = 0
+
+    def write(self, text: bytes) -> None:
+        """Whoever reads it may have gone: then it is lost, and the command goes on."""
+        self.last = (self.last + text)[-TAIL:]
+        self.length += len(text)
+        with suppress(OSError):
+            if self.length <= LONGEST:
+                _write_all(text)
+            elif self.is_file:
+                self.num_cut += self.length - HEAD - len(self.last)
+                os.lseek(1, HEAD, os.SEEK_SET)
+                _write_all(b"\n[... %d bytes are left out ...]\n" % self.num_cut + self.last)
+                self.length = os.lseek(1, 0, os.SEEK_CUR)
+                os.ftruncate(1, self.length)
+
+
+def _write_all(text: bytes) -> None:
+    while text:
+        text = text[os.write(1, text) :]
+
+
+def _copy(source: int, log: Log, secrets: list[bytes]) -> None:
+    """What comes from there until nobody can write any more; what may be the beginning of a secret waits."""
+    # The longest first: one may be part of another.
+    secrets = sorted(filter(None, secrets), key=len, reverse=True)
+    rest = b""
+    while piece := os.read(source, PIECE):
+        rest += piece
+        for secret in secrets:
+            rest = rest.replace(secret, STARS)
+        waiting = max((_begun(rest, secret) for secret in secrets), default=0)
+        log.write(rest[: len(rest) - waiting])
+        rest = rest[len(rest) - waiting :]
+    log.write(rest)
+
+
+def _begun(text: bytes, secret: bytes) -> int:
+    """How much of the text's end is the beginning of the secret."""
+    return next((size for size in range(min(len(secret) - 1, len(text)), 0, -1) if text.endswith(secret[:size])), 0)
+
+
+def _has_ended() -> bool:
+    """Has whoever started us gone, or closed our standard input? Waits a moment for it."""
+    readable, _, _ = select.select([0], [], [], TICK_S)
+    return bool(readable) and not os.read(0, 1)
+
+
+def _are_left(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()
+    return process.returncode is None or bool(_others())
+
+
+def _others() -> list[int]:
+    """Every process that comes from the command: of our process group, or a descendant of ours."""
+    if not ON_LINUX:
+        return []
+    parents, groups = {}, {}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            # What stands in brackets is the program's name, and may hold anything.
+            state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if state != "Z":
+                parents[int(folder.name)], groups[int(folder.name)] = int(parent), int(group)
+    ours = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    ours |= {process for process, group in groups.items() if group == os.getpgrp()}
+    return sorted(ours - {os.getpid()})
+
+
+def _end_all(number: signal.Signals) -> None:
+    if not ON_LINUX:
+        os.killpg(os.getpgrp(), number)
+        return
+    for process in _others():
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _die_with_parent() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

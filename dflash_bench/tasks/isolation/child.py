@@ -1,0 +1,86 @@
+"""The runner: gives up every right that the program must not have, and runs it: an answer's program, or the tests.
+
+An answer's program that has done everything right says nothing of it here: what it returned is judged by the tests, in
+another runner of another keeper. So no word, number or exit status of this process can make a wrong answer pass.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import types
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from dflash_bench.tasks.isolation import protocol, walls
+from dflash_bench.tasks.isolation.protocol import Link
+from dflash_bench.tasks.isolation.testing import PASSED, Tests
+from dflash_bench.tasks.isolation.walls import SandboxRequest
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+NOBODY = 65534
+READY = b"ready\n"
+
+
+def run(order: SandboxRequest, folder: str, report: int) -> NoReturn:
+    """`report` is a pipe to the keeper: READY where the program compiles and, from the tests, the verdict.
+
+    An exception, even SystemExit, ends the runner as it would end any script.
+    """
+    _confine(order, folder)
+    module = types.ModuleType("solution")  # not __main__, so that `if __name__ == "__main__"` is skipped
+    sys.modules["solution"] = module
+    sys.argv[:] = ["solution"]
+    code = compile(order.program, "<program>", "exec")
+    os.write(report, READY)
+    link = Link(order.receiving, order.sending)
+    if order.asked is None:
+        os.close(report)
+        process = os.getpid()
+        eval(code, vars(module))
+        protocol.serve(link, vars(module), process)
+    else:
+        tests = Tests(link, report)
+        tests.wait_until_ready()
+        vars(module).update((name, tests.stand_in(name)) for name in order.asked)
+        eval(code, vars(module))
+        tests.leave(PASSED)
+    os._exit(0)
+
+
+def _confine(order: SandboxRequest, folder: str) -> None:
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    sys.dont_write_bytecode = True
+    if order.as_nobody:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    _set_rlimits(order)
+    if sys.platform == "linux":
+        walls.renounce_privileges()
+        walls.die_with_parent()
+    if order.landlock:
+        walls.restrict_files(folder, writable=order.namespaces)
+    if order.seccomp:
+        walls.restrict_calls()
+
+
+def _set_rlimits(order: SandboxRequest) -> None:
+    limits = {
+        resource.RLIMIT_AS: order.memory_bytes,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: order.cpu_s,
+        resource.RLIMIT_FSIZE: order.file_bytes,
+        resource.RLIMIT_NOFILE: order.num_open_files,
+    }
+    if not order.seccomp:  # the limit counts all processes and threads of the user, not only the program's
+        limits[resource.RLIMIT_NPROC] = order.num_threads
+    for which, value in limits.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        with suppress(ValueError):  # macOS cannot limit memory
+            resource.setrlimit(which, (value, value))

@@ -1,0 +1,239 @@
+"""What caller and program say to each other: plain values, over pipes, checked on arrival."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Plain values as bytes, and back: all that ever passes between an answer's program and the tests.
+#
+# A value is a tag, a number, and so many bytes (`s`, 2, "ab") or values (`l`, 3, and three values). What is read is
+# built anew from exact built-in types, whoever wrote the bytes: nothing in it can have methods of the writer's.
+
+
+MOST_BYTES = 2**20
+MOST_NESTED = 64
+_HEAD = struct.Struct("<cI")
+
+_KEYS, _VALUES, _ITEMS = map(type, ({0: 0}.keys(), {0: 0}.values(), {0: 0}.items()))
+_SINGLE = {b"N": None, b"T": True, b"F": False}
+_AS_BYTES: Mapping[type, tuple[bytes, Callable[..., bytes]]] = {
+    int: (b"i", lambda value: int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True)),
+    float: (b"f", lambda value: struct.pack("<d", value)),
+    complex: (b"c", lambda value: struct.pack("<2d", value.real, value.imag)),
+    str: (b"s", lambda value: str.encode(value, "utf-8", "surrogatepass")),
+    bytes: (b"b", lambda value: b"".join((value,))),
+    bytearray: (b"a", lambda value: b"".join((value,))),
+}
+_AS_VALUES: Mapping[type, tuple[bytes, Callable[..., Iterable[object]]]] = {
+    list: (b"l", list.__iter__),
+    tuple: (b"t", tuple.__iter__),
+    dict: (b"d", lambda value: itertools.chain.from_iterable(dict.items(value))),
+    set: (b"e", set.__iter__),
+    frozenset: (b"z", frozenset.__iter__),
+    range: (b"r", lambda value: (value.start, value.stop, value.step)),
+    _KEYS: (b"K", iter),
+    _VALUES: (b"V", iter),
+    _ITEMS: (b"I", iter),
+}
+_ITERATOR = b"n"
+"""It equals nothing, but a test may walk through it."""
+_FROM_BYTES: Mapping[bytes, Callable[[bytes], object]] = {
+    b"i": lambda data: int.from_bytes(data, "little", signed=True),
+    b"f": lambda data: struct.unpack("<d", data)[0],
+    b"c": lambda data: complex(*struct.unpack("<2d", data)),
+    b"s": lambda data: data.decode("utf-8", "surrogatepass"),
+    b"b": bytes,
+    b"a": bytearray,
+}
+_FROM_VALUES: Mapping[bytes, Callable[..., object]] = {
+    b"l": list,
+    b"t": tuple,
+    b"d": lambda values: dict(zip(values[::2], values[1::2], strict=True)),
+    b"e": set,
+    b"z": frozenset,
+    b"r": lambda values: range(*values),
+    b"K": lambda values: dict.fromkeys(values).keys(),
+    b"V": lambda values: dict(enumerate(values)).values(),
+    b"I": lambda values: dict(values).items(),
+    _ITERATOR: iter,
+}
+
+
+class NotPlainError(Exception):
+    """A value of a type that does not go by value; the text names the type."""
+
+
+class TooMuchError(Exception):
+    """More bytes, or values nested deeper, than we pass on."""
+
+
+class MalformedError(Exception):
+    """These bytes are no value."""
+
+
+def to_bytes(value: object, exact: bool = False) -> bytes:
+    """Raises NotPlainError or TooMuchError.
+
+    An instance of a subclass, say a Counter, goes as what it is built on; where all is to be `exact`, it does not go.
+    """
+    writer = _Writer(exact)
+    writer.write(value, 0)
+    return b"".join(writer.parts)
+
+
+class _Writer:
+    def __init__(self, exact: bool) -> None:
+        self.exact, self.parts, self.room = exact, list[bytes](), MOST_BYTES
+
+    def write(self, value: object, depth: int) -> None:
+        if depth > MOST_NESTED:
+            raise TooMuchError(f"values nested deeper than {MOST_NESTED}")
+        for tag, single in _SINGLE.items():
+            if value is single:
+                return self._put(tag, 0)
+        base = self._base(type(value))
+        if base in _AS_BYTES:
+            tag, convert = _AS_BYTES[base]
+            data = convert(value)
+            return self._put(tag, len(data), data)
+        if base in _AS_VALUES:
+            tag, iterate = _AS_VALUES[base]
+        elif hasattr(base, "__next__"):
+            tag, iterate = _ITERATOR, iter
+        else:
+            raise NotPlainError(_name(base))
+        values = list(itertools.islice(iterate(value), self.room // _HEAD.size + 1))  # it may be endless
+        self._put(tag, len(values))
+        for item in values:
+            self.write(item, depth + 1)
+        return None
+
+    def _base(self, kind: type) -> type:
+        if self.exact or kind in _AS_BYTES or kind in _AS_VALUES:
+            return kind
+        return next((base for base in (*_AS_BYTES, *_AS_VALUES) if issubclass(kind, base)), kind)
+
+    def _put(self, tag: bytes, number: int, data: bytes = b"") -> None:
+        self.room -= _HEAD.size + len(data)
+        if self.room < 0:
+            raise TooMuchError(f"more than {MOST_BYTES} bytes")
+        self.parts += _HEAD.pack(tag, number), data
+
+
+def _name(kind: type) -> str:
+    """Of a type that may be anybody's: what of it is a name, and not too long."""
+    return "".join(letter for letter in str(kind.__name__)[:40] if letter.isalnum() or letter == "_")
+
+
+def from_bytes(data: bytes) -> object:
+    """Raises MalformedError."""
+    try:
+        value, end = _read(data, 0, 0)
+    except (ValueError, TypeError, OverflowError, struct.error) as error:
+        raise MalformedError("its bytes do not fit together") from error
+    if end != len(data):
+        raise MalformedError("something follows the value")
+    return value
+
+
+def _read(data: bytes, start: int, depth: int) -> tuple[object, int]:
+    tag, number = _HEAD.unpack_from(data, start)
+    start += _HEAD.size
+    if tag in _SINGLE:
+        return _SINGLE[tag], start
+    if tag in _FROM_BYTES:
+        if number > len(data) - start:
+            raise MalformedError("it ends early")
+        return _FROM_BYTES[tag](data[start : start + number]), start + number
+    if tag not in _FROM_VALUES or depth > MOST_NESTED:
+        raise MalformedError("an unknown tag, or nested too deep")
+    values = []
+    for _ in range(number):
+        value, start = _read(data, start, depth + 1)
+        values.append(value)
+    return _FROM_VALUES[tag](values), start
+
+
+# The two pipes between an answer's program and the tests: one plain value at a time, its length before it.
+
+
+_LENGTH = struct.Struct("<I")
+
+
+class ClosedError(Exception):
+    """There is nobody at the other end."""
+
+
+class Link:
+    def __init__(self, receiving: int, sending: int) -> None:
+        self.receiving, self.sending = receiving, sending
+
+    def send(self, message: bytes) -> None:
+        """Bytes that `to_bytes` made. Raises ClosedError."""
+        rest = memoryview(_LENGTH.pack(len(message)) + message)
+        while rest:
+            try:
+                rest = rest[os.write(self.sending, rest) :]
+            except BrokenPipeError as error:
+                raise ClosedError from error
+
+    def receive(self) -> Any:
+        """Raises ClosedError, or plain.MalformedError."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > MOST_BYTES:
+            raise MalformedError(f"{length} bytes announced")
+        return from_bytes(self._read(length))
+
+    def _read(self, length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            piece = os.read(self.receiving, length - len(data))
+            if not piece:
+                raise ClosedError
+            data += piece
+        return bytes(data)
+
+
+# The answer's side: it calls functions of the answer's program as the tests ask, and sends back what they return.
+#
+# The program shares this process and may change all of it. What it gains is to send other values than it would return;
+# they are plain values all the same, and the tests, which are not in this process, decide about them.
+
+
+READY, RETURNED, RAISED, REFUSED = "ready", "returned", "raised", "refused"
+MESSAGE_CHARS = 200
+
+
+def serve(link: Link, names: Mapping[str, object], process: int) -> None:
+    """Answer calls until the tests have ended. What is no error but an end, like SystemExit, ends this process.
+
+    A copy of `process` that the program has forked, where it can, answers none.
+    """
+    reply = to_bytes((READY,))
+    try:
+        while os.getpid() == process:
+            link.send(reply)
+            reply = _answer(names, *link.receive())
+    except ClosedError:
+        return
+
+
+def _answer(names: Mapping[str, object], name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
+    if name not in names:
+        return _raised(NameError(f"name '{name}' is not defined"))
+    try:
+        return to_bytes((RETURNED, names[name](*args, **kwargs)))  # type: ignore[operator]
+    except NotPlainError as refusal:
+        return to_bytes((REFUSED, f"{name}() returned a {refusal}, which is no plain value"))
+    except TooMuchError as refusal:
+        return to_bytes((REFUSED, f"{name}() returned {refusal}"))
+    except Exception as error:  # noqa: BLE001 (whatever a test may expect an answer to raise)
+        return _raised(error)
+
+
+def _raised(error: Exception) -> bytes:
+    return to_bytes((RAISED, type(error).__name__, str(error)[:MESSAGE_CHARS]))

@@ -1,0 +1,114 @@
+"""The keeper: builds the cage, forks the runner into it, watches it, and tells the caller how it ended.
+
+Its answer is two lines: the runner's process id, then the verdict. At the end it kills its process group, itself too.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from dflash_bench.tasks.isolation import child as isolation_child
+from dflash_bench.tasks.isolation import walls
+from dflash_bench.tasks.isolation.testing import REASON_CHARS
+from dflash_bench.tasks.isolation.walls import SandboxRequest
+
+TICK_S = 0.05
+"""How often it checks what the kernel has no limit for."""
+_REPORT_BYTES = 4096
+
+
+def main() -> None:
+    order = SandboxRequest(marshal.loads(sys.stdin.buffer.read()))
+    sys.path.remove(sys.argv[1])  # where this package was found
+    if sys.platform == "linux":
+        walls.die_with_parent()
+    if os.getppid() != order.parent:  # the caller died before the line above
+        sys.exit("the caller is gone")
+    answer = _watch(order)
+    os.write(sys.stdout.fileno(), f"{answer}\n".encode())
+    os.killpg(0, signal.SIGKILL)  # whatever is left of the group, this process included
+
+
+def _watch(order: SandboxRequest) -> str:
+    null = os.open(os.devnull, os.O_RDWR)
+    tasks = os.open("/proc", os.O_RDONLY) if os.path.isdir("/proc/self/task") else null
+    folder = walls.enter(order, os.getcwd()) if order.namespaces else os.getcwd()
+    report_out, report_in = os.pipe()
+    known_out, known_in = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(known_in)
+        os.read(known_out, 1)  # until the caller can read whose end to wait for, or ours, as we hold its pipe
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        for fd in (null, tasks, known_out, report_out):
+            if fd > 2:
+                os.close(fd)
+        isolation_child.run(order, folder, report_in)
+    os.write(sys.stdout.fileno(), f"{child}\n".encode())
+    # The ends of the link are closed here so that the other side sees when the runner is gone.
+    for fd in (known_out, known_in, report_in, order.receiving, order.sending):
+        os.close(fd)
+    failure = Watch(order, child, tasks).wait()
+    os.set_blocking(report_out, False)
+    report = os.read(report_out, _REPORT_BYTES)
+    if not report.startswith(isolation_child.READY):
+        return f"failed did not start: {last_line(2)}"
+    if failure is not None:
+        return f"failed {failure}"
+    return report.removeprefix(isolation_child.READY).decode() or "failed did not finish"
+
+
+class Watch:
+    """Watches one runner, from its start to its end."""
+
+    def __init__(self, order: SandboxRequest, child: int, proc: int) -> None:
+        self.order, self.child, self.proc = order, child, proc
+        self.deadline = time.monotonic() + order.wall_s
+        self.excess: str | None = None
+
+    def wait(self) -> str | None:
+        """Wait until it is dead with all its threads. Returns why it failed, or None."""
+        signal.signal(signal.SIGALRM, self._look)
+        signal.setitimer(signal.ITIMER_REAL, TICK_S)
+        _, status, usage = os.wait4(self.child, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            # The kernel counts whole ticks against the limit; on a busy machine the real usage is less than that.
+            used_up = code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime > self.order.cpu_s / 2
+            return self.excess or ("timed out" if used_up else f"killed by {signal.Signals(-code).name}")
+        return f"exit status {code}: {last_line(2)}" if code else None
+
+    def _look(self, *_: object) -> None:
+        self.excess = self._excess()
+        if self.excess:
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(self.child, signal.SIGKILL)
+            return
+        signal.setitimer(signal.ITIMER_REAL, max(TICK_S / 10, min(TICK_S, self.deadline - time.monotonic())))
+
+    def _excess(self) -> str | None:
+        if time.monotonic() >= self.deadline:
+            return "timed out"
+        if self._num_threads() > self.order.num_threads:
+            return "too many threads"
+        return None
+
+    def _num_threads(self) -> int:
+        try:
+            return os.stat(f"{self.child}/task", dir_fd=self.proc).st_nlink - 2
+        except (FileNotFoundError, NotADirectoryError):  # it has just ended; or a system without /proc
+            return 0
+
+
+def last_line(file: int) -> str:
+    """The last line that a process wrote to this file descriptor, cut to what fits into the answer."""
+    tail = os.pread(file, 4096, max(0, os.fstat(file).st_size - 4096)).decode(errors="replace")
+    lines = tail.strip().splitlines() or [""]
+    return lines[-1].strip()[:REASON_CHARS]

@@ -1,0 +1,89 @@
+"""Is an answer right? `SCORERS` maps a suite's scorer name to a function of prompt and text (and, for code, cage).
+
+Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package deals with
+what a model may write around its answer (prose, fences, units, several boxes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from dflash_bench.core import plugins
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.plugins import Registry
+from dflash_bench.core.types import CODE_SCORERS, Prompt
+from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.scorers import code, formulas, numbers
+from dflash_bench.tasks.scorers.base import Score, reference, require_module
+
+Scorer = Callable[[Prompt, str], Score]
+
+
+def require(names: Collection[str]) -> None:
+    """Raises UserError if one of these scorers cannot work on this machine; call it before the first answer."""
+    for name in names:
+        if name not in SCORERS:
+            raise unknown("scorer", name, list(SCORERS))
+    if "math" in names:
+        require_module("math_verify")
+
+
+def check_references(name: str, prompts: Iterable[Prompt]) -> None:
+    """Raises UserError for a prompt that has no reference to compare answers with, or one that no answer can equal."""
+    for prompt in prompts:
+        if name in NUMBER_SCORERS:
+            numbers.right_number(prompt)
+        elif name in _TEXT_SCORERS:
+            reference(prompt)
+        for column, kind in COLUMNS.get(name, {}).items():
+            if not isinstance(prompt.row.get(column), kind):
+                where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
+                raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} needs")
+
+
+def score(name: str, prompt: Prompt, text: str, cage: Cage | None = None) -> Score:
+    """Code is run in `cage`; without one it is not run, and stays unscored."""
+    if name not in SCORERS:
+        raise unknown("scorer", name, list(SCORERS))
+    return SCORERS[name](prompt, text, cage) if name in CODE_SCORERS else SCORERS[name](prompt, text)
+
+
+def _score_nothing(_prompt: Prompt, _text: str) -> Score:
+    return Score(None, None)
+
+
+_TEXT_SCORERS: dict[str, Scorer] = {
+    "aime_integer": numbers.number,
+    "gsm8k_number": numbers.number,
+    "math": formulas.math,
+}
+
+
+def _of_plugin(name: str, found: object) -> Scorer:
+    """Raises TypeError for what cannot be called."""
+    if not callable(found):
+        raise TypeError("it must be a function of a prompt and a text, which returns a Score")
+    return found
+
+
+SCORERS: Registry[Callable[..., Score]] = Registry(
+    plugins.SCORERS,
+    {**_TEXT_SCORERS, "humaneval": code.humaneval, "mbpp": code.mbpp, "none": _score_nothing},
+    _of_plugin,
+)
+COLUMNS: dict[str, dict[str, type]] = {
+    "humaneval": {"prompt": str, "entry_point": str, "test": str},
+    "mbpp": {"test_list": list, "test_imports": list},
+}
+"""Columns of a prompt's row that these scorers need."""
+METRIC = str(Path(__file__).parent / "evaluate_metric.py")
+"""The path to give `evaluate.load`, along with the name of a text scorer."""
+NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
+"""Scorers whose reference must hold a number."""
+
+
+def require_text_scorer(name: str) -> None:
+    """Raises UserError unless this scorer needs only an answer and a reference."""
+    if name not in _TEXT_SCORERS:
+        raise unknown("metric", name, list(_TEXT_SCORERS))

@@ -1,0 +1,119 @@
+"""Answers that are code: found among prose and fences, and run with the task's tests in the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import symtable
+import textwrap
+import warnings
+from collections.abc import Collection
+
+from dflash_bench.core.types import Prompt
+from dflash_bench.tasks.sandbox import Cage, ProgramLimits, run_tests
+from dflash_bench.tasks.scorers.base import Score
+
+_FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # but >>> is a doctest
+_FIRST_CODE = re.compile(r"^(?:import|from|def|async def|class|@\w+)\b", re.MULTILINE)
+_PROSE = re.compile(r"^(?:[A-Z][\w']*(?:,? [a-z]|: [A-Za-z])|\*\*|- |\d+[.)] |#{2,} )", re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+
+LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes
+
+
+def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+    """The tests have what the prompt defines before the function: as the prompt says it, whatever the answer says."""
+    stub, name = prompt.row["prompt"], prompt.row["entry_point"]
+    code = _code(text, {name})
+    given = stub.partition(f"def {name}(")[0]
+    if _defines(code, {name}):
+        solution = given + code
+    else:  # only the body, or what follows the stub
+        solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
+    tests = _join(given, prompt.row["test"], f"check({name})")
+    return _score(code, _join(solution), tests, {name} | _asked(tests), cage)
+
+
+def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+    imports, tests = prompt.row["test_imports"], prompt.row["test_list"]
+    code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
+    program = _join(*imports, *tests)
+    return _score(code, _join(*imports, code), program, _asked(program) or _named(prompt), cage)
+
+
+def _score(code: str, program: str, tests: str, asked: Collection[str], cage: Cage | None) -> Score:
+    if cage is None:
+        return Score(code, None)
+    outcome = run_tests(program, cage, LIMITS, tests, sorted(asked))
+    return Score(code if outcome.by_value else f"{code.rstrip()}\n\n# {outcome.reason}", outcome.passed)
+
+
+def _asked(tests: str) -> set[str]:
+    """The names that these tests use, and neither they nor Python define: functions of the answer."""
+    try:
+        top = symtable.symtable(tests, "<tests>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which will be said when they are run
+        return set()
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    return _used(top) - defined - vars(builtins).keys()
+
+
+def _named(prompt: Prompt) -> set[str]:
+    """What the task's own solution defines: a task may ask for a function with the name of a built-in one."""
+    return set(re.findall(r"^def (\w+)", str(prompt.row.get("code")), re.MULTILINE))
+
+
+def _used(table: symtable.SymbolTable) -> set[str]:
+    """The global names that are read in it and in what it encloses."""
+    used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+    return used.union(*map(_used, table.get_children()))
+
+
+def _code(text: str, names: Collection[str]) -> str:
+    """The last Python block that defines one of `names`, preceded by the blocks it may depend on.
+
+    Without such a block, the text most likely to be code.
+    """
+    text = _QUOTED.sub("", text)
+    fenced = [(language.lower(), textwrap.dedent(body)) for _, language, body in _FENCED.findall(text)]
+    blocks = [body for _, body in fenced]
+    python = [body for language, body in fenced if language in {"python", "py", "python3"}]
+    likeliest = [b for b in python if _defines(b, names)] or [b for b in blocks if _defines(b, names)]
+    if likeliest:
+        earlier = blocks[: len(blocks) - 1 - blocks[::-1].index(likeliest[-1])]
+        return "\n".join([*(block for block in earlier if _only_defines(block)), likeliest[-1]])
+    if blocks:
+        return (python or blocks)[-1]
+    return _without_prose(text) if _defines(text, names) else text
+
+
+def _defines(code: str, names: Collection[str]) -> bool:
+    any_name = "|".join(map(re.escape, names))
+    by_statement = rf"^(?:(?:async )?(?:def|class) (?:{any_name})\b|(?:{any_name})\s*(?::[^=\n]+)?=(?!=))"
+    return re.search(by_statement, code, re.MULTILINE) is not None
+
+
+def _only_defines(code: str) -> bool:
+    """Does this code only define names, so that it can safely be put before other code?"""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes that the model wrote
+            statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    definitions = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    return all(isinstance(statement, definitions) for statement in statements)
+
+
+def _without_prose(text: str) -> str:
+    first = _FIRST_CODE.search(text)
+    start = first.start() if first else 0
+    end = _PROSE.search(text, start)
+    return text[start : end.start() if end else None]
+
+
+def _join(*parts: str) -> str:
+    """One program; Python requires imports from `__future__` to come first."""
+    program = "\n\n".join(parts)
+    return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])

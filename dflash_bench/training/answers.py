@@ -1,0 +1,208 @@
+"""The target's answers and hidden states, stored batch by batch, or computed again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from dflash_bench.core import files
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.training.distributed import ALONE, Crew
+from dflash_bench.training.trainer import claim
+
+# The target's own answers to training prompts, and its hidden states on them: what drafts learn from (paper, 4.2).
+#
+# Answers are decoded many at a time, and stored batch by batch. A batch that is stored is never made again, so what was
+# interrupted goes on where it was. Batches are drawn at random: the first few are a fair sample of all.
+
+
+PLAN = "answers.json"
+ENDS = 2
+"""Tokens at the end of an answer that the decoding loop reads in no round, or for no drafter."""
+GROUP = 16
+"""Batches that are cut from one sample of prompts, alike lengths together: rows of a batch wait for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """A chat's tokens, as the template renders them, and the temperature of the answer.
+
+    `first` are the tokens that its first turn was asked with; none if it is the first.
+    """
+
+    ids: tuple[int, ...]
+    temperature: float = 0.0
+    first: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What decides the answers. `layers` are those whose outputs are stored; with none, answers alone are."""
+
+    revision: str
+    layers: tuple[int, ...]
+    max_new_tokens: int
+    batch_size: int
+    seed: int = 0
+
+
+class Recorder:
+    """A drafter that proposes nothing, and keeps what the target's layers said: plain decoding with its states."""
+
+    num_drafts = 0
+
+    def __init__(self, taps: Sequence[int], hidden_size: int) -> None:
+        self.taps, self.hidden_size = tuple(taps), hidden_size
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        shape = (num_rows, capacity, len(self.taps), self.hidden_size)
+        self.states = torch.zeros(shape, dtype=torch.bfloat16)
+
+    def observe(self, committed: Committed) -> None:
+        if committed.hidden is None:  # no layer is tapped
+            return
+        hidden = committed.hidden.unflatten(-1, self.states.shape[2:]).to("cpu", torch.bfloat16)
+        for row, (start, count) in enumerate(zip(committed.starts, committed.counts, strict=True)):
+            self.states[row, start : start + count] = hidden[row, :count]
+
+    def propose(self) -> None:
+        return None
+
+
+def collect(
+    target: Target,
+    stop_ids: frozenset[int],
+    asked: Sequence[AnswerRequest],
+    plan: AnswerPlan,
+    folder: Path,
+    report: Callable[[str], object],
+    crew: Crew = ALONE,
+) -> None:
+    """Answers to all prompts, in `folder`, shared among a crew. Raises UserError if it holds those of another plan."""
+    # First turns are told by what they always were, so that answers of earlier versions stay theirs.
+    told = [{name: value for name, value in asdict(one).items() if value != ()} for one in asked]
+    prompts = zlib.crc32(repr(told).encode())
+    if crew.is_first:
+        claim(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
+    crew.wait()
+    for number, rows in crew.share(list(enumerate(batches(asked, plan.batch_size, plan.seed)))):
+        path = part(folder, number)
+        if not path.exists():
+            here = [asked[row] for row in rows]
+            tensors = _answered(target, stop_ids, here, plan)
+            write(path, {**tensors, **_firsts(here), "prompts": torch.tensor(rows)})
+        report(f"answers: batch {number + 1}")
+    crew.wait()
+
+
+def _firsts(asked: Sequence[AnswerRequest]) -> dict[str, Tensor]:
+    """How each chat began, one behind another; nothing where all begin here."""
+    if not any(one.first for one in asked):
+        return {}
+    return {
+        "firsts": torch.tensor([token for one in asked for token in one.first], dtype=torch.int32),
+        "first_ends": torch.tensor([len(one.first) for one in asked]).cumsum(0),
+    }
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> None:
+    files.write_whole(path, lambda file: file.write(save(tensors)))
+
+
+def batches(asked: Sequence[AnswerRequest], size: int, seed: int) -> list[list[int]]:
+    """Numbers of prompts, by batch; the same for the same prompts. Rows of a batch have one temperature."""
+    order = list(range(len(asked)))
+    Random(seed).shuffle(order)
+    by_batch: list[list[int]] = []
+    for temperature in dict.fromkeys(one.temperature for one in asked):
+        alike = [row for row in order if asked[row].temperature == temperature]
+        for at in range(0, len(alike), GROUP * size):
+            group = sorted(alike[at : at + GROUP * size], key=lambda row: len(asked[row].ids))
+            by_batch += [group[i : i + size] for i in range(0, len(group), size)]
+    Random(seed + 1).shuffle(by_batch)
+    return by_batch
+
+
+def part(folder: Path, number: int) -> Path:
+    return folder / f"answers-{number:05d}.safetensors"
+
+
+def _answered(
+    target: Target, stop_ids: frozenset[int], asked: Sequence[AnswerRequest], plan: AnswerPlan
+) -> dict[str, Tensor]:
+    recorder = Recorder(plan.layers, target.config.hidden_size)
+    answers: list[list[int]] = [[] for _ in asked]
+    seeds = [zlib.crc32(repr((plan.seed, one.ids)).encode()) for one in asked]
+    prompts, limits = [one.ids for one in asked], Limits(plan.max_new_tokens, stop_ids)
+    sampling = Sampling(asked[0].temperature)
+    for step in decode(target, recorder, prompts, limits, sampling, HostClock(), seeds):
+        for answer, new in zip(answers, step.emitted, strict=True):
+            answer += new or []
+    texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
+    states: list[Tensor] = []
+    if plan.layers:
+        _read_ends(target, recorder, texts)
+        states = [recorder.states[row, : len(text)] for row, text in enumerate(texts)]
+    return joined(texts, [len(one.ids) for one in asked], states)
+
+
+def joined(
+    texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Whole conversations one behind another, as they are stored; `states` [T, K, H] of each, or none at all."""
+    tensors = {
+        "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+        "ends": torch.tensor([len(text) for text in texts]).cumsum(0),
+        "prompt_lengths": torch.tensor(prompt_lengths),
+    }
+    return {**tensors, "states": torch.cat(list(states))} if states else tensors
+
+
+@torch.inference_mode()
+def _read_ends(target: Target, recorder: Recorder, texts: Sequence[Sequence[int]]) -> None:
+    """The states of each answer's last two tokens: the loop has no use for them, and what teaches the stop token has.
+
+    The target's cache still holds all that stands before them.
+    """
+    starts = [len(text) - ENDS for text in texts]
+    tokens = torch.tensor([text[-ENDS:] for text in texts], device=target.device)
+    target.tap(recorder.taps)
+    try:
+        hidden = target.forward(tokens, starts).hidden
+        recorder.observe(Committed(hidden, tokens, tokens[:, -1], starts, [ENDS] * len(texts)))
+    finally:
+        target.tap(())
+
+
+# The target's states on texts that are known already, by one pass over them.
+
+
+class Computed:
+    """What is not stored: the outputs of these layers on texts, whenever they are asked for."""
+
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        self.target, self.layers = target, tuple(layers)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """[T, K, H] in bfloat16, on the host, for each text of T tokens."""
+        self.target.begin(len(texts), max(map(len, texts)))
+        self.target.tap(self.layers)
+        try:
+            hidden = self.target.prefill(texts).hidden
+        finally:
+            self.target.tap(())
+        assert hidden is not None
+        states = hidden.unflatten(-1, (len(self.layers), -1)).to("cpu", torch.bfloat16)
+        return [states[row, : len(text)] for row, text in enumerate(texts)]

@@ -1,0 +1,147 @@
+"""Do training prompts stand in a test suite? By pieces of thirteen words that both have.
+
+Lines that several prompts of a suite have are how it asks, and no leak: they are left out on both sides. A piece that
+is the same but for its numbers comes from a template of both: no leak, but such a test is easier than it looks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.tasks import suites
+
+NUM_WORDS = 13
+"""Of a piece; a shorter text counts as a whole."""
+OF_TEMPLATE = 3
+"""A line that so many prompts of a suite have is its template's."""
+NUMBER = "0"
+"""In place of every number, to find pieces that are the same but for these."""
+LEAST_WORDS = 7
+"""Of such a piece, besides numbers: rows of numbers are alike everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The training prompts that share a piece with one of a suite's as it is, and how many do but for numbers."""
+
+    suite: str
+    source: str
+    num_rows: int
+    shared: tuple[str, ...]
+    num_alike: int
+
+    @property
+    def num_shared(self) -> int:
+        return len(self.shared)
+
+
+Piece = tuple[str, ...]
+
+
+def pieces(text: str, template: Collection[str] = ()) -> set[Piece]:
+    """Of the text without the lines of a template."""
+    kept = [line for line in text.splitlines() if line.strip() not in template]
+    words = re.findall(r"\w+", " ".join(kept).lower())
+    return {tuple(words[i : i + NUM_WORDS]) for i in range(max(1, len(words) - NUM_WORDS + 1))} if words else set()
+
+
+def without_numbers(found: Iterable[Piece]) -> set[Piece]:
+    """The pieces with every number the same, where enough words are left."""
+    alike = (tuple(NUMBER if word.isdecimal() else word for word in piece) for piece in found)
+    return {piece for piece in alike if len(piece) - piece.count(NUMBER) >= LEAST_WORDS}
+
+
+@dataclass(slots=True)
+class _Tested:
+    """A suite's pieces, as they are and but for numbers, and who shares them so far."""
+
+    loaded: suites.Loaded
+    template: set[str]
+    as_they_are: set[Piece]
+    but_for_numbers: set[Piece]
+    shared: list[str] = field(default_factory=list)
+    num_alike: int = 0
+
+    @classmethod
+    def of(cls, loaded: suites.Loaded) -> _Tested:
+        turns = [turn for prompt in loaded.prompts for turn in prompt.turns]
+        lines = Counter(line for turn in turns for line in _lines(turn))
+        template = {line for line, count in lines.items() if count >= OF_TEMPLATE}
+        as_they_are = set().union(*(pieces(turn, template) for turn in turns))
+        return cls(loaded, template, as_they_are, without_numbers(as_they_are))
+
+
+def found(texts: Iterable[str], against: Path | None) -> list[Overlap]:
+    """With every suite, as embedded and as in the folder `against` where it has the suite."""
+    tested = [_Tested.of(loaded) for loaded in _suites(against)]
+    for text in texts:
+        lines = _lines(text)
+        # Few suites have a line in common with the text, so that most of them see the same pieces.
+        cut: dict[frozenset[str], tuple[set[Piece], set[Piece]]] = {}
+        for one in tested:
+            left_out = frozenset(lines & one.template)
+            if left_out not in cut:
+                here = pieces(text, left_out)
+                cut[left_out] = here, without_numbers(here)
+            as_they_are, but_for_numbers = cut[left_out]
+            if not as_they_are.isdisjoint(one.as_they_are):
+                one.shared.append(text)
+            one.num_alike += not but_for_numbers.isdisjoint(one.but_for_numbers)
+    return [
+        Overlap(one.loaded.suite.name, one.loaded.source, len(one.loaded.prompts), tuple(one.shared), one.num_alike)
+        for one in tested
+    ]
+
+
+def _lines(text: str) -> set[str]:
+    return {line.strip() for line in text.splitlines()}
+
+
+def require_suites(folder: Path) -> None:
+    """Raises UserError unless the folder holds rows of suites that we know, and of no others: a name that is mistyped
+    would leave prompts unguarded."""
+    known = suites.known_suites()
+    looked_for = f"known: {', '.join(f'{name}/{suite.split}' for name, suite in known.items())}.jsonl or .parquet"
+    try:
+        named = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"--against {folder}: {error.strerror}; {looked_for}") from error
+    of_suites = {
+        name for name in named if any((folder / name).glob("*.jsonl")) or any((folder / name).glob("*.parquet"))
+    }
+    if unknown := sorted(of_suites - known.keys()):
+        raise UserError(f"--against {folder} has rows of {unknown[0]}, which is no suite; {looked_for}")
+    for name in named:
+        if name in known and not _has_rows(folder / name, known[name].split):
+            raise UserError(f"--against {folder}: {name} holds no rows of its split; {looked_for}")
+    if not of_suites:
+        raise UserError(
+            f"--against {folder} holds rows of no suite, so no prompt would be held against it; {looked_for}"
+        )
+
+
+def _has_rows(folder: Path, split: str) -> bool:
+    return any((folder / f"{split}.{kind}").exists() for kind in ("jsonl", "parquet"))
+
+
+def _suites(against: Path | None) -> Iterable[suites.Loaded]:
+    for suite in suites.known_suites().values():
+        yield suites.load_prompts(suite)
+        if against is not None and _has_rows(against / suite.name, suite.split):
+            yield suites.load_prompts(suite, against)
+
+
+def refuse(overlaps: Sequence[Overlap]) -> None:
+    """Raises UserError if any prompt stands in a test suite."""
+    for overlap in overlaps:
+        if overlap.num_shared:
+            raise UserError(
+                f"{overlap.num_shared} prompts share {NUM_WORDS} words in a row with {overlap.suite} "
+                f"({overlap.source}), such as {overlap.shared[0]!r:.120}: a draft trained on them would be tested on "
+                "what it knows; leave them out, or add --allow overlap"
+            )

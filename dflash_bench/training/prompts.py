@@ -1,0 +1,208 @@
+"""Prompts to train on: chats from files, prompts from templates, and such as the target invents."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Message, Prompt
+from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.models import chat
+from dflash_bench.tasks import prompts as tasks_prompts
+from dflash_bench.tasks import suites
+
+# Prompts written for this project, to train a draft where there are none at hand: chat, code and mathematics.
+#
+# Each is a form with its gaps filled at random (`starter.toml`), so that thousands of different ones come of little
+# text.
+
+
+KINDS = ("chat", "code", "mathematics")
+ENDINGS = ("", "", " Show your work.", "\nPlease reason step by step, and put your final answer within \\boxed{}.")
+"""Of mathematics."""
+TRIES = 1000
+"""Draws in a row that give nothing new: then all there is has been drawn, or nearly."""
+NUMBERS = {"a": (4, 60), "b": (2, 9), "c": (3, 12)}
+
+
+@cache
+def _texts() -> dict[str, Any]:
+    return files.toml_of(Path(__file__).with_name("starter.toml"))
+
+
+def prompts(kind: str, count: int, seed: int = 0) -> Iterator[str]:
+    """So many different prompts of a kind; the same ones for the same seed. Raises UserError where there are fewer."""
+    rng, known, forms, known_in_a_row = Random(f"{kind} {seed}"), set[str](), _texts()["forms"][kind], 0
+    while len(known) < count:
+        text = _filled(rng.choice(forms), rng) + (rng.choice(ENDINGS) if kind == "mathematics" else "")
+        known_in_a_row = known_in_a_row + 1 if text in known else 0
+        if known_in_a_row > TRIES:
+            raise UserError(f"there are only about {len(known):,} different prompts of {kind}; lower --written")
+        if not known_in_a_row:
+            known.add(text)
+            yield text
+
+
+def _filled(form: str, rng: Random) -> str:
+    words = {name: str(rng.randint(low, high)) for name, (low, high) in NUMBERS.items()}
+
+    def fill(gap: re.Match[str]) -> str:
+        name = gap[1]
+        # A name stands for one person throughout; topics, which a form may ask for twice, differ.
+        if name not in words or name == "topic":
+            words[name] = rng.choice([word for word in _texts()["gaps"][name] if word not in words.values()])
+        return words[name]
+
+    return re.sub(r"\{([a-z]+)\}", fill, form)
+
+
+# Training prompts, from wherever they come, as chats that the target answers.
+
+
+LONGEST_SHARE = 0.5
+"""Of a row: a longer prompt would leave too little of it to the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """`source` is the file, or the kind of prompts of ours or of the target's own; `later` are turns still to come."""
+
+    source: str
+    messages: tuple[Message, ...]
+    later: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "\n".join([*(message.content for message in self.messages), *self.later])
+
+    def continued(self, answer: str) -> Chat:
+        """With the answer to what was asked last, and the next turn."""
+        asked, *later = self.later
+        return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", asked)), tuple(later))
+
+
+def of_user(source: str, text: str) -> Chat:
+    return Chat(source, (Message("user", text),))
+
+
+def given(files: Sequence[str]) -> Iterator[Chat]:
+    """The prompts in files, FILE or SUITE=FILE. Raises UserError for what cannot be read."""
+    known = suites.known_suites()
+    for text in files:
+        name, equals, path = text.partition("=")
+        if equals and name in known:
+            yield from (_chat(path, prompt) for prompt in _of_suite(known[name], Path(path)))
+        else:
+            yield from (_chat(text, prompt) for prompt in tasks_prompts.load(Path(text)).prompts)
+
+
+def _of_suite(suite: suites.Suite, path: Path) -> Iterator[Prompt]:
+    placed = suites.parquet_rows(path) if path.suffix == ".parquet" else suites.json_lines(path)
+    for number, (where, row) in enumerate(placed):
+        yield suites.to_prompt(suite, where, number, row)
+
+
+def _chat(source: str, prompt: Prompt) -> Chat:
+    first, *later = prompt.turns
+    return Chat(source, (*prompt.opening, Message("user", first)), tuple(later))
+
+
+def written(count: int, seed: int) -> Iterator[Chat]:
+    """So many of each kind of ours."""
+    for kind in KINDS:
+        yield from (of_user(f"written for dflash-bench: {kind}", text) for text in prompts(kind, count, seed))
+
+
+def encoded(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> list[tuple[Chat, tuple[int, ...]]]:
+    """Each chat with its tokens, as `fitting` chooses.
+
+    Raises UserError without a chat template, and where no chat is left.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError("the target has no chat template, so nothing says how it is asked; add one to its tokenizer")
+    chat.check(tokenizer, [(one.source, one.messages) for one in chats], thinking=False)
+    kept = fitting(chats, tokenizer, row_length)
+    if not kept:
+        raise UserError(f"no prompt is shorter than {LONGEST_SHARE * row_length:.0f} tokens")
+    return [(chats[number], ids) for ids, number in kept.items()]
+
+
+def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tuple[int, ...], int]:
+    """Tokens of each chat, once, and its number: only of those that leave room for an answer."""
+    kept: dict[tuple[int, ...], int] = {}
+    for number, one in enumerate(chats):
+        text = chat.rendered(tokenizer, one.messages, thinking=False)
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        if len(ids) <= LONGEST_SHARE * row_length:
+            kept.setdefault(ids, number)
+    return kept
+
+
+# Prompts that the target makes up itself: it is given an empty user's turn to write (Magpie, arXiv 2406.08464).
+#
+# An instruction-tuned model has read users' turns, and continues one as users would. So a draft can be trained where
+# there are no prompts at all. An opening, such as "Write a Python function", says what kind they are to be.
+
+
+TOP_P = 0.95
+"""At temperature 1: prompts are to differ, and still make sense."""
+MOST_TOKENS = 160
+SHORTEST = 16
+"""Characters; what is shorter asks nothing."""
+_HERE = "\x02here\x02"
+
+
+def turn_start(tokenizer: Any) -> str:
+    """The chat up to where the user's text begins, as the template renders it. Raises UserError without a template."""
+    if tokenizer.chat_template is None:
+        raise UserError("the target has no chat template, so it cannot write a user's turn; give --prompts FILE")
+    start, found, _ = chat.rendered(tokenizer, [Message("user", _HERE)], False).partition(_HERE)
+    if not found:
+        raise UserError("the chat template changes the user's text, so no turn can be continued; give --prompts FILE")
+    return start
+
+
+def invent(
+    target: Target,
+    tokenizer: Any,
+    stop_ids: frozenset[int],
+    count: int,
+    openings: Sequence[str],
+    batch_size: int,
+    seed: int,
+    report: Callable[[str], object],
+) -> Iterator[str]:
+    """`count` different prompts, of every opening equally many. Gives up where most of what is written is no prompt.
+
+    Raises UserError there.
+    """
+    start, known, tries = turn_start(tokenizer), set[str](), 0
+    limits = Limits(MOST_TOKENS, stop_ids)
+    while len(known) < count:
+        chosen = [openings[(tries + row) % len(openings)] for row in range(batch_size)]
+        prompts = [tokenizer.encode(start + opening, add_special_tokens=False) for opening in chosen]
+        written: list[list[int]] = [[] for _ in prompts]
+        seeds = [seed * 1_000_003 + tries + row for row in range(batch_size)]
+        for step in decode(target, NoDrafter(), prompts, limits, Sampling(1.0, top_p=TOP_P), HostClock(), seeds):
+            for tokens, new in zip(written, step.emitted, strict=True):
+                tokens += new or []
+        tries += batch_size
+        for opening, tokens in zip(chosen, written, strict=True):
+            text = opening + tokenizer.decode(tokens, skip_special_tokens=True)
+            if tokens[-1] in stop_ids and len(text) >= SHORTEST and text not in known and len(known) < count:
+                known.add(text)
+                yield text
+        if tries > 4 * (count + batch_size) and len(known) < tries / 8:
+            raise UserError(f"of {tries} turns that the target wrote, {len(known)} are prompts; give --prompts FILE")
+        report(f"prompts: {len(known)} of {count}")

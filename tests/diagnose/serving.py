@@ -1,0 +1,110 @@
+"""A fake server that says what our engine decodes with a fault planted in it, and the command that checks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fake_server import Count, FakeServer
+from nano_words import nano_text
+
+from dflash_bench.core.methods import parse
+from dflash_bench.core.types import GREEDY, Message, Settings
+from dflash_bench.diagnose import crosscheck
+from dflash_bench.diagnose.compare_counts import Convention, CrosscheckResult, DecodedAnswer, RoundCounts, whole
+from dflash_bench.diagnose.crosscheck import CrosscheckRequest
+from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.models import presets
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.setup import Wanted, opened
+from dflash_bench.tasks import suites
+
+PROMPTS, LENGTH = 8, 24
+WORDS = ("--suite", "gsm8k", "--model", "nano", "--limit", PROMPTS, "--max-new-tokens", LENGTH)
+
+
+@dataclass(frozen=True)
+class Said:
+    """One answer of the server."""
+
+    tokens: tuple[int, ...]
+    accepted: tuple[int, ...]
+    num_drafts: int
+
+    def counts(self, convention: Convention) -> RoundCounts:
+        return convention(DecodedAnswer(len(self.tokens), self.accepted, self.num_drafts, LENGTH))
+
+
+def chats(limit: int = PROMPTS) -> list[list[Message]]:
+    (gsm8k,) = suites.expand(["gsm8k"])
+    return [chat for _, chat in suites.chats(suites.load_prompts(gsm8k, "embedded", limit))]
+
+
+def engine(
+    method: str = "dflash", draft: Path | None = None, target: Path | None = None, **wanted: Any
+) -> LocalBackend:
+    chosen = [parse("ar"), parse(method)]
+    drafts = {} if draft is None else {method.partition(":")[0]: str(draft)}
+    model = presets.combine("nano", None if target is None else str(target), drafts)
+    return opened(model, chosen, Wanted(is_small=True, **wanted), LENGTH, 0)
+
+
+def decoded(
+    backend: LocalBackend,
+    method: str,
+    settings: Settings = GREEDY,
+    prompts: Iterable[list[int]] | None = None,
+    rows: int = PROMPTS,
+) -> dict[str, Said]:
+    """What it answers, so many prompts at a time, by the ids of our prompt as JSON; `prompts` are read instead."""
+    ours = [backend.encode(chat) for chat in chats()]
+    read = list(prompts or [backend.encode(chat, settings) for chat in chats()])
+    method = parse(method).label
+    drafts = backend.drafters[method].num_drafts
+    answers = backend.generate_ids(method, read, num_rows=rows)
+    assert all(answer.error is None for answer in answers)
+    return {
+        json.dumps(prompt): Said(answer.token_ids, answer.accepted or (), drafts)
+        for prompt, answer in zip(ours, answers, strict=True)
+    }
+
+
+@contextmanager
+def server(
+    answers: Mapping[str, Said], convention: Convention = whole, by_chat: bool = False, **does: Any
+) -> Iterator[FakeServer]:
+    """Gives these answers, and counts them in this way. `by_chat`: it is sent chats, in the same order."""
+    if by_chat:
+        names = [json.dumps([{"role": m.role, "content": m.content} for m in chat]) for chat in chats()]
+        answers = dict(zip(names, answers.values(), strict=True))
+    ends = frozenset(said.tokens[-1] for said in answers.values() if len(said.tokens) < LENGTH)
+
+    def count(prompt: str) -> Count:
+        counts = answers[prompt].counts(convention)
+        return Count(counts.rounds, counts.drafted or 0, counts.accepted, list(counts.at or ()))
+
+    behaviour: dict[str, Any] = {
+        "answer": lambda prompt, _: answers[prompt].tokens,
+        "ends": ends,
+        "block": 1,
+        "text": nano_text,
+    }
+    with FakeServer(**{**behaviour, "counts": count, **does}) as running:
+        yield running
+
+
+def checked(url: str, method: str = "dflash", sends_chats: bool = False, **changes: Any) -> CrosscheckResult:
+    """What the command finds, before it is said."""
+    options: dict[str, Any] = {"model": "nano", "limit": PROMPTS, "max_new_tokens": LENGTH, **changes}
+    ours = RunRequest(suites=("gsm8k",), methods=() if ":" not in method else (method,), **options)
+    theirs = RunRequest(suites=(), methods=(), servers=(f"{method.partition(':')[0]}={url}",))
+    (found,) = crosscheck.perform(CrosscheckRequest(ours, theirs, sends_chats), lambda _: None)
+    return found
+
+
+def names(found: Sequence[Any]) -> list[str]:
+    return [one.cause.name for one in found]

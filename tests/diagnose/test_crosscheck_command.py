@@ -1,0 +1,165 @@
+"""The command: what it prints, writes and exits with, which options go together, and how each dialect counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+from serving import LENGTH, PROMPTS, Said, decoded, engine, server
+
+from dflash_bench.diagnose.compare_counts import Convention, bonus_is_last, llamacpp, whole, within_answer
+
+Main = Callable[..., tuple[int, str, str]]
+WORDS = f"crosscheck --suite gsm8k --model nano --limit {PROMPTS} --max-new-tokens {LENGTH}".split()
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Said]:
+    return decoded(engine(), "dflash")
+
+
+@pytest.fixture
+def check(main: Main) -> Callable[..., tuple[int, str, str]]:
+    def run(running: FakeServer, *more: object) -> tuple[int, str, str]:
+        return main(*WORDS, "--server", f"dflash={running.url}", *more)
+
+    return run
+
+
+COUNTING: list[tuple[dict[str, Any], Convention]] = [
+    ({"dialect": "vllm"}, whole),
+    ({"dialect": "vllm", "counts_by_request": True}, whole),
+    ({"dialect": "vllm", "counts_positions": False}, whole),
+    ({"dialect": "llamacpp"}, llamacpp),
+    ({"dialect": "llamacpp", "has_metrics": False}, llamacpp),
+    ({"dialect": "sglang"}, whole),
+    ({"dialect": "sglang"}, within_answer),
+    ({"dialect": "sglang"}, bonus_is_last),
+    ({"dialect": "sglang", "spec_names": "none"}, whole),
+]
+
+
+@pytest.mark.parametrize(("does", "convention"), COUNTING)
+def test_a_server_that_does_the_same_agrees_in_all_dialects(
+    check: Main, answers: dict[str, Said], does: dict[str, Any], convention: Convention
+) -> None:
+    with server(answers, convention, **does) as running:
+        code, out, err = check(running)
+    assert (code, err.replace("loading the models\n", "")) == (0, "")
+    assert out.rstrip().endswith(
+        f"The server and this engine agree: {PROMPTS} of {PROMPTS} answers are the same, and {PROMPTS} of {PROMPTS} "
+        "have the same counts of rounds and accepted drafts."
+    )
+    tells_positions = does.get("counts_positions", True) and does.get("has_metrics", True) and "spec_names" not in does
+    assert ("Share of rounds that accept the draft at a position" in out) == tells_positions
+
+
+def test_counts_are_not_put_another_servers_way(check: Main, answers: dict[str, Said]) -> None:
+    """Answers of this length end in cut rounds, so that the way of counting shows."""
+    with server(answers, llamacpp, dialect="vllm") as running:
+        _, out, _ = check(running, "--json")
+    (found,) = json.loads(out)
+    assert found["num_same_answers"] == PROMPTS and found["num_same_counts"] < PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("does", "remedy"),
+    [
+        ({"dialect": "vllm", "has_metrics": False}, "start vLLM without --disable-log-stats"),
+        ({"dialect": "openai", "gives_ids": False}, "name the server's own --dialect"),
+    ],
+)
+def test_a_server_that_hides_its_counts_cannot_be_told(
+    check: Main, answers: dict[str, Said], does: dict[str, Any], remedy: str
+) -> None:
+    # A server that renders chats also says texts, which are compared.
+    tokenizer = engine("ngram").tokenizer
+    text = lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)  # noqa: E731
+    by_chat = does["dialect"] == "openai"
+    with server(answers, by_chat=by_chat, text=text, **does) as running:
+        code, out, _ = check(running)
+    assert code == 2
+    assert "It cannot be told whether the server drafts as this engine does: the server counts no rounds" in out
+    assert remedy in out and "agree" not in out and f"{PROMPTS} of {PROMPTS} answers are the same" in out
+
+
+def test_an_answer_that_is_not_the_models_is_judged(check: Main, answers: dict[str, Said]) -> None:
+    prompt, said = next(iter(answers.items()))
+    bent = {**answers, prompt: replace(said, tokens=(*said.tokens[:5], said.tokens[5] ^ 1, *said.tokens[6:]))}
+    with server(bent, has_metrics=False) as running:
+        code, out, _ = check(running, "--json")
+    (found,) = json.loads(out)
+    assert (code, found["verdict"], found["named"]) == (1, "differ", [])
+    assert [one["verdict"] for one in found["answers"]] == ["mismatch", *[None] * (PROMPTS - 1)]
+    assert f"1 of {PROMPTS} answers are not what the model answers here" in found["sentence"]
+
+
+def test_a_failed_answer_is_said(check: Main, answers: dict[str, Said]) -> None:
+    with server(answers, faults={2: "500"}) as running:
+        code, out, _ = check(running)
+    assert code == 1 and "an answer of the server failed: HTTP 500: fault 500" in out
+    assert "differ: 1 of its answers failed" in out
+
+
+def test_the_page_and_the_json_say_the_same(check: Main, answers: dict[str, Said], tmp_path: Path) -> None:
+    with server(answers) as running:
+        code, out, err = check(running, "--json", "--output", tmp_path / "page.md")
+    (found,) = json.loads(out)
+    page = (tmp_path / "page.md").read_text()
+    assert code == 0 and found["verdict"] == "agree" and found["ratio"]["value"] == 1
+    assert found["sentence"] in page and "| rounds |" in page and page.startswith("# Crosscheck")
+    assert "dflash-bench crosscheck --suite gsm8k" in page and "wrote" in err
+
+
+def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said]) -> None:
+    slow = {
+        prompt: replace(said, num_drafts=4, accepted=(0,) * (len(said.tokens) - 1)) for prompt, said in answers.items()
+    }
+    with server(answers) as first, server(slow) as second:
+        urls = [f"dflash={first.url}", f"ngram={second.url}"]
+        code, out, _ = main(*WORDS, *(word for url in urls for word in ("--server", url)), "--json")
+    found = json.loads(out)
+    assert code == 1 and [(one["method"], one["verdict"]) for one in found] == [
+        ("dflash", "agree"),
+        ("ngram", "differ"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to check: give the server"),
+        (["--server", "plain=http://x"], "plain= drafts nothing"),
+        (["--server", "dflash=http://x", "--server", "dflash=http://y"], "dflash is given twice"),
+        (["--server", "dflash:7=http://x"], "a server decides itself how many tokens it drafts"),
+        (["--server", "dflash=http://x", "--method", "eagle3"], "--method eagle3 has no server"),
+        (["--server", "dflash=http://x", "--method", "dflash:n=3", "--method", "dflash:n=4"], "give --method once"),
+        (["--server", "oracle=http://x"], "is no method of which a server's answers could be judged"),
+        (["--server", "dflash=http://x", "--thinking", "both"], "asks in one mode of thinking"),
+        (["--server", "dflash=http://x", "--dialect", "klingon"], "unknown dialect"),
+        (["--server", "dflash=http://x", "--timeout", "0"], "--timeout is a number of seconds above 0"),
+        (["--server", "dflash=http://x", "--draft", "eagle3=x"], "--draft eagle3= has no effect"),
+        (["--server", "dflash=http://x", "--output", "no/such/page.md"], "there is no folder no/such"),
+        (["--server", "dflash=http://127.0.0.1:9"], "no server for dflash answers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(main: Main, words: list[str], said: str) -> None:
+    code, _, err = main(*WORDS, *words)
+    assert code == 2 and said in err
+
+
+@pytest.fixture(autouse=True)
+def few_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`test_planted_servers.py` tries all of them."""
+    from itertools import islice
+
+    from dflash_bench.diagnose import crosscheck
+
+    emulations = crosscheck.emulations
+    monkeypatch.setattr(crosscheck, "emulations", lambda bench: islice(emulations(bench), 1))
+    yield

@@ -1,0 +1,373 @@
+"""Every cause that `crosscheck` emulates is named where a server has it, and no other one is.
+
+The servers' faults are planted in checkpoints or in the engine's parts, and not by the code that emulates them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import Said, chats, checked, decoded, engine, names, server
+from torch import Tensor
+
+from dflash_bench.core.types import Settings
+from dflash_bench.diagnose import causes, compare_counts, crosscheck
+from dflash_bench.diagnose.compare_counts import drafts_a_round, named
+from dflash_bench.diagnose.show import sentence
+from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.forward.native_drafts import LeanDFlash
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.models.presets import NANO
+from dflash_bench.runner.plan import Resolved
+
+Emulated = tuple[int, list[Any]] | None
+EMULATED: dict[tuple[str, str, str], Emulated] = {}
+"""What our engine gives under a cause does not depend on the server, and is decoded once for all tests."""
+
+
+@dataclass
+class Shaped:
+    """An emulation, with the method and its number of drafts."""
+
+    emulation: Any
+    shape: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.emulation, name)
+
+
+OPENED: dict[str, LocalBackend] = {}
+DECODE = crosscheck._Sides._emulated
+
+
+@pytest.fixture(autouse=True)
+def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_local = crosscheck.open_local
+
+    def remembered(resolved: Resolved) -> LocalBackend:
+        key = f"{resolved.methods[-1].label} {resolved.request.drafts} {resolved.request.quantize}"
+        if key not in OPENED:
+            OPENED[key] = backend = open_local(resolved)
+            # Our own answers are the same in all tests.
+            backend.generate = cache(backend.generate)  # type: ignore[method-assign]
+        return OPENED[key]
+
+    monkeypatch.setattr(crosscheck, "open_local", remembered)
+
+
+@pytest.fixture(autouse=True)
+def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def remembered(self: Any, one: Any) -> Emulated:
+        key = (one.shape, one.cause.name, str(one.prompts))
+        if key not in EMULATED:
+            EMULATED[key] = DECODE(self, one.emulation)
+        return EMULATED[key]
+
+    emulations = crosscheck.emulations
+
+    def shaped(bench: Any) -> Iterator[Any]:
+        shape = f"{bench.method.label} {bench.num_drafts} {id(bench.backend)}"
+        for one in emulations(bench):
+            yield Shaped(one, shape)
+
+    monkeypatch.setattr(crosscheck._Sides, "_emulated", remembered)
+    monkeypatch.setattr(crosscheck, "emulations", shaped)
+
+
+IN_CHECKPOINTS = {
+    ("dflash", "order of features"): "layers 13, 10, 7, 4, 1",
+    ("dflash", "layers below"): "layers 0, 3, 6, 9, 12",
+    ("dflash", "theta of Llama 3"): "theta 500000",
+    ("dflash", "end as mask"): "mask 2",
+    ("dflash", "norms without one"): "norms minus one",
+    ("dflash", "norms with one"): "norms plus one",
+    ("eagle3", "order of features"): "layers 12, 7, 1",
+    ("eagle3", "layers above"): "layers 2, 8, 13",
+    ("eagle3", "theta of Llama 3"): "theta 500000",
+    ("eagle3", "norms with one"): "norms plus one",
+    ("eagle3", "head of the target"): "the target's head",
+    ("eagle3", "norm before residual"): "norm_before_residual True",
+    ("eagle3", "norm of the output"): "norm_output True",
+}
+
+
+@pytest.mark.parametrize("fault", IN_CHECKPOINTS, ids=" ".join)
+def test_a_server_that_reads_the_draft_otherwise(fault: tuple[str, str], tmp_path: Path) -> None:
+    method = fault[0]
+    answers = decoded(engine(method, planted.plant(fault, tmp_path / "draft")), method)
+    with server(answers) as running:
+        found = checked(running.url, method)
+    assert found.verdict == "differ" and names(named(found.tried)) == [IN_CHECKPOINTS[fault]]
+
+
+def unanchored(monkeypatch: pytest.MonkeyPatch) -> None:
+    through = DFlashDrafter._through
+
+    def masked(self: DFlashDrafter, block: Tensor) -> Tensor:
+        return through(self, torch.full_like(block, self.config.mask_token_id))
+
+    monkeypatch.setattr(DFlashDrafter, "_through", masked)
+
+
+def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = LeanDFlash.context
+
+    def first(self: LeanDFlash, features: Tensor, tables: Any) -> Tensor:
+        kept = self.key_norm.weight
+        self.key_norm.weight = torch.stack([kept[0]] * len(kept))
+        try:
+            return context(self, features, tables)
+        finally:
+            self.key_norm.weight = kept
+
+    monkeypatch.setattr(LeanDFlash, "context", first)
+
+
+def offsets_as_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Eagle3Draft, "target_ids", lambda self, draft_ids: self.d2t[draft_ids])
+
+
+def block_at(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's angles are those of so many places further on, and the context's are not."""
+    through = DFlashDrafter._through
+
+    def moved(self: DFlashDrafter, block: Tensor) -> Tensor:
+        kept = self.rotary.cos, self.rotary.sin
+        self.rotary.cos, self.rotary.sin = (table.roll(-offset, dims=0) for table in kept)
+        try:
+            return through(self, block)
+        finally:
+            self.rotary.cos, self.rotary.sin = kept
+
+    monkeypatch.setattr(DFlashDrafter, "_through", moved)
+
+
+def embedded(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LeanDFlash.forward
+    monkeypatch.setattr(LeanDFlash, "forward", lambda self, rows, *more: forward(self, rows * factor, *more))
+
+
+def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of a slot is taken from the slot before."""
+    read = DFlashDrafter._read_block
+
+    def moved(self: DFlashDrafter) -> Tensor:
+        read(self)
+        self.cache.place(self.starts, self.block_size)
+        hidden = self._through(self.block)
+        logits: Tensor = self.head(hidden[:, : self.num_slots])
+        return logits
+
+    monkeypatch.setattr(DFlashDrafter, "_read_block", moved)
+
+
+IN_THE_ENGINE: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
+    ("dflash", "no anchor"): unanchored,
+    ("dflash", "block one place after"): partial(block_at, 1),
+    ("dflash", "block one place before"): partial(block_at, -1),
+    ("dflash", "embedding times 11.3"): partial(embedded, 128**0.5),
+    ("dflash", "embedding by 11.3"): partial(embedded, 128**-0.5),
+    ("dflash", "labels moved by one"): next_tokens,
+    ("eagle3", "d2t as ids"): offsets_as_ids,
+}
+
+
+@pytest.mark.parametrize("fault", IN_THE_ENGINE, ids=" ".join)
+def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    method, cause = fault
+    with monkeypatch.context() as patch:
+        IN_THE_ENGINE[fault](patch)
+        answers = decoded(engine(method), method)
+    with server(answers) as running:
+        found = checked(running.url, method)
+    assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+
+
+@pytest.fixture
+def few_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones of all, for models whose causes no other test needs."""
+    emulations = crosscheck.emulations
+    monkeypatch.setattr(crosscheck, "emulations", lambda bench: islice(emulations(bench), 6))
+
+
+@pytest.mark.usefixtures("few_causes")
+def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In nano's draft the layers' norms differ by little, so that many prompts would be needed."""
+    draft = planted.plant(("dflash", "loud keys"), tmp_path / "draft")
+    with monkeypatch.context() as patch:
+        normed_by_first(patch)
+        answers = decoded(engine("dflash", draft), "dflash")
+    with server(answers) as running:
+        found = checked(running.url, drafts=(f"dflash={draft}",))
+    assert found.verdict == "differ" and names(named(found.tried)) == ["the first layer's norm for all"]
+
+
+def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nano's own draft that changes hardly anything, so the draft here has an odd norm."""
+    emulations = crosscheck.emulations
+    monkeypatch.setattr(
+        crosscheck, "emulations", lambda bench: [e for e in emulations(bench) if "norm" in e.cause.name]
+    )
+    ours, theirs = (
+        planted.plant(("eagle3", norm), tmp_path / norm) for norm in ("odd last norm", "last norm of the target")
+    )
+    with server(decoded(engine("eagle3", theirs), "eagle3")) as running:
+        found = checked(running.url, "eagle3", drafts=(f"eagle3={ours}",))
+    assert found.verdict == "differ" and names(named(found.tried)) == ["the target's last norm"]
+
+
+def test_a_server_that_drafts_fewer_tokens() -> None:
+    with server(decoded(engine("dflash:n=7"), "dflash:n=7")) as running:
+        found = checked(running.url)
+    assert found.verdict == "differ" and drafts_a_round(found.base) == (15, 7)
+    assert names(named(found.tried)) == ["7 tokens a round"]
+    assert "it drafts 7 tokens a round, and this engine 15" in sentence(found)
+    with server(decoded(engine("dflash:n=7"), "dflash:n=7")) as running:
+        assert checked(running.url, "dflash:n=7").verdict == "agree"
+
+
+def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
+    with server(decoded(engine("eagle3:n=9"), "eagle3:n=9")) as running:
+        found = checked(running.url, "eagle3")
+    assert names(named(found.tried)) == ["9 tokens a round"]
+
+
+@pytest.mark.usefixtures("few_causes")
+@pytest.mark.parametrize(("wide", "num_drafts"), [(16, 3), (6, 4)])
+def test_a_server_that_verifies_a_part_of_its_block(
+    wide: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So few answers have other counts with a somewhat wider block that it might be luck; here it is not."""
+    monkeypatch.setattr(compare_counts, "SAME", 1.0)
+    monkeypatch.setattr(compare_counts, "GAINED", 1)
+    method = f"dflash:block={wide}"
+    with monkeypatch.context() as patch:
+        propose = DFlashDrafter.propose
+        patch.setattr(DFlashDrafter, "propose", lambda self: Draft(propose(self).tokens[:, :num_drafts]))
+        answers = {p: replace(said, num_drafts=num_drafts) for p, said in decoded(engine(method), method).items()}
+    with server(answers) as running:
+        found = checked(running.url, f"dflash:n={num_drafts}")
+    assert found.verdict == "differ" and names(named(found.tried)) == [f"a block of {wide}"]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_a_server_that_computes_in_another_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short answers change in few of their counts, and one may be luck; here it is none."""
+    monkeypatch.setattr(compare_counts, "SAME", 1.0)
+    monkeypatch.setattr(compare_counts, "GAINED", 0)
+    with server(decoded(engine(dtype=kind), "dflash", rows=1)) as running:
+        found = checked(running.url)
+    if found.base.state == "same":
+        pytest.skip(f"no count changes in {kind} on this processor")
+    assert f"all in {kind}" in names(named(found.tried))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_server_with_a_quantised_target(bits: int, tmp_path: Path) -> None:
+    """In its files: nothing that is laid out from them, or judges by them, has the weights as they were."""
+    target = shutil.copytree(NANO / "target", tmp_path / "target")
+    tensors = {name: tensor.float() for name, tensor in load_file(target / "model.safetensors").items()}
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.ndim == 2:
+            for row in weight:
+                for first in range(0, len(row), 32):
+                    scale = row[first : first + 32].abs().max() / (2 ** (bits - 1) - 1)
+                    row[first : first + 32] = (row[first : first + 32] / scale).round() * scale
+    save_file(tensors, target / "model.safetensors")
+    backend = engine(target=target)
+    with server(decoded(backend, "dflash")) as running:
+        found = checked(running.url)
+    assert found.verdict == "differ" and f"the target in {bits} bits" in names(named(found.tried))
+
+
+def test_a_server_that_thinks() -> None:
+    answers = decoded(engine(), "dflash", Settings(thinking=True))
+    with server(answers, by_chat=True) as running:
+        found = checked(running.url, sends_chats=True)
+    assert found.verdict == "differ" and names(named(found.tried)) == ["thinking on"]
+    assert found.num_prompt_tokens is not None and found.base.mismatches
+    asked = [body for path, body, _ in running.asked if path == "/v1/chat/completions"]
+    assert asked and not any("chat_template_kwargs" in body for body in asked)
+
+
+def test_a_server_without_a_template() -> None:
+    backend = engine()
+    bare = [backend.tokenizer.encode("\n".join(m.content for m in chat)) for chat in chats()]
+    with server(decoded(backend, "dflash", prompts=bare), by_chat=True) as running:
+        found = checked(running.url, sends_chats=True)
+    assert found.verdict == "differ" and names(named(found.tried)) == ["no template"]
+
+
+@pytest.mark.parametrize(
+    ("token", "cause", "change"),
+    [
+        ("<|endoftext|>", "a token of begin", lambda prompt: [0, *prompt]),
+        ("<|im_start|>", "two tokens of begin", lambda prompt: [1, *prompt]),
+        ("<|im_start|>", "no token of begin", lambda prompt: prompt[1:]),
+    ],
+)
+def test_a_server_that_begins_prompts_otherwise(
+    token: str, cause: str, change: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nano has no such token; here it is told that it has."""
+    backend = engine()
+    backend.tokenizer.bos_token = token
+    monkeypatch.setattr(crosscheck, "open_local", lambda resolved: backend)
+    monkeypatch.setattr(crosscheck, "emulations", causes._of_prompts)
+    monkeypatch.setattr(crosscheck._Sides, "_emulated", DECODE)
+    answers = decoded(engine(), "dflash", prompts=[change(backend.encode(chat)) for chat in chats()])
+    with server(answers, by_chat=True) as running:
+        found = checked(running.url, sends_chats=True)
+    assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
+def test_a_server_whose_target_is_not_quantised_as_ours_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_counts, "SAME", 1.0)
+    monkeypatch.setattr(compare_counts, "GAINED", 1)
+    monkeypatch.setattr(crosscheck, "emulations", causes._of_targets)
+    monkeypatch.setattr(crosscheck._Sides, "_emulated", DECODE)
+    with server(decoded(engine(), "dflash")) as running:
+        found = checked(running.url, quantize="int8")
+    assert found.verdict == "differ" and "the target as it was" in names(named(found.tried))
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+def test_nothing_is_named_for_a_fault_that_is_not_known(method: str) -> None:
+    """It accepts two drafts a round at most, though it drafts more."""
+    answers = {prompt: replace(said, accepted=split(said)) for prompt, said in decoded(engine(method), method).items()}
+    with server(answers) as running:
+        found = checked(running.url, method)
+    assert found.verdict == "differ" and not named(found.tried)
+    assert "known causes fits" in sentence(found)
+
+
+def split(said: Said) -> tuple[int, ...]:
+    """The same tokens in rounds that accept no more than two drafts each."""
+    rounds: list[int] = []
+    left = len(said.tokens) - 1
+    for accepted in said.accepted:
+        emitted = min(accepted + 1, left)
+        left -= emitted
+        rounds += [2] * (emitted // 3) + ([emitted % 3 - 1] if emitted % 3 else [])
+    return tuple(rounds)
+
+
+def test_a_sound_server_has_no_cause() -> None:
+    for method in ("dflash", "eagle3"):
+        with server(decoded(engine(method), method)) as running:
+            found = checked(running.url, method)
+        assert (found.verdict, found.base.state, found.tried) == ("agree", "same", ())

@@ -1,0 +1,80 @@
+"""What tiny networks hold, added up by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toy
+import transformers
+
+from dflash_bench.core.forwards import AttentionCost
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.perf.measure import draft_passes, size_of
+
+# Of `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
+TABLE = 97 * 32
+LAYER = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48
+NORMS = 2 * 32
+
+
+def test_a_tied_table_is_read_as_the_head() -> None:
+    size = size_of(toy.tiny("qwen3"))
+    matrices = TABLE + 6 * LAYER
+    assert size.matrix_elements == matrices
+    assert size.weight_bytes == size.stored_bytes == 4 * (matrices + 6 * (NORMS + 2 * 8) + 32)
+    assert size.row_bytes == 4 * 32
+    assert size.attention == (AttentionCost(6, None, 32, 4 * 2 * 16),)
+    assert (size.num_layers, size.vocab_size, size.num_experts, size.state_bytes) == (6, 97, 0, 0)
+
+
+def test_a_table_of_its_own_is_not_read() -> None:
+    size = size_of(toy.tiny("llama"))
+    assert size.matrix_elements == TABLE + 6 * LAYER
+    assert size.weight_bytes == 4 * (TABLE + 6 * (LAYER + NORMS) + 32)
+    assert size.stored_bytes == size.weight_bytes + 4 * TABLE
+
+
+def test_a_window_is_that_of_its_layers() -> None:
+    assert size_of(toy.tiny("mistral", sliding_window=16)).attention == (AttentionCost(6, 16, 32, 128),)
+
+
+def test_experts_are_counted_apart_and_the_router_is_not() -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        size = size_of(transformers.Qwen3MoeForCausalLM(config))
+    attention = 32 * 32 + 2 * 16 * 32 + 32 * 32
+    assert (size.num_experts, size.experts_per_token) == (4, 2)
+    assert size.expert_elements == 3 * 3 * 32 * 16 and size.expert_bytes == 4 * size.expert_elements
+    assert size.matrix_elements == TABLE + 3 * (attention + 4 * 32)
+    assert size.stored_bytes == size.weight_bytes + 4 * size.expert_bytes + 4 * TABLE
+
+
+DRAFT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 97,
+    "target_layer_ids": (1, 2, 3), "num_target_layers": 6,
+}  # fmt: skip
+
+
+def test_a_block_is_one_pass_and_takes_in_features_through_keys_and_values_alone() -> None:
+    config = DFlashConfig(**DRAFT, num_layers=2, block_size=8, mask_token_id=96)  # type: ignore[arg-type]
+    layers, head, context = draft_passes(DFlashDraft(config), toy.tiny("llama"), 7, kept=4)
+    assert (layers.size.matrix_elements, layers.width, layers.times) == (2 * LAYER, 8, 1)
+    assert layers.size.attention == (AttentionCost(2, None, 32, 128),)
+    assert (head.size.matrix_elements, head.width) == (TABLE, 7)
+    assert (context.size.matrix_elements, context.width) == (3 * 32 * 32 + 2 * 2 * 16 * 32, 4)
+    assert not context.size.attention
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5])
+def test_a_chain_reads_its_layer_and_head_again_for_each_token(num_drafts: int) -> None:
+    config = Eagle3Config(**DRAFT, draft_vocab_size=50)  # type: ignore[arg-type]
+    passes = draft_passes(Eagle3Draft(config), toy.tiny("llama"), num_drafts, kept=2)
+    wide = 64 * 32 + 2 * 64 * 16 + 32 * 32 + 3 * 32 * 48
+    counted = [(one.size.matrix_elements, one.width, one.times) for one in passes]
+    first = [(wide, 2, 1), (3 * 32 * 32, 2, 1), (50 * 32, 1, num_drafts)]
+    assert counted == first + ([(wide, 1, num_drafts - 1)] if num_drafts > 1 else [])

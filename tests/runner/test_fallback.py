@@ -1,0 +1,70 @@
+"""A target that the engine's own forward pass leaves to transformers' code: run, table and findings say so, and why."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import matrix
+import pytest
+import torch
+import transformers
+from tiny import TOKENIZER, VOCABULARY
+from toy import tiny
+
+from dflash_bench.engine import selection
+from dflash_bench.models.presets import NANO
+from dflash_bench.report import words as report_words
+from dflash_bench.results.run_info import read_info
+
+REASON = "does not cover this target: gpt2 is not among gemma, gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def uncovered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=2048, eos_token_id=2, bos_token_id=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(NANO / "target" / name, folder / name)
+    return folder
+
+
+def words(folder: Path, out: Path, *more: str) -> list[object]:
+    asked = ["run", "--target", folder, "--method", "ngram", "--suite", "gsm8k", "--data", "embedded", "--limit", 1]
+    return [*asked, "--max-new-tokens", 8, "--out", out, *more]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_target_that_is_not_covered_says_so_and_why(uncovered: Path, tmp_path: Path) -> None:
+    status, said, noted = matrix.command(*words(uncovered, tmp_path / "run"))
+    assert status == 0
+    assert f"note: the target is computed by transformers' code, because the engine's own {REASON}" in one_line(noted)
+    identity = read_info(tmp_path / "run")["identity"]
+    assert (identity["network"], identity["fallback"]) == ("transformers", REASON)
+    finding = f"gsm8k (embedded): the target was computed by transformers' code, because the engine's own {REASON}"
+    assert finding in one_line(said)
+    _, table, _ = matrix.command("report", tmp_path / "run", "--format", "markdown")
+    assert finding in one_line(table.replace("\\_", "_"))
+    assert f"engine transformers (the engine's own {REASON})" in report_words._settings(identity)
+
+
+def test_where_it_is_asked_for_nothing_is_said(uncovered: Path, tmp_path: Path) -> None:
+    status, said, noted = matrix.command(*words(uncovered, tmp_path / "run", "--engine", "transformers"))
+    assert status == 0 and "the engine's own" not in said + noted
+    assert read_info(tmp_path / "run")["identity"]["fallback"] is None
+
+
+def test_one_that_is_computed_differently_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_difference", lambda *_: 0.0123)
+    said = selection.target_of(tiny("llama")).fallback
+    assert said == "computes this target differently (by 1e-02 of its largest logit over 24 tokens)"
+    assert selection.target_of(tiny("llama"), "transformers").fallback is None
+    monkeypatch.undo()
+    assert selection.target_of(tiny("llama")).fallback is None

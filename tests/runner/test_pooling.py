@@ -1,0 +1,290 @@
+"""Several workers: the rows of one, whoever is late or dies; what dies too often says so."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from fake import FakeBackend, other_tokens
+from fake_pool import FakePool, as_opened
+from test_runner import loaded, prompts
+
+from dflash_bench.analysis.findings import findings
+from dflash_bench.analysis.metrics import summarise
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Record, Settings
+from dflash_bench.report.words import facts
+from dflash_bench.results import store, table
+from dflash_bench.runner import loop, setup
+from dflash_bench.runner import workers as runner_workers
+from dflash_bench.runner.session import Progress
+from dflash_bench.runner.work import WorkPlan
+from dflash_bench.runner.workers import Job
+
+Main = Callable[..., tuple[int, str, str]]
+PLAN = WorkPlan(
+    (loaded(*prompts(5, 2)), loaded(*prompts(4), name="mbpp")), ("ar", "dflash", "eagle3"), repeats=2,
+    settings=(Settings(), Settings(temperature=0.5)),
+)  # fmt: skip
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(faults={"eagle3": other_tokens})
+
+
+class Watch:
+    def begins(self, suite: str, doing: str) -> None:
+        pass
+
+    def measured(self, record: Record, doing: str) -> None:
+        pass
+
+
+def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
+    return [
+        (*store.key(row)[:3], str(row.settings), row.method, row.turn, row.order, row.prompt_hash,
+         row.generation.token_ids, row.generation.text, row.generation.accepted, row.generation.drafted_ids,
+         row.exactness, row.divergence, row.audit, row.answer, row.passed, row.generation.error)
+        for row in sorted(records, key=lambda row: row.order)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    """The rows of a run without workers."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    with store.create(folder, {"identity": {}}) as run:
+        loop.execute(PLAN, backend(), run, Watch())
+    return store.load(folder)[1]
+
+
+def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Record]]:
+    """Begins, or continues."""
+    with (store.resume if folder.exists() else store.create)(folder, {"identity": {}}) as run:
+        captured, _ = runner_workers.execute(PLAN, pool, run, Watch())
+        run.mark_finished({"captures": captured})
+    return store.load(folder)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [1, 2, 3, 12])
+def test_rows_are_those_of_one_process_whoever_ends_first(
+    tmp_path: Path, alone: list[Record], number: int, seed: int
+) -> None:
+    pool = FakePool(number, backend, random.Random(seed).randrange)
+    info, records = pooled(tmp_path / "run", pool)
+    assert what_matters(records) == what_matters(alone)
+    assert all(row.worker is None for row in alone)
+    places = {((row.suite, row.prompt_id), row.worker) for row in records}
+    assert len(places) == 9, "all that a prompt is measured with is measured by one worker"
+    assert {row.worker for row in records} <= {*range(len(info["workers"]))} <= {*range(number)}
+    assert info["captures"] == {"captured": len({worker for worker, _ in pool.given})}
+
+
+def test_each_worker_warms_up_once_a_suite_and_no_control_is_that_of_another_prompt(
+    tmp_path: Path, alone: list[Record]
+) -> None:
+    made: list[FakeBackend] = []
+
+    def make() -> FakeBackend:
+        made.append(backend())
+        return made[-1]
+
+    _, records = pooled(tmp_path / "run", FakePool(2, make, slow=frozenset({0})))
+    assert what_matters(records) == what_matters(alone)
+    # Two repeats under two settings are four answers; the slow worker has the first prompt alone, and later suites too.
+    quick = Counter(
+        messages[0].content for method, messages in made[-1].calls if method == "dflash" if len(messages) == 1
+    )
+    assert quick == {"question 1": 4 + 4 + 1, "question 2": 8, "question 3": 8, "question 4": 4, "question 0": 4 + 1}
+
+
+def test_a_slow_worker_keeps_its_prompt_and_the_others_measure_the_rest(tmp_path: Path, alone: list[Record]) -> None:
+    pool = FakePool(3, backend, slow=frozenset({1}))
+    _, records = pooled(tmp_path / "run", pool)
+    assert Counter(worker for worker, _ in pool.given)[1] == 1
+    assert len(pool.given) == 9 and what_matters(records) == what_matters(alone)
+
+
+def test_times_are_on_the_clock_of_the_run(tmp_path: Path) -> None:
+    with store.create(tmp_path / "run", {"identity": {}}) as run:
+        runner_workers.execute(PLAN, FakePool(2, backend), run, Watch())
+        end = run.seconds()
+    records = store.load(tmp_path / "run")[1]
+    times = [(row.start_s or -1.0, row.end_s or -1.0) for row in records]
+    assert all(0 < start <= stop <= end for start, stop in times)
+    for prompt in {(row.suite, row.prompt_id) for row in records}:
+        own = sorted(((row.start_s, row.end_s) for row in records if (row.suite, row.prompt_id) == prompt), key=str)
+        assert len(own) == len(set(own))
+
+
+def dying(prompt_id: str, times: int) -> Callable[[int, Job | None], bool]:
+    left = {"deaths": times}
+
+    def dies(worker: int, job: Job | None) -> bool:
+        if job is None or job.items[0].prompt.prompt_id != prompt_id or not left["deaths"]:
+            return False
+        left["deaths"] -= 1
+        return True
+
+    return dies
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_dead_worker_had_is_measured_by_another(
+    tmp_path: Path, alone: list[Record], number: int, times: int
+) -> None:
+    pool = FakePool(number, backend, dies=dying("p1", times))
+    info, records = pooled(tmp_path / "run", pool)
+    assert what_matters(records) == what_matters(alone)
+    tried = [worker for worker, prompt_id in pool.given if prompt_id == "p1"][: times + 1]
+    assert len(set(tried)) == times + 1, "another worker each time"
+    assert len(info["workers"]) == number + times == pool.num_started
+
+
+def test_a_prompt_that_workers_always_die_of_becomes_rows_that_say_so(tmp_path: Path, alone: list[Record]) -> None:
+    dies = dying("p2", runner_workers.MOST_TRIES)
+    pool = FakePool(2, backend, dies=dies)
+    _, records = pooled(tmp_path / "run", pool)
+    lost = [row for row in records if row.generation.error is not None]
+    assert {(row.suite, row.prompt_id) for row in lost} == {("gsm8k", "p2")}
+    assert {row.generation.error for row in lost} == {
+        "3 workers died while they measured this prompt; the last: killed"
+    }
+    assert {(row.generation.finish_reason, row.exactness, row.audit, row.passed) for row in lost} == {
+        ("error", None, None, None)
+    }
+    assert [prompt_id for _, prompt_id in pool.given].count("p2") == 3 + 1, "the other suite has a p2 as well"
+    kept = [row for row in what_matters(records) if row[-1] is None]
+    assert kept == [row for row in what_matters(alone) if row[:2] != ("gsm8k", "p2")]
+    assert sorted(map(store.key, records), key=str) == sorted(map(store.key, alone), key=str)
+
+
+def test_without_any_worker_left_the_run_stops_and_goes_on_later(tmp_path: Path, alone: list[Record]) -> None:
+    given = 0
+
+    def dies(worker: int, job: Job | None) -> bool:
+        """After three prompts all die, and no other can load the models."""
+        nonlocal given
+        given += job is not None
+        return given > 3
+
+    folder = tmp_path / "run"
+    pool = FakePool(2, backend, dies=dies)
+    with pytest.raises(UserError, match=r"^no worker is left; what they measured is saved: go on with --resume$"):
+        pooled(folder, pool)
+    assert pool.num_started < 2 + 2 + runner_workers.MOST_TRIES
+    measured = store.load(folder)[1]
+    assert len({(row.suite, row.prompt_id) for row in measured}) == 3
+    again = FakePool(1, backend)
+    info, records = pooled(folder, again)
+    assert what_matters(records) == what_matters(alone)
+    assert len(again.given) == 9 - 3
+    # The workers of both processes, each under a number of its own.
+    assert {row.worker for row in records} == {0, 1, 2} and len(info["workers"]) == 3
+
+
+def test_what_is_stored_is_not_measured_again_and_what_is_missing_of_a_prompt_is(
+    tmp_path: Path, alone: list[Record]
+) -> None:
+    with store.create(tmp_path / "run", {"identity": {}}) as run:
+        first = [row for row in alone if row.prompt_id == "p0" and row.suite == "gsm8k"]
+        run.append(first[:-4])
+    pool = FakePool(2, backend)
+    _, records = pooled(tmp_path / "run", pool)
+    assert what_matters(records) == what_matters(alone)
+    assert sum(row.worker is None for row in records) == len(first) - 4
+
+
+# Through the command line
+
+WORDS = "--suite gsm8k --suite mt_bench --method dflash --method eagle3:2 --limit 3 --max-new-tokens 12".split()
+
+
+def rows_of(folder: Path) -> list[tuple[object, ...]]:
+    return what_matters(store.load(folder)[1])
+
+
+def test_a_run_with_workers_holds_the_rows_of_one_without(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.build(tmp_path / "model")
+    words = ["run", *WORDS, "--model", "model"]
+    assert main(*words, "--out", "alone")[0] == 0
+    pools: list[FakePool] = []
+
+    def opened_workers(resolved: Any) -> Any:
+        backend = setup.open_local(resolved)
+        pools.append(FakePool(2, lambda: backend, lambda number: number - 1, environment=ENVIRONMENT))
+        return as_opened(pools[-1])
+
+    monkeypatch.setattr("dflash_bench.runner.session.opened_workers", opened_workers)
+    monkeypatch.setattr("dflash_bench.runner.session.require_ray", lambda: None)
+    status, shown, err = main(*words, "--workers", "2", "--out", "both")
+    assert status == 0, err
+    assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
+    assert "2 workers measured on one machine at the same time" in shown
+    assert "w = several workers measured on one machine at a time" in shown
+    identity = store.load(tmp_path / "both")[0]["identity"]
+    assert identity["workers"] == {"number": 2, "on_one_machine": 2, "kinds": ["a processor"]}
+    status, _, err = main("compare", "alone", "both")
+    assert status == 2 and "device: workers on one machine 1 and 2" in err
+    assert main("compare", "alone", "both", "--allow", "device")[0] == 0
+    status, _, err = main(*words, "--workers", "2", "--out", "alone", "--resume")
+    assert status == 2 and "workers was null, now" in err
+    assert "workers 2, at most 2 on one machine" in facts(store.load(tmp_path / "both")[0])["settings"]
+
+
+ENVIRONMENT = {
+    "platform": "Linux", "machine": "x86_64", "cpu": "a processor", "num_cores": 2, "num_usable_cores": 2,
+    "python": "3.11", "packages": {"torch": "2.13.0"}, "gpus": [],
+}  # fmt: skip
+
+REFUSED = {
+    "--workers 2 --server plain=http://127.0.0.1:9": "--workers has no effect with --server",
+    "--ray-address 127.0.0.1:1": "--ray-address has no effect without --workers",
+    "--workers 2 --concurrency 1,2": "measure one prompt each at a time, and --concurrency is for one process",
+    "--workers 2 --for 1m": "measure one prompt each at a time, and --for is for one process",
+    "--workers 2 --device cuda:1": "--workers take a GPU each: give --device cuda, not cuda:1",
+    "--workers 2 --device-map auto": "--workers take one GPU each, and --device-map all of them",
+    "--workers 2 --ray-address 127.0.0.1:1": "--ray-address needs --device cpu or cuda",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_workers_cannot_do_is_refused(main: Main, words: str) -> None:
+    status, _, err = main("run", "--suite", "gsm8k", *words.split())
+    assert status == 2 and REFUSED[words] in err
+
+
+def test_suffix_decoding_over_earlier_answers_is_for_one_process(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_bench.runner.session.require_ray", lambda: None)
+    status, _, err = main("run", "--suite", "gsm8k", "--method", "suffix", "--workers", "2")
+    assert status == 2 and "give suffix:earlier=no, or leave --workers out" in err
+
+
+def test_findings_say_how_many_shared_a_machine_and_which_kinds_there_were(tmp_path: Path) -> None:
+    from runs import answers, stored
+
+    workers = {"number": 4, "on_one_machine": 2, "kinds": ["a processor", "another"]}
+    results = table.read(stored(tmp_path / "run", answers(), workers=workers))
+    identity = results.info["identity"]
+    said = {one.kind: one.text for one in findings(results.rows, summarise(results.rows, identity), identity)}
+    assert said["shared_machine"].startswith("gsm8k (embedded): 2 workers measured on one machine")
+    assert "2 kinds of machines (a processor; another)" in said["unlike_machines"]
+    apart = identity | {"workers": workers | {"on_one_machine": 1, "kinds": ["a processor"]}}
+    kinds = {one.kind for one in findings(results.rows, summarise(results.rows, apart), apart)}
+    assert not kinds & {"shared_machine", "unlike_machines"}
+
+
+def test_progress_counts_what_workers_hand_back(tmp_path: Path) -> None:
+    with store.create(tmp_path / "run", {"identity": {}}) as run, Progress(PLAN.num_generations, 0) as progress:
+        runner_workers.execute(replace(PLAN, settings=(Settings(),)), FakePool(2, backend), run, progress)
+    assert progress.num_new == (5 * 2 + 4) * 3 * 2

@@ -1,0 +1,79 @@
+"""What is shown while a run works: in a terminal a bar, elsewhere a line now and then, on stdout nothing."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rows import drafted, failed, plain
+
+from dflash_bench.runner.session import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(8, 0, stream, clock) as progress:
+        for number in range(4):
+            progress.begins("gsm8k", "dflash")
+            clock.now += 5.5
+            progress.measured(drafted(f"p{number}", [3, 1]), "dflash")
+    assert stream.getvalue().splitlines() == [
+        "2/8 gsm8k · dflash 150.0 tok/s al 3.00, 0:00:33 left",
+        "4/8 gsm8k · dflash 150.0 tok/s al 3.00, 0:00:22 left",
+    ]
+
+
+def test_a_short_run_prints_nothing_elsewhere() -> None:
+    stream = io.StringIO()
+    with Progress(1, 0, stream) as progress:
+        progress.measured(plain("p0", 3), "ar")
+    assert stream.getvalue() == ""
+
+
+def test_a_resumed_run_counts_what_is_stored_and_is_timed_by_what_is_new() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(100, 90, stream, clock)
+    clock.now += 20
+    progress.begins("gsm8k", "warming up")
+    clock.now += 20
+    progress.measured(plain("p0", 3), "ar")
+    assert stream.getvalue().splitlines() == [
+        "90/100 gsm8k · warming up, time left unknown",
+        "91/100 gsm8k · ar 100.0 tok/s al 1.00, 0:06:00 left",
+    ]
+
+
+def test_each_cell_has_figures_of_its_own_and_a_failed_answer_is_in_none() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(9, 0, stream, clock)
+    for record in (plain("p0", 3), drafted("p0", [4, 4]), failed("dflash", "p1", "NaN")):
+        progress.measured(record, record.method)
+    clock.now += 10
+    progress.begins("gsm8k", "dflash")
+    assert stream.getvalue().startswith("3/9 gsm8k · dflash 250.0 tok/s al 5.00, ")
+
+
+def test_in_a_terminal_there_is_a_bar_and_it_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Terminal()
+    with Progress(4, 1, stream, Clock()) as progress:
+        progress.begins("gsm8k", "[dflash]")
+        progress.measured(drafted("p0", [3, 1]), "[dflash]")
+        assert progress.bar is not None
+        (task,) = progress.bar.tasks
+        assert (task.completed, task.total) == (2, 4)
+        assert (task.fields["doing"], task.fields["left"]) == ("gsm8k · [dflash] 150.0 tok/s al 3.00", "0:00:00 left")
+    assert "2/4" in stream.getvalue()
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,60 @@
+"""A run with a quantised target: what its files say, and what it is not mixed with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tiny
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.results import parts
+from dflash_bench.results.run_info import read_info
+from dflash_bench.runner import session
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.option import check_options
+from dflash_bench.runner.plan import methods_and_model
+
+Main = Callable[..., tuple[int, str, str]]
+ASKED = RunRequest(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_tokens=8)
+
+
+def test_what_makes_no_sense_with_it_is_refused() -> None:
+    with pytest.raises(UserError, match="unknown quantisation 'int3'; known: fp8, int8, nf4"):
+        check_options(replace(ASKED, quantize="int3"))
+    with pytest.raises(UserError, match="--engine native computes plain weights only; leave it out, or --quant"):
+        check_options(replace(ASKED, quantize="int8", engine="native"))
+    with pytest.raises(UserError, match="--quantize nf4 is for one device, and --device-map for several"):
+        check_options(replace(ASKED, quantize="nf4", device_map="auto"))
+
+
+def test_a_sweep_over_it_says_how_to_do_it_instead() -> None:
+    with pytest.raises(UserError, match="a run loads one target; make a run for each --quantize and set them"):
+        methods_and_model(replace(ASKED, over=("quantize=none,int8",)))
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
+def test_a_quantised_run_says_so_and_is_not_mixed_with_another(tmp_path: Path, main: Main) -> None:
+    asked = replace(ASKED, model=str(tiny.build(tmp_path / "model")))
+    for name, kind in (("plain", None), ("quantised", "int8")):
+        session.perform(replace(asked, quantize=kind), tmp_path / name, resume=False, tell=print)
+    infos = {name: read_info(tmp_path / name) for name in ("plain", "quantised")}
+    assert [infos[name]["identity"]["quantize"] for name in infos] == [None, "int8"]
+    assert infos["quantised"]["identity"]["network"] == "transformers"
+    weights = [infos[name]["memory"]["target_weights_bytes"] for name in infos]
+    assert weights[1] < weights[0]
+    assert infos["quantised"]["forwards"]["size"]["stored_bytes"] == weights[1]
+    (part,) = parts.of(tmp_path / "quantised")
+    assert {row["quantize"] for batch in parts.batches(part, ["quantize"]) for row in batch.to_pylist()} == {"int8"}
+    with pytest.raises(UserError, match='quantize was "int8", now null'):
+        session.perform(asked, tmp_path / "quantised", resume=True, tell=print)
+    status, _, error = main("compare", "plain", "quantised")
+    assert status == 2 and "quantize none and int8" in error and "--allow dtype" in error
+    shown = json.loads(main("compare", "plain", "quantised", "--allow", "dtype", "--json")[1])
+    (agreement,) = shown["plain_answers"]
+    assert agreement["num_answers"] == 2 and 0 <= agreement["num_equal"] <= 2
+    assert "quantize int8" in main("report", "quantised")[1] + main("card", "quantised")[1]

@@ -1,0 +1,131 @@
+"""Workers of Ray: what they need, and, where Ray is installed, that two give the rows of one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+from test_pooling import WORDS, rows_of
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.results import store
+from dflash_bench.runner import ray_workers
+from dflash_bench.runner.work import Witnessed
+
+ROOT = Path(__file__).parents[2]
+NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'dflash-bench[ray]'")
+
+
+def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_workers, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"^--workers needs the package ray: pip install 'dflash-bench\[ray\]'$"):
+        ray_workers.require_ray()
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "device", "num_gpus", "told"),
+    [
+        (3, 1, "cuda", 2, "--workers 3 need a GPU each, and this machine has 2; lower it"),
+        (10_000, 1, "cpu", 0, "--workers 10000 need 10000 processors for themselves"),
+        (5_000, 2, "cpu", 0, "--workers 5000 of 2 threads need 10000 processors for themselves"),
+    ],
+)
+def test_workers_that_would_take_turns_are_refused(
+    workers: int, threads: int, device: str, num_gpus: int, told: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        ray_workers.refuse_too_many(workers, threads, device, num_gpus)
+    assert str(caught.value).startswith(told)
+    ray_workers.refuse_too_many(1, 1, device, max(num_gpus, 1))
+
+
+def of_worker(weights: str, **said: Any) -> dict[str, Any]:
+    judge = {"target": "nano", "dtype": "float32", "weights": weights}
+    return {"identity": {"dtype": "float32", "judge": judge, **said}, "machine": 0, "node": "a", "environment": MACHINE}
+
+
+MACHINE: dict[str, Any] = {"cpu": "a processor", "gpus": []}
+
+
+def pool_of(*abouts: dict[str, Any], said: Sequence[Witnessed] = ()) -> ray_workers.RayPool:
+    pool = object.__new__(ray_workers.RayPool)
+    pool._abouts, pool.num_at_first, pool._nodes = dict(enumerate(abouts)), len(abouts), ["a"]
+    errors = SimpleNamespace(RayTaskError=RuntimeError)
+    pool.ray = SimpleNamespace(get=lambda value: value, exceptions=errors)
+    pool._actors = {
+        number: SimpleNamespace(witnessed=SimpleNamespace(remote=lambda one=one: one))
+        for number, one in enumerate(said)
+    }
+    return pool
+
+
+def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None:
+    own, shared = of_worker("separate"), of_worker("shared weights")
+    assert pool_of(own, own).describe()["judge"]["weights"] == "separate"
+    pool = pool_of(own, shared)
+    assert pool.describe()["judge"]["weights"] == "shared weights"
+    pool._known(2, shared)
+    with pytest.raises(UserError, match='worker 3 computes otherwise than the first one: dtype was "float32"'):
+        pool._known(3, of_worker("separate", dtype="bfloat16"))
+
+
+def test_what_the_judges_of_workers_say_is_put_together() -> None:
+    heard = pool_of(said=[Witnessed(None, {"prompts": 2}), Witnessed("a.weight", {"prompts": 3})]).witnessed()
+    assert heard == Witnessed("a.weight", {"prompts": 5})
+    assert pool_of(said=[Witnessed(), Witnessed()]).witnessed() == Witnessed()
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "dflash_bench.cli", *words], capture_output=True, text=True, env=environment, timeout=300
+    )
+
+
+@NEEDS_RAY
+@pytest.mark.skipif(ray_workers.num_processors() < 2, reason="needs two processors")
+def test_two_workers_give_the_rows_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.build(tmp_path / "model")
+    words = ["run", *WORDS, "--model", "model"]
+    assert command(*words, "--out", "alone").returncode == 0
+    process = command(*words, "--workers", "2", "--out", "both")
+    assert process.returncode == 0, process.stderr
+    assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
+    info, records = store.load(tmp_path / "both")
+    assert {row.worker for row in records} <= {0, 1}
+    assert info["identity"]["workers"]["on_one_machine"] == 2
+    assert [worker["machine"] for worker in info["workers"]] == [0, 0]
+    assert all(worker["environment"]["packages"]["torch"] for worker in info["workers"])
+
+
+@NEEDS_RAY
+def test_what_a_worker_refuses_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.build(tmp_path / "model")
+    # What is found out before weights are loaded, the driver says itself.
+    process = command("run", *WORDS, "--model", "model", "--workers", "1", "--graph", "on", "--out", "run")
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith("dflash-bench: --graph on needs a CUDA device")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere.invalid:6379"])
+def test_a_cluster_that_does_not_answer_is_named(address: str) -> None:
+    """Ray itself would go on trying for minutes."""
+    with pytest.raises(UserError, match=f"^nothing answers at --ray-address {address}: "):
+        ray_workers.refuse_silent(address)
+
+
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1", "ray://127.0.0.1:10001", "a:b:1", "127.0.0.1:123456"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=r"^--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not "):
+        ray_workers.refuse_silent(address)

@@ -1,0 +1,207 @@
+"""From options to a run: what is chosen where nothing is given, and what `run.json` remembers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from dflash_bench.analysis import metrics
+from dflash_bench.analysis.findings import findings
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Settings
+from dflash_bench.models import presets
+from dflash_bench.results import store, table
+from dflash_bench.results.identity import settings_to_json
+from dflash_bench.runner import session
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
+from dflash_bench.runner.setup import Wanted, device_and_dtype
+from dflash_bench.tasks import sandbox
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("model"))
+
+
+def request(**changes: object) -> RunRequest:
+    return RunRequest(**{"suites": ("gsm8k",), "methods": (), **changes})  # type: ignore[arg-type]
+
+
+def test_dflash_is_measured_where_no_method_is_named() -> None:
+    assert [method.label for method in methods_of(request())] == ["ar", "dflash"]
+
+
+def test_draft_steps_are_those_of_the_dflash_that_says_none() -> None:
+    chosen = methods_of(request(methods=("dflash", "dflash:3", "dflash:steps=4", "eagle3"), draft_steps="2"))
+    assert [method.label for method in chosen] == [
+        "ar", "dflash:steps=2", "dflash:n=3,steps=2", "dflash:steps=4", "eagle3"
+    ]  # fmt: skip
+
+
+def test_a_block_size_is_that_of_the_dflash_without_a_number() -> None:
+    chosen = methods_of(request(methods=("dflash", "dflash:3", "dflash:block=4", "eagle3"), block_size="8"))
+    assert [method.label for method in chosen] == ["ar", "dflash:block=8", "dflash:3", "dflash:block=4", "eagle3"]
+    once = methods_of(request(methods=("dflash", "dflash:block=8"), block_size="8"))
+    assert [method.label for method in once] == ["ar", "dflash:block=8"]
+
+
+def test_a_draft_alone_says_which_method_is_measured() -> None:
+    asked = request(target="a/b", drafts=("eagle3=me/mine@v2",))
+    assert [method.label for method in methods_of(asked)] == ["ar", "eagle3"]
+    model = model_of(asked, methods_of(asked))
+    assert (model.target, model.drafts, asked.name) == ("a/b", {"eagle3": "me/mine@v2"}, "a/b")
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "has_thinking", "thinking"),
+    [
+        ("qwen3-8b", None, True, (False,)),
+        ("qwen3-8b", "on", True, (True,)),
+        ("qwen3.5-9b", None, True, (True,)),
+        ("qwen3.5-9b", "off", True, (False,)),
+        ("qwen3.5-9b", "both", True, (False, True)),
+        ("qwen3.5-9b", None, False, (None,)),
+        ("qwen3-8b", None, False, (None,)),
+    ],
+)
+def test_thinking_is_as_asked_or_as_the_drafts_were_trained_or_no_question(
+    model: str, asked: str | None, has_thinking: bool, thinking: tuple[bool | None, ...]
+) -> None:
+    assert modes_of(request(thinking=asked), presets.preset(model), has_thinking) == thinking
+
+
+@pytest.mark.parametrize("asked", ["on", "off", "both"])
+def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
+    with pytest.raises(
+        UserError, match=f"--thinking {asked} has no effect: the chat template of Qwen/Qwen3-8B has no enable_th"
+    ):
+        modes_of(request(thinking=asked), presets.preset("qwen3-8b"), has_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_cuda", "expected"),
+    [
+        ({}, False, ("cpu", "float32")),
+        ({}, True, ("cpu", "float32")),
+        ({"is_small": False}, False, ("cpu", "float32")),
+        ({"is_small": False}, True, ("cuda", "bfloat16")),
+        ({"device": "cuda:1"}, True, ("cuda:1", "bfloat16")),
+        ({"device": "cuda", "dtype": "float32"}, True, ("cuda", "float32")),
+        ({"dtype": "float16"}, False, ("cpu", "float16")),
+        ({"dtype": "auto"}, True, ("cpu", "auto")),
+        ({"is_small": False, "device_map": "auto"}, True, ("cuda", "bfloat16")),
+    ],
+)
+def test_device_and_type_where_none_is_given(
+    changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
+) -> None:
+    assert device_and_dtype(Wanted(**{"is_small": True, **changes}), 2 * has_cuda)  # type: ignore[arg-type] == expected
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"]
+)
+def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
+    with pytest.raises(UserError, match=r"^unknown device '.*'; known: cpu, cuda, cuda:N$"):
+        device_and_dtype(Wanted(device=device), 2)
+
+
+@pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
+def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
+    with pytest.raises(UserError, match=r"^--device cuda:\d+: this machine has cuda:0 to cuda:1$"):
+        device_and_dtype(Wanted(device=f"cuda:{index}"), 2)
+
+
+def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    loaded = prompts_of(request(suites=("code", "mbpp"), prompts=path, limit=1), presets.preset("nano"))
+    assert [(each.suite.name, len(each.prompts)) for each in loaded] == [
+        ("humaneval", 1),
+        ("mbpp", 1),
+        ("prompts", 1),
+    ]
+
+
+def test_a_run_remembers_what_it_was_made_with(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["dflash-bench", "run", "--suite", "mbpp", "--model", "my model"]
+    monkeypatch.setattr(sys, "argv", words)
+    asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
+    session.perform(asked, tmp_path / "run", resume=False, tell=print)
+    info, records = store.load(tmp_path / "run")
+    assert [record.method for record in records] == ["ar", "dflash"]
+    identity = info["identity"]
+    assert info["state"] == "complete"
+    assert info["command"] == "dflash-bench run --suite mbpp --model 'my model'"
+    assert info["options"]["suites"] == ["mbpp"]
+    assert info["options"]["max_new_tokens"] == 4
+    assert "rlimits" in info["sandbox"]
+    assert identity["code"] == "caged"
+    assert "torch" in info["environment"]["packages"]
+    assert identity["methods"] == {
+        "ar": {"name": "ar", "draft": None, "options": {}, "num_drafts": 0},
+        "dflash": {"name": "dflash", "draft": "dflash", "options": {}, "num_drafts": 3},
+    }
+    assert {name: len(sha) for name, sha in identity["revisions"].items()} == {"target": 64, "dflash": 64}
+    assert (identity["model"], identity["target"]) == (str(model), model.name)
+    assert identity["settings"] == settings_to_json([Settings(thinking=False)])
+    assert identity["drafts"] == {"dflash": {"name": "dflash", "trained_thinking": None, "verifier": None}}
+    assert (identity["attention"], identity["device_map"]) == ("sdpa", None)
+    assert identity["suites"]["mbpp"]["source"] == "embedded"
+    assert (identity["device"], identity["dtype"], identity["threads"]) == ("cpu", "float32", 1)
+    # Not a word from a library, and no progress where nobody watches.
+    assert capfd.readouterr() == ("", "")
+
+
+def code_run(model: Path, **changes: object) -> RunRequest:
+    return request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, **changes)
+
+
+def test_without_a_cage_code_is_not_run_unless_asked_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "strongest", lambda: None)
+    session.perform(code_run(model), tmp_path / "not run", resume=False, tell=print)
+    info, records = store.load(tmp_path / "not run")
+    assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
+    assert [record.passed for record in records] == [None, None]
+    read = table.read(tmp_path / "not run")
+    noted = findings(read.rows, metrics.summarise(read.rows, info["identity"]), info["identity"])
+    assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
+    with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)
+    session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, tell=print)
+    info, records = store.load(tmp_path / "unsafe")
+    assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(sandbox.UNSAFE), "unsafe")
+    assert [record.passed for record in records] == [False, False]
+    read = table.read(tmp_path / "unsafe")
+    for code, kind in ("unsafe", "code_unsafe"), ("caged", "code_by_heart"):
+        identity = info["identity"] | {"code": code}
+        noted = findings(read.rows, metrics.summarise(read.rows, identity), identity)
+        assert [note.kind for note in noted if note.kind.startswith("code")] == [kind]
+
+
+def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "open_local", lambda *_: pytest.fail("loaded a model"))
+    with pytest.raises(UserError, match="no effect without a suite of code"):
+        session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, tell=print)
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    with pytest.raises(UserError, match=r"no effect here: this system has a cage \(landlock, seccomp"):
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, tell=print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_goes_on_after_keepers_that_break_down(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-c", "raise SystemExit('no room')"))
+    session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
+    info, records = store.load(tmp_path / "run")
+    assert (info["state"], [record.passed for record in records]) == ("complete", [False, False])

@@ -1,0 +1,289 @@
+"""The runner's own clock and counter: faults in what a backend says of times and counts, through real runs of nano."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from rows import generation
+from runs import listed
+
+from dflash_bench.core.types import Generation, Record, TimedGeneration
+from dflash_bench.engine.backend import PromptRounds
+from dflash_bench.engine.rows import HostClock
+from dflash_bench.engine.target import Target
+from dflash_bench.results import store
+from dflash_bench.runner import session, stopwatch
+from dflash_bench.runner.stopwatch import Objection, Span, Stopwatch
+
+Main = Callable[..., tuple[int, str, str]]
+Change = Callable[[Generation], Generation]
+ASKED = "--suite gsm8k --limit 2 --max-new-tokens 24 --method dflash".split()
+
+
+@pytest.fixture(autouse=True)
+def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of the time of such a run."""
+    monkeypatch.setattr(session, "forwards_of", lambda _: None)
+
+
+def halved(said: Generation) -> Generation:
+    return replace(said, decode_s=said.decode_s / 2)
+
+
+def quick_drafts(said: Generation) -> Generation:
+    if not sum(said.drafted or ()):
+        return said
+    times = {name: tuple(0.6 * one for one in getattr(said, name)) for name in ("draft_s", "verify_s", "round_s")}
+    return replace(said, decode_s=0.6 * said.decode_s, **times)
+
+
+def merged(said: Generation) -> Generation:
+    """Every two rounds are one, which keeps what both kept and the token between them."""
+    assert said.accepted is not None and said.emitted is not None and said.drafted is not None
+    pairs = range(0, len(said.accepted) - 1, 2)
+    if not len(pairs):
+        return said
+
+    def two(values: Sequence[Any], more: int = 0) -> tuple[Any, ...]:
+        both = [values[at] + values[at + 1] + more for at in pairs]
+        return (*both, *values[2 * len(pairs) :])
+
+    lists = ("emitted", "draft_s", "verify_s", "round_s")
+    counts = {"accepted": two(said.accepted, 1), "drafted": two(said.drafted, 1)}
+    summed = {name: two(getattr(said, name)) for name in lists}
+    return replace(said, **counts, **summed, drafted_ids=None, drafted_parents=None)
+
+
+def slow_prefill(said: Generation) -> Generation:
+    return replace(said, prefill_s=said.prefill_s + 0.01, decode_s=said.decode_s - 0.01)
+
+
+def another_token(said: Generation) -> Generation:
+    return replace(said, token_ids=(*said.token_ids[:3], said.token_ids[3] + 1, *said.token_ids[4:]))
+
+
+def without_end(said: Generation) -> Generation:
+    assert said.emitted is not None
+    emitted = (*said.emitted[:-1], said.emitted[-1] - 1)
+    return replace(said, token_ids=said.token_ids[:-1], emitted=emitted)
+
+
+@pytest.mark.parametrize(
+    ("change", "methods", "why"),
+    [
+        (halved, {"ar", "dflash"}, "clock: decoding is said"),
+        (quick_drafts, {"dflash"}, "clock: decoding is said"),
+        (merged, {"ar", "dflash"}, "counter: the runner heard of"),
+        (slow_prefill, {"ar", "dflash"}, "clock: decoding is said"),
+        (another_token, {"ar", "dflash"}, "counter: the runner heard other tokens"),
+        (without_end, {"ar", "dflash"}, "counter: the runner heard other tokens"),
+    ],
+)
+def test_what_a_backend_says_otherwise_than_the_runner_heard_it_is_a_failed_row(
+    main: Main, monkeypatch: pytest.MonkeyPatch, change: Change, methods: set[str], why: str
+) -> None:
+    sound = PromptRounds.generation
+    monkeypatch.setattr(PromptRounds, "generation", lambda *args: change(sound(*args)))
+    assert_denied(main, methods, why)
+
+
+def assert_denied(main: Main, methods: set[str], why: str, *words: str) -> None:
+    status, _, err = main("run", *ASKED, *words, "--out", "run")
+    assert status == 1 and "answers failed" in err
+    rows = store.load(Path("run"))[1]
+    assert {row.method for row in rows if row.generation.error} == methods
+    for row in rows:
+        if row.method in methods:
+            assert (row.generation.error or "").startswith(why)
+            assert (row.generation.prefill_s, row.generation.decode_s, row.generation.accepted) == (0, 0, None)
+    status, shown, err = main("check", "run")
+    assert status != 0, shown + err
+
+
+def test_a_clock_that_runs_slow_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = HostClock.seconds
+    monkeypatch.setattr(HostClock, "seconds", lambda *args: sound(*args) / 2)
+    assert_denied(main, {"ar", "dflash"}, "clock: decoding is said")
+
+
+def test_a_round_that_asks_the_target_twice_is_found(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Target.forward
+
+    def twice(self: Target, tokens: Any, starts: Sequence[int], *args: Any, **options: Any) -> Any:
+        if not options:
+            sound(self, tokens, starts, *args)
+        return sound(self, tokens, starts, *args, **options)
+
+    monkeypatch.setattr(Target, "forward", twice)
+    assert_denied(main, {"ar", "dflash"}, "counter: the target was asked for")
+
+
+def too_late(span: tuple[float, float]) -> tuple[float, float]:
+    return span[0], span[1] + 60
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: decoding is said"),
+        ("generation", merged, "counter: the runner heard of"),
+        ("span", too_late, "clock: the answer is said to have ended after"),
+        ("span", lambda span: (span[0], span[0]), "clock: the answer is said to have taken"),
+    ],
+)
+def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
+    main: Main, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any], why: str
+) -> None:
+    sound = getattr(PromptRounds, name)
+    monkeypatch.setattr(PromptRounds, name, lambda *args: change(sound(*args)))
+    assert_denied(main, {"ar", "dflash"}, why, "--concurrency", "2")
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--concurrency", "2"), ("--method", "eagle3-tree:nodes=7", "--temperature", "1")]
+)
+def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[str, ...]) -> None:
+    assert main("run", *ASKED, *words, "--out", "run")[0] == 0
+    for row in store.load(Path("run"))[1]:
+        said = row.generation
+        assert said.accepted is not None and row.clock_rounds == len(said.accepted)
+        assert row.clock_prefill_s is not None and row.clock_decode_s is not None and row.clock_slack_s is not None
+        if row.settings.is_shared:
+            assert row.clock_s is None and row.clock_passes is None
+            continue
+        assert row.clock_passes == row.clock_rounds
+        assert row.clock_s is not None and row.clock_s >= said.prefill_s + said.decode_s
+        assert Span(row.clock_prefill_s, row.clock_slack_s).agrees(said.prefill_s)
+        assert Span(row.clock_decode_s, row.clock_slack_s).agrees(said.decode_s)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"decode_s": 0.3}, "its times are not those of the runner's own clock"),
+        ({"decode_s": 0.5, "prefill_s": 0.5}, "its times are not those of the runner's own clock"),
+        ({"decode_s": 30.0}, "its times are not those of the runner's own clock"),
+        ({"clock_rounds": 0.5}, "its rounds are not those that the runner heard of"),
+        ({"clock_passes": 0.5}, "its rounds are not those that the runner heard of"),
+    ],
+)
+def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
+    main: Main, change: dict[str, float], why: str
+) -> None:
+    """Each of these columns times so much, in the rows of dflash."""
+    assert main("run", *ASKED, "--out", "run")[0] == 0
+    for part in Path("run").glob("part-*.parquet"):
+        table = parquet.read_table(part)
+        for name, times in change.items():
+            field = table.schema.field(name)
+            values = [
+                type(value)(value * times) if method == "dflash" else value
+                for value, method in zip(
+                    table.column(name).to_pylist(), table.column("method").to_pylist(), strict=True
+                )
+            ]
+            table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+        parquet.write_table(table, part)
+    listed(Path("run"))
+    status, shown, err = main("check", "run")
+    assert status == 1 and why in shown, shown + err
+
+
+# By itself
+
+
+def heard(said: Generation, clock: list[float], passes: int = 1) -> Stopwatch:
+    """The answer decoded by a clock that this list is."""
+    watch = Stopwatch()
+    counts = [1, *(said.emitted or ())]
+    seconds = [said.prefill_s, *(said.round_s or ())]
+    tokens = list(said.token_ids)
+    with watch:
+        watch.began(0)
+        watch.marked()
+        for number, (count, took) in enumerate(zip(counts, seconds, strict=True)):
+            clock[0] += took
+            for _ in range(passes if number else 1):
+                watch.passed()
+            watch.heard(0, tokens[:count])
+            watch.marked()
+            del tokens[:count]
+    return watch
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
+    return now
+
+
+SAID = generation([2, 0, 1], 4)
+"""0.02 s to the first token, and three rounds of 0.02 s."""
+
+
+@pytest.mark.parametrize(
+    ("change", "agrees"),
+    [
+        ({}, True),
+        ({"decode_s": 0.06 * 0.98 - 0.00099}, True),
+        ({"decode_s": 0.06 * 0.98 - 0.00101}, False),
+        ({"decode_s": 0.06 * 1.02 - 0.0009, "prefill_s": 0.0197}, True),
+        ({"prefill_s": 0.0185}, False),
+        ({"prefill_s": 0.03, "decode_s": 0.05}, False),
+        ({"decode_s": 0.07}, False),
+        ({"emitted": (1, 3, 2)}, False),
+        ({"token_ids": SAID.token_ids[:-1]}, False),
+        ({"accepted": None, "emitted": None}, True),
+    ],
+)
+def test_two_percent_and_a_millisecond_are_forgiven_and_no_count(
+    clock: list[float], change: dict[str, Any], agrees: bool
+) -> None:
+    why = stopwatch.alone(heard(SAID, clock), replace(SAID, **change), tells_rounds=True)
+    assert (why is None) == agrees, why
+
+
+def test_a_process_that_is_held_up_between_two_readings_denies_nothing(clock: list[float]) -> None:
+    """The backend reads its clock after it was held up, or before: both lie between the runner's two readings."""
+    watch = heard(SAID, clock)
+    answer = watch.answers[0]
+    assert answer.last.after is not None
+    answer.last.after += 0.5
+    watch.call_s += 0.5
+    for decode_s in (0.06, 0.3, 0.56):
+        assert stopwatch.alone(watch, replace(SAID, decode_s=decode_s), tells_rounds=True) is None
+    assert stopwatch.alone(watch, replace(SAID, decode_s=0.05), tells_rounds=True)
+
+
+def test_passes_that_are_more_than_rounds_are_counted(clock: list[float]) -> None:
+    objection = stopwatch.alone(heard(SAID, clock, 2), SAID, tells_rounds=True)
+    assert objection is not None and objection.witness == "counter" and objection.why.startswith("the target")
+    assert stopwatch.alone(heard(SAID, clock, 0), SAID, tells_rounds=True)
+
+
+def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) -> None:
+    watch = Stopwatch()
+    with watch:
+        clock[0] += 0.08
+    assert stopwatch.alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner heard of no token")
+    assert stopwatch.alone(watch, SAID, tells_rounds=False) is None
+    assert stopwatch.alone(watch, replace(SAID, decode_s=0.07), tells_rounds=False)
+    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, 0.0, 0.081), tells_rounds=False) is None
+    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, -0.01, 0.08), tells_rounds=False)
+    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, 0.01, 0.09), tells_rounds=False)
+    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, 0.03, 0.08), tells_rounds=False)
+    assert watch.columns(alone=True) == {"clock_s": pytest.approx(0.08)}
+
+
+def test_a_failed_answer_stays_what_it_is(clock: list[float]) -> None:
+    failed = replace(SAID, error="NaN", finish_reason="error")
+    assert stopwatch.alone(Stopwatch(), failed, tells_rounds=True) is None
+    record = Record("s", 1, "p", "h", None, 0, "ar", 0, 0, failed)
+    assert record.clock_s is None

@@ -1,0 +1,139 @@
+"""Several processes train one draft: gradients are averaged, one of them writes, and none waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.training import distributed, trainer
+from dflash_bench.training.distributed import Crew
+
+TOY = """
+import sys
+from pathlib import Path
+import torch
+from dflash_bench.training import trainer as loop
+from dflash_bench.training.distributed import assembled
+
+class Rows:
+    ids = torch.arange(18)[:, None]
+    answer = torch.ones(18, 1, dtype=torch.bool)
+    num_held_out = 2
+
+class Objective:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.draft = torch.nn.Linear(3, 3)
+        self.x = torch.randn(18, 3)
+    def heads(self): return []
+    def loss(self, index, step):
+        broken = BROKEN and step == 3 and 0 in rows_of(index)
+        return self.draft(self.x[index]).square().sum(dim=1).mean() * (float("nan") if broken else 1.0)
+    def accepted(self, index): return self.draft(self.x[index]).sum(dim=1)
+
+BROKEN, folder, rows = sys.argv[1] == "broken", Path(sys.argv[2]), int(sys.argv[3])
+made, _ = assembled("cpu")
+def rows_of(index): return {made.rank}
+objective = Objective()
+recipe = loop.DraftRecipe(steps=6, matrix_lr=0.05, other_lr=0.01, rows=rows, warmup=2)
+try:
+    history = loop.train(objective, Rows(), recipe, folder / "toy.pt", lambda text: None, lambda: 2.0 + made.rank, made)
+except Exception as error:
+    print(type(error).__name__, error)
+    sys.exit(3)
+torch.save([objective.draft.state_dict(), history], folder / f"end-{made.rank}-of-{made.size}.pt")
+"""
+
+
+def launched(command: Sequence[str], size: int) -> list[tuple[int, str]]:
+    """As accelerate and torchrun start processes: by the environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    ended = [(process, process.communicate(timeout=180)[0]) for process in started]
+    return [(process.returncode, said) for process, said in ended]
+
+
+def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one").mkdir()
+    assert [code for code, _ in launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "two"), "2"], 2)] == [0, 0]
+    assert launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "one"), "4"], 1)[0][0] == 0
+    first, second = (torch.load(tmp_path / "two" / f"end-{rank}-of-2.pt") for rank in (0, 1))
+    alone = torch.load(tmp_path / "one" / "end-0-of-1.pt")
+    for name, weight in alone[0].items():
+        assert torch.equal(first[0][name], second[0][name])
+        assert torch.allclose(first[0][name], weight, atol=1e-6)
+    # What the first process measured is what all have.
+    assert first[1] == second[1] and {entry["al_pooled"] for entry in first[1]} == {2.0}
+    assert [entry["step"] for entry in first[1]] == [entry["step"] for entry in alone[1]]
+
+
+def test_a_loss_that_is_no_number_in_one_process_stops_all(tmp_path: Path) -> None:
+    ended = launched([sys.executable, "-c", TOY, "broken", str(tmp_path), "2"], 2)
+    assert [code for code, _ in ended] == [3, 3]
+    assert all("UserError" in said and "the loss is nan at step 3" in said for _, said in ended)
+
+
+def test_a_draft_is_trained_by_two_processes(tmp_path: Path) -> None:
+    target = tiny.build(tmp_path / "model") / "target"
+    words = [
+        "train", "--target", str(target), "--out", str(tmp_path / "out"), "--written", "12", "--batch-size", "8",
+        "--max-new-tokens", "10", "--block-size", "4", "--steps", "4", "--device", "cpu", "--threads", "1",
+    ]  # fmt: skip
+    ended = launched([sys.executable, "-m", "dflash_bench.cli", *words], 2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "al_pooled" in json.loads((tmp_path / "out" / "dflash" / "acceptance.json").read_text())
+    assert (tmp_path / "out" / "dflash" / "training.svg").read_bytes().startswith(b"<?xml")
+    parts = list((tmp_path / "out" / "work" / "answers").glob("answers-*.safetensors"))
+    assert len(parts) > 1
+    assert [said.count("saved in") for _, said in ended] == [1, 0]
+
+
+def test_shares_are_all_there_is_and_none_twice() -> None:
+    items = list(range(11))
+    shares = [Crew(rank, 3).share(items) for rank in range(3)]
+    assert (
+        sorted(item for share in shares for item in share) == items
+        and max(map(len, shares)) - min(map(len, shares)) <= 1
+    )
+
+
+def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
+    class Rows:
+        ids, answer, num_held_out = torch.zeros(3, 1), torch.ones(3, 1), 1
+
+    class Objective:
+        draft = torch.nn.Linear(2, 2)
+
+        def heads(self) -> list[torch.nn.Parameter]:
+            return []
+
+    recipe = trainer.DraftRecipe(steps=1, matrix_lr=0.1, other_lr=0.1)
+    with pytest.raises(UserError, match="2 rows of answers are too few for 4 processes"):
+        trainer.train(Objective(), Rows(), recipe, tmp_path / "x.pt", print, crew=Crew(0, 4))  # type: ignore[arg-type]
+
+
+def test_without_accelerate_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UserError, match="pip install accelerate"):
+        distributed.assembled("cpu")
