@@ -39,7 +39,10 @@ class Judge:
         self.context_length: int = model.config.get_text_config().max_position_embeddings
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.ceiling = CEILINGS.get(model.dtype, CEILINGS[torch.float32])
-        self._keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_some_logits = "logits_to_keep" in parameters
+        self._cache = "cache" if "cache" in parameters else "past_key_values"
+        """Its name in transformers, which changed in 5.24."""
 
     def audit(self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0) -> Divergence | None:
         """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
@@ -114,7 +117,7 @@ class Judge:
         output = self.model(self._row(text[:steps]), use_cache=True, **self._kept(1))
         logits = [self._logits(output, 1)]
         for token in text[steps:]:
-            output = self.model(self._row([token]), past_key_values=output.past_key_values, use_cache=True)
+            output = self.model(self._row([token]), **{self._cache: getattr(output, self._cache)}, use_cache=True)
             logits.append(self._logits(output, 1))
         return torch.cat(logits)
 

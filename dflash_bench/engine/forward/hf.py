@@ -95,7 +95,7 @@ def refuse_unsupported(model: Any) -> None:
         raise UserError(
             f"a {name} target keeps a recurrent state that cannot be rolled back; only {', '.join(RECURRENT)} can"
         )
-    needs = ("position_ids", "attention_mask", "past_key_values")
+    needs = ("position_ids", "attention_mask", cache_argument(model))
     missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
     if missing or getattr(config, "alibi", False):
         lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
@@ -107,6 +107,11 @@ def refuse_unsupported(model: Any) -> None:
         raise UserError(
             f"{attention} attention does not accept our masks; load the target with one of: {', '.join(MASKABLE)}"
         )
+
+
+def cache_argument(model: Any) -> str:
+    """What its forward pass calls the cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def other_layers(config: Any) -> list[str]:
@@ -135,6 +140,7 @@ class HFForward:
         self.model = model = laid_out(model)
         self.head = model.get_output_embeddings()
         self.keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model)
         self._layers = decoder_layers(model)
         self._recurrent = recurrent_layers(model.config.get_text_config())
         self._recurrence: Recurrence | None = None
@@ -182,11 +188,12 @@ class HFForward:
 
         With `rows` it is of these alone, whose prompts begin here.
         """
-        options: dict[str, Any] = {"logits_to_keep": keep} if self.keeps_some_logits else {}
+        options: dict[str, Any] = {self._cache_argument: self._cache}
+        if self.keeps_some_logits:
+            options["logits_to_keep"] = keep
         with self._recurrence.reading(tokens.shape[1], counts, rows) if self._recurrence else nullcontext():
             out = self.model(
-                input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._cache,
-                use_cache=True, **options,
+                input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=True, **options,
             )  # fmt: skip
         return out.logits, [self._tapped[i] for i in self._taps]
 
