@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -68,3 +69,31 @@ def test_an_import_against_the_grain_is_caught(copy: Path, module: str, imported
     importer = "dflash_bench." + module.removesuffix(".py").replace("/", ".")
     assert linted.returncode == 1
     assert f"{importer} -> {imported}" in linted.stdout.replace("\n", "")
+
+
+MODULES = {path.relative_to(ROOT / "dflash_bench"): path for path in (ROOT / "dflash_bench").rglob("*.py")}
+ROOMS = "core tasks models engine servers runner results analysis perf diagnose report training cli".split()
+PLUG_INS = {"base", "dflash", "eagle3", "medusa"}
+"""Stems of plug-ins: a method as a net, a format, a drafter and an objective; and what each kind of them shares."""
+
+
+def test_a_class_name_exists_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(name))
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def test_a_stem_stands_in_two_rooms_at_most_unless_it_is_a_plug_in() -> None:
+    rooms: dict[str, set[str]] = {}
+    for name in MODULES:
+        if len(name.parts) > 1 and not name.stem.startswith("__"):
+            rooms.setdefault(name.stem, set()).add(name.parts[0])
+    assert not {stem: found for stem, found in rooms.items() if len(found) > 2 and stem not in PLUG_INS}
+
+
+def test_there_are_thirteen_rooms_and_the_api() -> None:
+    rooms = {name.parts[0] for name in MODULES if len(name.parts) > 1}
+    assert rooms == {*ROOMS, "api"}

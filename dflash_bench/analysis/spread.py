@@ -33,7 +33,7 @@ class RunNoise:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LogRatio:
     """A difference of logarithms, with its standard error."""
 
     log: float
@@ -60,7 +60,7 @@ def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated:
     return RunNoise(sd, df, "measured") if df >= ENOUGH or sd > allowed else RunNoise(allowed, inf, "allowed")
 
 
-def difference(after: Floats, before: Floats | None, statistic: Statistic, noise: RunNoise | None) -> Difference | None:
+def difference(after: Floats, before: Floats | None, statistic: Statistic, noise: RunNoise | None) -> LogRatio | None:
     """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for a few prompts.
 
     Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. The variation of single prompts
@@ -77,7 +77,7 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
     of_runs = 0.0 if noise is None else noise.sd**2 * sum(1 / len(runs) for runs in sides)
     variance = of_prompts + of_runs
     spent = of_prompts**2 / df + (of_runs**2 / noise.df if noise is not None and noise.df else 0.0)
-    return Difference(log, variance**0.5, variance**2 / spent if spent else float(df))
+    return LogRatio(log, variance**0.5, variance**2 / spent if spent else float(df))
 
 
 def intervals(runs: Floats, statistics: Sequence[Statistic], noisy: Sequence[bool]) -> list[Interval | None]:

@@ -15,7 +15,7 @@ from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
-from dflash_bench.runner.config import Output, RunRequest
+from dflash_bench.runner.config import OutputOptions, RunRequest
 from dflash_bench.runner.option import check_options
 
 app = typer.Typer()
@@ -26,7 +26,7 @@ app = typer.Typer()
 def run(
     ctx: Context,
     request: RunRequest,
-    output: Output,
+    output: OutputOptions,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure methods against plain decoding.

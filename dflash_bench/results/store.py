@@ -58,22 +58,22 @@ def check_resumable(folder: Path) -> None:
     read_info(folder)
 
 
-def create(folder: Path, info: Mapping[str, Any]) -> Run:
+def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
     """`info["identity"]` decides results, `info["plan"]` lists the answers to make; the rest describes the run."""
     check_new(folder)
     stored = {schema.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_info.normalised(info)
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)
-            return Run(folder, stored)
+            return RunStore(folder, stored)
     except OSError as error:
         raise cannot("write", folder, error) from error
-    run = Run(folder, stored)  # it is empty, but nothing can be renamed onto a mount point
+    run = RunStore(folder, stored)  # it is empty, but nothing can be renamed onto a mount point
     write_info(folder, stored)
     return run
 
 
-def resume(folder: Path, info: Mapping[str, Any]) -> Run:
+def resume(folder: Path, info: Mapping[str, Any]) -> RunStore:
     """Continues a run of the same identity; what may differ, such as the machine, is recorded under `resumed`.
 
     Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records how many.
@@ -82,7 +82,7 @@ def resume(folder: Path, info: Mapping[str, Any]) -> Run:
     changes = "; ".join(run_info.changes(stored, now))
     if changes:
         raise UserError(f"{folder} was started differently: {changes}; use the same options, or choose another --out")
-    run = Run(folder, stored)
+    run = RunStore(folder, stored)
     more = {name: value for name, value in now.items() if name not in ("identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
     # `measured`, which says how far a time limit let it get, and the sums are written again when it finishes.
@@ -97,7 +97,7 @@ def load(folder: Path) -> tuple[Info, list[Record]]:
     return info, parts.records(parts.of(folder), carried(info))
 
 
-class Run(AbstractContextManager["Run"]):
+class RunStore(AbstractContextManager["RunStore"]):
     """A folder that one process at a time writes to; close it, or use it in a `with`."""
 
     def __init__(self, folder: Path, info: Info) -> None:

@@ -17,7 +17,7 @@ from statistics import median, variance
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Record, Settings
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.store import Key, Run
+from dflash_bench.results.store import Key, RunStore
 from dflash_bench.runner.work import Item, WorkPlan
 from dflash_bench.tasks.suites import Loaded
 
@@ -56,7 +56,7 @@ class Spent:
         return self.num < len(self.loaded.prompts)
 
 
-def items(plan: WorkPlan, run: Run, budget_s: float) -> Iterator[Item]:
+def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[Item]:
     """What is to be measured next, until all is or the time is up; what was begun is finished first.
 
     Each prompt goes through all methods, settings and repeats, or is not begun: one is begun while there likely is
@@ -75,7 +75,7 @@ def items(plan: WorkPlan, run: Run, budget_s: float) -> Iterator[Item]:
         yield from _measured(plan, run, chosen, chosen.num, began)
 
 
-def measured(plan: WorkPlan, run: Run) -> dict[str, int]:
+def measured(plan: WorkPlan, run: RunStore) -> dict[str, int]:
     """Of each suite how many prompts are whole, from the first in order."""
     counts = {}
     for loaded in plan.suites:
@@ -119,7 +119,7 @@ def _width(spent: Spent, pooled: Mapping[Cell, float]) -> float:
     return max(widths)
 
 
-def _begun(plan: WorkPlan, run: Run, suites: Sequence[Spent]) -> list[tuple[Spent, int]]:
+def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple[Spent, int]]:
     """The prompts of which an answer is stored, and those before them, as they were measured."""
     places: dict[tuple[str, str], int] = {}
     for key, record in run.stored.items():
@@ -133,7 +133,7 @@ def _begun(plan: WorkPlan, run: Run, suites: Sequence[Spent]) -> list[tuple[Spen
     return [(spent, number) for _, spent, number in sorted(turns, key=lambda turn: turn[0])]
 
 
-def _measured(plan: WorkPlan, run: Run, spent: Spent, number: int, began: float) -> Iterator[Item]:
+def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[Item]:
     """The items of one prompt; once they are measured, what they say is added."""
     of_prompt = list(plan.of_prompt(spent.loaded, number, number in CONTROLS, 0))
     first = _first_order(run, of_prompt)
@@ -146,7 +146,7 @@ def _measured(plan: WorkPlan, run: Run, spent: Spent, number: int, began: float)
             spent.logs.setdefault(cell, []).append(log)
 
 
-def _is_whole(plan: WorkPlan, run: Run, loaded: Loaded, number: int) -> bool:
+def _is_whole(plan: WorkPlan, run: RunStore, loaded: Loaded, number: int) -> bool:
     return all(key in run.stored for item in plan.of_prompt(loaded, number, False, 0) for key in _keys(item))
 
 
@@ -154,7 +154,7 @@ def _keys(item: Item) -> list[Key]:
     return [item.key(method, turn) for turn in range(len(item.prompt.turns)) for method in item.methods]
 
 
-def _first_order(run: Run, of_prompt: Sequence[Item]) -> int:
+def _first_order(run: RunStore, of_prompt: Sequence[Item]) -> int:
     """The place in the run of a prompt's first answer: as it was, or behind all others."""
     for item in of_prompt:
         for place, key in enumerate(_keys(item)):

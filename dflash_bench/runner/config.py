@@ -664,7 +664,7 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputOptions:
     """Where a run goes, and when it counts as one that failed; it changes nothing that is measured."""
 
     out: Path | None = _results("Folder for the results. Default: results/runs/TIME-MODEL.", metavar="DIR")

@@ -286,7 +286,7 @@ def _execute_within(
     budget_s: float,
     plan: WorkPlan,
     backend: Backend,
-    run: store.Run,
+    run: store.RunStore,
     canaries: Canaries,
     caller: Caller,
 ) -> None:
@@ -301,7 +301,7 @@ def _execute_within(
     run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, caller.tell)})
 
 
-def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> dict[str, Any]:
+def _heard(said: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
     """What `run.json` keeps of what judges said. Raises UserError, after which nobody reads the run, where the weights
     that they shared with the engine were changed."""
     if said.changed is not None:
@@ -316,7 +316,7 @@ def _heard(said: Witnessed, run: store.Run, tell: Callable[[str], object]) -> di
 
 
 def _tried(
-    run: store.Run, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
+    run: store.RunStore, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
 ) -> dict[str, Any]:
     """What `run.json` keeps of spoiled answers, with what it holds of earlier processes."""
     denied = None if run.decode is None else run.why_wrong

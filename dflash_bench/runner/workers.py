@@ -18,7 +18,7 @@ from typing import Any
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Generation, Record
 from dflash_bench.results.identity import short_names
-from dflash_bench.results.store import Key, Run, key
+from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
 from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
@@ -129,7 +129,7 @@ def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canar
 
 
 def execute(
-    plan: WorkPlan, pool: WorkerPool, run: Run, watcher: Watcher
+    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: Watcher
 ) -> tuple[dict[str, float], list[Sequence[Canary]]]:
     """Runs what of the plan is not stored yet; what all workers captured together, and each one's canaries.
 
@@ -142,7 +142,7 @@ def execute(
     return driver.captured(), list(driver.canaries.values())
 
 
-def _jobs(plan: WorkPlan, run: Run) -> Iterator[Job]:
+def _jobs(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
     """Of each prompt that is not stored as a whole."""
     bare = replace(plan, suites=(), paddings={})
     stored: dict[tuple[str, str], dict[Key, Record]] = {}
@@ -158,7 +158,7 @@ def _jobs(plan: WorkPlan, run: Run) -> Iterator[Job]:
 class _Driver:
     plan: WorkPlan
     pool: WorkerPool
-    run: Run
+    run: RunStore
     watcher: Watcher
     waiting: deque[Job]
     idle: list[int] = field(default_factory=list)

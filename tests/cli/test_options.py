@@ -17,7 +17,7 @@ from dflash_bench.core.methods import parse
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.diagnose import doctor, profile
 from dflash_bench.runner import session
-from dflash_bench.runner.config import Output, RunRequest, ServerOptions, require_prompts
+from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
 from dflash_bench.runner.option import check_options, options_of, to_json
 from dflash_bench.runner.plan import swept
 
@@ -146,7 +146,7 @@ def test_a_file_says_the_same_as_the_command_line_and_as_python(asked: Callable[
 def test_help_names_every_option_once(main: Main) -> None:
     status, out, _ = main("run", "--help")
     shown = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)
-    declared = [spec.flag for group in (RunRequest, Output) for spec in options_of(group).values()]
+    declared = [spec.flag for group in (RunRequest, OutputOptions) for spec in options_of(group).values()]
     assert status == 0 and sorted(shown) == sorted([*declared, "--json", "--config", "--help"])
     assert main("sweep", "--help")[1].partition("Prompts:")[2] == out.partition("Prompts:")[2]
 
@@ -285,7 +285,7 @@ def test_what_goes_together_is_not_refused() -> None:
 def test_where_a_run_goes_is_checked_likewise() -> None:
     for given, told in (({"resume": True}, "--resume needs --out FOLDER"), ({"allow": ("all",)}, "unknown thing to a")):
         with pytest.raises(UserError, match=f"^{told}"):
-            check_options(Output(**given))  # type: ignore[arg-type]
+            check_options(OutputOptions(**given))  # type: ignore[arg-type]
 
 
 # Names

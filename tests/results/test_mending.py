@@ -65,7 +65,7 @@ def what_matters(records: list[Record]) -> list[Record]:
 
 def merge(run: Path) -> None:
     """As a run of many answers would have done."""
-    with store.Run(run, read_info(run)) as opened:
+    with store.RunStore(run, read_info(run)) as opened:
         opened._merge(2)
 
 
@@ -169,8 +169,8 @@ def test_a_mended_run_killed_before_its_old_parts_are_gone_is_mended(run: Path, 
     before = what_matters(store.load(run)[1])
     keep_a_copy(run)
     with monkeypatch.context() as killed:
-        killed.setattr(store.Run, "_leave_only", lambda *_: None)
-        store.Run(run, read_info(run)).close()
+        killed.setattr(store.RunStore, "_leave_only", lambda *_: None)
+        store.RunStore(run, read_info(run)).close()
     assert what_matters(store.load(run)[1]) == before
     assert len(list(run.glob("part-*"))) > 2
     assert go(monkeypatch, "--resume")[0] == 0

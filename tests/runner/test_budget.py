@@ -111,7 +111,7 @@ def uneven(method: str, question: str) -> float:
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.chdir(tmp_path)
     clock = Clock(takes_s=uneven)
-    monkeypatch.setattr(store.Run, "seconds", lambda _self: clock.now)
+    monkeypatch.setattr(store.RunStore, "seconds", lambda _self: clock.now)
     install(monkeypatch, clock)
     (tmp_path / "data/gsm8k").mkdir(parents=True)
     rows = [{"question": f"sure {number}", "answer": "#### 1"} for number in range(40)]

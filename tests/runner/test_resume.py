@@ -55,7 +55,7 @@ from dflash_bench import cli
 from dflash_bench.results import store
 
 moment, number = sys.argv.pop(1), int(sys.argv.pop(1))
-append, replace, num_appended = store.Run.append, os.replace, 0
+append, replace, num_appended = store.RunStore.append, os.replace, 0
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +71,7 @@ def counted(run, records):
 
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and their children with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-store.Run.append = counted
+store.RunStore.append = counted
 cli.main()
 """
 

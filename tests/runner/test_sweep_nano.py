@@ -17,17 +17,17 @@ def test_a_killed_sweep_goes_on_to_the_run_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    append, left = store.Run.append, iter([True] * 5)
+    append, left = store.RunStore.append, iter([True] * 5)
 
-    def dying(run: store.Run, records: list[store.Record]) -> None:
+    def dying(run: store.RunStore, records: list[store.Record]) -> None:
         if not next(left, False):
             raise Stop
         append(run, records)
 
-    monkeypatch.setattr(store.Run, "append", dying)
+    monkeypatch.setattr(store.RunStore, "append", dying)
     with pytest.raises(Stop):
         main(monkeypatch, *WORDS)
-    monkeypatch.setattr(store.Run, "append", append)
+    monkeypatch.setattr(store.RunStore, "append", append)
     before = {store.key(record) for record in store.load(Path("out"))[1]}
     assert before
     assert main(monkeypatch, *WORDS, "--resume") == 0

@@ -134,7 +134,7 @@ def test_an_interrupted_run_goes_on_and_asks_for_nothing_twice(
 ) -> None:
     servers = pair()
     with monkeypatch.context() as patched:
-        patched.setattr("dflash_bench.results.store.Run.append", _stopping(3))
+        patched.setattr("dflash_bench.results.store.RunStore.append", _stopping(3))
         code, _, err = main(*words(servers, prompts))
     assert (code, "--resume" in err) == (130, True)
     asked = servers[1].num_answers
@@ -147,9 +147,9 @@ def test_an_interrupted_run_goes_on_and_asks_for_nothing_twice(
 
 
 def _stopping(after: int) -> Callable[..., None]:
-    append, calls = store.Run.append, iter(range(after))
+    append, calls = store.RunStore.append, iter(range(after))
 
-    def stopping(run: store.Run, records: Sequence[Any]) -> None:
+    def stopping(run: store.RunStore, records: Sequence[Any]) -> None:
         if next(calls, None) is None:
             raise KeyboardInterrupt
         append(run, records)
