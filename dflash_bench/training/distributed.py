@@ -6,6 +6,7 @@ step, which is what data-parallel training comes to where a step's forward pass 
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -80,4 +81,11 @@ def assembled(device: str) -> tuple[Crew, str]:
     except ImportError as error:
         raise UserError("several processes need accelerate: pip install accelerate") from error
     state = PartialState(cpu=device == "cpu")
+    atexit.register(_leave)
     return Crew(state.process_index, state.num_processes), str(state.device)
+
+
+def _leave() -> None:
+    """Ends the threads that talk to the others: one that outlives the interpreter aborts the process."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
