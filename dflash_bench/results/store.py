@@ -173,14 +173,13 @@ class RunStore(AbstractContextManager["RunStore"]):
         surplus = integrity.account(info, str(self.folder / run_info.FILE), witnesses).surplus if witnesses else ()
         kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
         mended = pa.concat_tables(kept.values()) if kept else schema.schema().empty_table()
-        orphans = _orphans(mended, run_settings, info["plan"]["methods"][0])
-        orphans |= _of_broken_waves(parts.without(mended, orphans), run_settings, info["plan"], ~orphans)
+        mended = parts.without(mended, _orphans(mended, run_settings, info["plan"]["methods"][0]))
+        mended = parts.without(mended, _of_broken_waves(mended, run_settings, info["plan"]))
         num_rescued = sum(len(table) for part, table in kept.items() if part in replaced)
-        self.num_dropped = num_before + num_rescued - len(mended) + int(orphans.sum())
+        self.num_dropped = num_before + num_rescued - len(mended)
         if not self.num_dropped and not num_rescued:
             self._leave_only(current)
             return
-        mended = parts.without(mended, orphans)
         spans = [parts.span(part) for part in tables]
         only = self.folder / parts.name(min(first for first, _ in spans), max(last for _, last in spans))
         if len(mended):
@@ -309,8 +308,8 @@ def _orphans(table: Any, run_settings: Sequence[Settings], first_method: str) ->
     )
 
 
-def _of_broken_waves(table: Any, run_settings: Sequence[Settings], plan: Mapping[str, Any], at: Any) -> Any:
-    """The mask of rows that were measured beside others which are missing now, [len(at)]; `table` has the rows `at`.
+def _of_broken_waves(table: Any, run_settings: Sequence[Settings], plan: Mapping[str, Any]) -> Any:
+    """The mask of rows that were measured beside others which are missing now, [rows].
 
     The missing ones alone would be measured beside fewer. What later turns go on from is measured again, too.
     """
@@ -330,9 +329,7 @@ def _of_broken_waves(table: Any, run_settings: Sequence[Settings], plan: Mapping
         )
         for number, suite, repeat, turn in waves
     ]
-    mask = np.zeros(len(at), dtype=bool)
-    mask[np.flatnonzero(at)] = broken
-    return mask
+    return np.array(broken, dtype=bool)
 
 
 def _create_whole(folder: Path, info: Info) -> None:
