@@ -392,13 +392,15 @@ class CountLaw:
     """By so much less: tokens at the limit that come without a round."""
     beyond: int | None = 0
     """By so much more; None: by all that the last round accepted behind the end."""
+    may_omit_stop: bool = False
+    """May the server leave the token that ends an answer out of its usage?"""
 
 
 LAWS: Mapping[str, CountLaw] = {
     "vllm.request": CountLaw(beyond=None),
     "vllm.counters": CountLaw(beyond=None),
-    "tensorrt_llm.request": CountLaw(beyond=None),
-    "lmdeploy.counters": CountLaw(beyond=None),
+    "tensorrt_llm.request": CountLaw(beyond=None, may_omit_stop=True),
+    "lmdeploy.counters": CountLaw(beyond=None, may_omit_stop=True),
     "sglang.request": CountLaw(beyond=None),
     "sglang.derived": CountLaw(),
     # With room for one token there is no round; drafts that fill the room are accepted without a bonus token.
@@ -418,11 +420,17 @@ def contradiction(
     *,
     most_accepted: int | None = None,
     at_limit: bool = False,
+    hides_tokens: bool = False,
 ) -> str | None:
     """Why these totals cannot be those of an answer of so many tokens, the first from prefill; None if they can.
 
-    `most_accepted`: in any one round, where that is told. `at_limit`: was the answer ended by its limit?
+    `most_accepted`: in any one round, where that is told. `at_limit`: was the answer ended by its limit, not by a stop?
+    `hides_tokens`: is the number of tokens only the server's word, as it names none of them?
     """
+    if hides_tokens and not at_limit and LAWS[by].may_omit_stop:
+        with_stop = contradiction(by, num_tokens + 1, rounds, drafted, accepted, most_accepted=most_accepted)
+        if with_stop is None:
+            return None
     after, told = max(num_tokens - 1, 0), rounds + accepted
     if min(rounds, accepted, drafted or 0) < 0 or accepted > (accepted if drafted is None else drafted):
         return "it counts less than nothing, or more accepted drafts than drafts"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_bench.core.methods import is_lossy, name_of
-from dflash_bench.core.types import CEILINGS, is_greedy
+from dflash_bench.core.types import CEILINGS, COUNTED, contradiction, is_greedy
 from dflash_bench.results import validity
 from dflash_bench.results.validity import lengths_of
 
@@ -24,6 +24,7 @@ from dflash_bench.results.validity import lengths_of
 
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "start_s", "end_s", "temperature", "concurrency", "rate",
+    "counted_by",
 )  # fmt: skip
 """The columns that the laws need besides those of `validity`."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
@@ -391,12 +392,21 @@ def _excused_too_much(rows: RowArrays) -> Any:
     return np.logical_or.reduce([tolerance > rows.facts.ceiling * (1 + 1e-6) for tolerance in tolerances])
 
 
-def _more_rounds_than_tokens(rows: RowArrays) -> Any:
-    """Each round gives at least a token, and what is accepted is in the answer but for what the last one had over."""
+def _totals_of_no_answer(rows: RowArrays) -> Any:
+    """By the server's own way of counting; totals that do not say it are held to what all ways have in common."""
     hidden = rows.seconds("num_hidden_tokens")
     num = np.where(np.isnan(hidden), np.maximum(rows.lengths("token_ids"), 0), hidden)
     rounds, drafted, accepted = (rows.seconds(name) for name in validity.TOTALS)
-    return (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
+    wrong = (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
+    ways, ends = (rows.batch.column(name).to_pylist() for name in ("counted_by", "finish_reason"))
+    for row in np.flatnonzero(~np.isnan(rounds + accepted)):
+        if ways[row] is not None:
+            drafts = None if np.isnan(drafted[row]) else int(drafted[row])
+            wrong[row] |= ways[row] not in COUNTED or None is not contradiction(
+                ways[row], int(num[row]), int(rounds[row]), drafts, int(accepted[row]),
+                at_limit=ends[row] != "stop", hides_tokens=not np.isnan(hidden[row]),
+            )  # fmt: skip
+    return wrong
 
 
 class RowLaw(NamedTuple):
@@ -422,7 +432,7 @@ LAWS = (
     RowLaw("it does not end at its first stop token", _wrong_end),
     RowLaw("it is longer than allowed, or was cut off before that", _wrong_length),
     RowLaw("a verdict excuses more than rounding can", _excused_too_much),
-    RowLaw("its totals of rounds are too many for its tokens", _more_rounds_than_tokens),
+    RowLaw("its totals of rounds are not those of its tokens", _totals_of_no_answer),
 )
 
 

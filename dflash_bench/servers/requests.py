@@ -27,10 +27,6 @@ STALLED = 0.25
 WRONGLY_ASKED = (400, 404, 405, 415, 422)
 EXACT = frozenset(("vllm.request", "sglang.request", "tensorrt_llm.request"))
 """Counts in an answer that need no others."""
-ENDS_UNCOUNTED = frozenset(("lmdeploy.counters", "tensorrt_llm.request"))
-"""By servers that may leave the token that ends an answer out of its usage, where they name no tokens."""
-
-
 TOGETHER = "the server counts no rounds in its answers, and several answers ran at a time"
 
 
@@ -151,7 +147,7 @@ def _counted(generation: Generation, counts: AcceptanceCounts | str | None) -> G
     """With these counts, or why there are none."""
     if not isinstance(counts, AcceptanceCounts):
         return replace(generation, uncounted=counts or TOGETHER)
-    if why := _contradiction(generation, counts):
+    if why := counts.contradiction(generation):
         # What it said before in another place is not believed either.
         return replace(
             generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None,
@@ -161,14 +157,6 @@ def _counted(generation: Generation, counts: AcceptanceCounts | str | None) -> G
         generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
         counted_by=counts.by, uncounted=None,
     )  # fmt: skip
-
-
-def _contradiction(generation: Generation, counts: AcceptanceCounts) -> str | None:
-    num, stopped = generation.num_tokens, generation.finish_reason == "stop"
-    why = counts.contradiction(num, not stopped)
-    if why and stopped and generation.hides_tokens and counts.by in ENDS_UNCOUNTED:
-        return counts.contradiction(num + 1, False)
-    return why
 
 
 async def when_due(

@@ -37,15 +37,16 @@ class AcceptanceCounts:
         falls = all(more >= less for more, less in pairwise((self.rounds, *self.at, 0)))
         return self.at if falls else None
 
-    def contradiction(self, num_tokens: int, at_limit: bool) -> str | None:
-        """Why they are not those of an answer of so many tokens; None if they can be."""
+    def contradiction(self, generation: Generation) -> str | None:
+        """Why they are not those of this answer; None if they can be."""
         if self.rounds is None or self.accepted is None:
             return "it does not tell its rounds"
         at = self.by_position
         most = None if at is None else sum(number > 0 for number in at)
         return types.contradiction(
-            self.by, num_tokens, self.rounds, self.drafted, self.accepted, most_accepted=most, at_limit=at_limit
-        )
+            self.by, generation.num_tokens, self.rounds, self.drafted, self.accepted, most_accepted=most,
+            at_limit=generation.finish_reason != "stop", hides_tokens=generation.hides_tokens,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

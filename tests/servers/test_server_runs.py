@@ -8,11 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from fake_server import MODEL, FakeServer, tokens_of
+from pyarrow import parquet
+from runs import listed
 
 from dflash_bench.analysis import metrics
-from dflash_bench.results import store, table
+from dflash_bench.results import parts, store, table
 from dflash_bench.runner.config import DIALECTS as OFFERED
 from dflash_bench.servers.connect import DIALECTS
 
@@ -82,6 +85,32 @@ def test_a_run_over_servers_holds_what_they_did(
     }  # fmt: skip
     assert "rounds of dflash by vllm.counters: differences of vllm:spec_decode_num_drafts (S)" in " ".join(out.split())
     assert "memory, as predicted" not in out
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda row: {"total_rounds": row["total_rounds"] // 2},
+        lambda row: {"total_accepted": row["total_accepted"] + row["total_rounds"]},
+        lambda row: {"total_drafted": None, "counted_by": "vllm.counters"},
+        lambda row: {"counted_by": "sglang.derived", "total_accepted": row["total_accepted"] - 1},
+        lambda row: {"counted_by": "unheard.of"},
+    ],
+    ids=["merged rounds", "more accepted", "no drafts told", "another way of counting", "an unknown way of counting"],
+)  # fmt: skip
+def test_totals_that_are_not_those_of_the_tokens_are_found_by_check(
+    main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], tmp_path: Path,
+    forged: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:  # fmt: skip
+    assert main(*words(pair(), prompts))[0] == 0
+    assert main("check", "run")[0] == 0
+    for part in parts.of(tmp_path / "run"):
+        rows = parquet.read_table(part)
+        changed = [row | forged(row) if row["method"] == "dflash" else row for row in rows.to_pylist()]
+        parquet.write_table(pa.Table.from_pylist(changed, rows.schema), part)
+    listed(tmp_path / "run")
+    code, out, _ = main("check", "run")
+    assert code == 1 and "its totals of rounds are not those of its tokens" in " ".join(out.split())
 
 
 def test_figures_are_those_of_the_rounds(
