@@ -20,8 +20,9 @@ SCHEMA_VERSION = 1
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
 """`differs`: not exact, and there was no judge to say whether rounding explains it."""
-OWN_WEIGHTS, SHARED_WEIGHTS = "separate", "shared weights"
-"""Which weights the judge reads: its own, read from the files once more, or those of the engine."""
+OWN_WEIGHTS, STREAMED_WEIGHTS, SHARED_WEIGHTS = "separate", "separate, layer by layer", "shared weights"
+"""Which weights the judge reads: its own, read from the files once more, at once or a layer at a time in each pass; or
+those of the engine."""
 Audit = Literal["all", "divergent", "none"]
 """Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
 

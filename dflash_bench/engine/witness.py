@@ -1,9 +1,10 @@
 """What a judge needs of a target, read by itself: weights, tokenizer, template and stop ids, straight from the files.
 
 Whatever loads, lays out and computes the engine's target may be what is wrong, so the judge shares none of it: it has
-modules of its own, on which nothing of ours was ever hooked. Its weights are read anew where memory allows. Where it
-does not, it reads those that the engine's forward pass reads, and checksums taken before they were laid out, afterwards
-and at the end say whether they are still those that were loaded.
+modules of its own, on which nothing of ours was ever hooked. Its weights are read anew: at once where memory allows,
+else layer by layer in each of its passes. Where neither is possible, it reads those that the engine's forward pass
+reads, and checksums taken before they were laid out, afterwards and at the end say whether they are still those that
+were loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import OWN_WEIGHTS, SHARED_WEIGHTS, Divergence, Message, Settings
+from dflash_bench.core.types import OWN_WEIGHTS, SHARED_WEIGHTS, STREAMED_WEIGHTS, Divergence, Message, Settings
 from dflash_bench.engine.judge import Judge
 from dflash_bench.models import memory, quantization
 from dflash_bench.models.hub import UNREADABLE, cannot_load
@@ -46,7 +47,7 @@ class Words:
 
 
 class Witness:
-    """Judges answers to chats. `weights` says whose it reads: OWN_WEIGHTS or SHARED_WEIGHTS."""
+    """Judges answers to chats. `weights` says which it reads: OWN_WEIGHTS, STREAMED_WEIGHTS or SHARED_WEIGHTS."""
 
     def __init__(
         self,
@@ -54,9 +55,10 @@ class Witness:
         words: Callable[[], Words],
         max_new_tokens: int,
         shared: nn.Module | None = None,
+        weights: str = OWN_WEIGHTS,
     ) -> None:
         """Model and words are read when they are first needed; `shared` is the model whose weights others read, too."""
-        self.max_new_tokens, self.weights = max_new_tokens, OWN_WEIGHTS if shared is None else SHARED_WEIGHTS
+        self.max_new_tokens, self.weights = max_new_tokens, weights if shared is None else SHARED_WEIGHTS
         self.objections: dict[str, int] = {}
         """What was wrong beyond tokens, and in how many questions to the judge."""
         self._model, self._words, self._shared = model, words, shared
@@ -150,6 +152,8 @@ def witness_of(
         return given(models.target, stop_ids, max_new_tokens)
     if has_room(models, source, other_bytes):
         return Witness(lambda: weights_in(source), lambda: words_in(source), max_new_tokens)
+    if has_room_for_layers(models, source, other_bytes) and (streamed := streamed_from(source, models.target)):
+        return Witness(lambda: streamed, lambda: words_in(source), max_new_tokens, weights=STREAMED_WEIGHTS)
     own = _bare(twin(models.target))
     return Witness(lambda: own, lambda: words_in(source), max_new_tokens, own)
 
@@ -162,12 +166,43 @@ def has_room(models: Models, source: Source, other_bytes: int) -> bool:
         return True
     if source.free_bytes is None:
         return False
-    drafts: int = sum(weight.nbytes for draft in models.drafts.values() for weight in draft.parameters())
-    needed = 2 * target.weights_bytes + target.loading_bytes + drafts + other_bytes
-    left = source.free_bytes - needed
+    return _fits(models, source, target, target.weights_bytes + target.loading_bytes + other_bytes)
+
+
+def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> bool:
+    """Is there memory for one layer at a time, with the embedding and all else that is in no layer?
+
+    Where it is not known how much is free, there is: that is a small part of what was loaded already.
+    """
+    dtype, how = models.target.dtype, source.placement
+    if how.spread or how.quantize is not None:
+        return False
+    if source.free_bytes is None:
+        return True
+    target = memory.footprint_of(source.folder, dtype, how.trust_remote_code)
+    layers = [_bytes_of(layer) for layer in _layers(models.target).values()]
+    outside = _bytes_of(models.target) - sum(layers)
+    return _fits(models, source, target, outside + max(layers, default=0) + other_bytes)
+
+
+def _fits(models: Models, source: Source, target: memory.Footprint, more_bytes: int) -> bool:
+    """Beside target, drafts and a second layout of the target's weights, if it will be made?"""
+    assert source.free_bytes is not None
+    drafts = sum(map(_bytes_of, models.drafts.values()))
+    left = source.free_bytes - target.weights_bytes - drafts - more_bytes
     if may_be_held_twice(target.layout_bytes, source.free_bytes - target.weights_bytes - drafts):
         left -= target.layout_bytes
     return left >= source.free_bytes // MARGIN
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+def _layers(model: Any) -> dict[str, nn.Module]:
+    """By name what transformers never divides: the decoder layers."""
+    kinds = {*(model._no_split_modules or ())}
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -198,6 +233,36 @@ def weights_in(source: Source) -> Any:
     except UNREADABLE as error:
         raise cannot_load(source.folder, error) from error
     return model.eval()
+
+
+def streamed_from(source: Source, loaded: nn.Module) -> Any | None:
+    """As `weights_in`, but each layer is read from the files when a pass comes to it, and forgotten behind it.
+
+    None where the files are not what the modules read (pickles, or experts that are stored one by one): then a second
+    copy of the weights would have to be written to the disk. `loaded` is another model of the same class.
+    """
+    from transformers import AutoModelForCausalLM
+
+    layers = _layers(loaded)
+    homes = dict.fromkeys(layers, "disk") | dict.fromkeys(_outside(loaded, layers), source.device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=source.dtype, attn_implementation=source.placement.attention,
+            trust_remote_code=source.placement.trust_remote_code, device_map=homes,
+        )  # fmt: skip
+    except UNREADABLE:
+        # They were read a moment ago, so that nothing else can be wrong with them.
+        return None
+    return model.eval()
+
+
+def _outside(module: nn.Module, layers: Mapping[str, nn.Module], prefix: str = "") -> Iterator[str]:
+    """The names of the largest modules without a layer in them."""
+    for name, child in module.named_children():
+        if any(layer.startswith(f"{prefix}{name}.") for layer in layers):
+            yield from _outside(child, layers, f"{prefix}{name}.")
+        elif f"{prefix}{name}" not in layers:
+            yield f"{prefix}{name}"
 
 
 def words_in(source: Source) -> Words:

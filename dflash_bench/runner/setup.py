@@ -208,7 +208,7 @@ def _silence_transformers() -> None:
 
     It imports torchao where that is installed, which complains of kernels for other machines.
     """
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+    for name in ("accelerate", "torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as its_own
 

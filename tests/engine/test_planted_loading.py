@@ -157,7 +157,8 @@ def test_weights_damaged_in_a_copy_do_not_pass_the_comparison_with_transformers_
 
 
 def shared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("dflash_bench.engine.witness.has_room", lambda *_: False)
+    for room in ("has_room", "has_room_for_layers"):
+        patch.setattr(f"dflash_bench.engine.witness.{room}", lambda *_: False)
     # Models of its own: what is planted here changes them.
     patch.setattr(loading, "load", matrix.LOAD)
 

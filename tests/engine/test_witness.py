@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,73 @@ def test_small_weights_are_always_read_twice_and_large_ones_if_all_fits(
     enough = next(free for free in range(weights, 9 * weights, weights // 16) if fits(free))
     assert 2 * weights < enough < 2.5 * weights
     assert not fits(enough, other_bytes=weights) and fits(enough + 2 * weights, other_bytes=weights)
+
+
+def test_a_layer_at_a_time_is_read_where_not_all_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "ALWAYS", 0)
+    models = load(folder)
+    assert models.source is not None
+    weights = sum(p.nbytes for p in models.target.parameters())
+
+    def judged_with(free_bytes: int | None) -> str:
+        return opened(replace(models, source=replace(models.source, free_bytes=free_bytes))).witness.weights
+
+    steps = [judged_with(free) for free in range(weights, 3 * weights, weights // 8)]
+    order = ["shared weights", "separate, layer by layer", "separate"]
+    assert list(dict.fromkeys(steps)) == order
+    assert judged_with(None) == "separate, layer by layer"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_judge_that_reads_layer_by_layer_says_the_same_to_the_digit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    models = loading.load(Preset(str(folder / "target"), {}), [], "cpu", dtype)
+    whole = opened(models, 24)
+    monkeypatch.setattr(witness, "has_room", lambda *_: False)
+    streamed = opened(models, 24)
+    assert streamed.describe()["judge"]["weights"] == "separate, layer by layer"
+    layers = dict(streamed.judge.model.named_parameters())
+    assert {p.device.type for name, p in layers.items() if ".layers." in name} == {"meta"}
+    prompt = whole.encode(CHAT)
+    for text in (prompt, [*prompt, 7, 5, 3]):
+        for form in ("_in_one_pass", "_in_steps"):
+            said = [getattr(backend.judge, form)(text, 4) for backend in (whole, streamed)]
+            assert torch.equal(*said)
+    (given,) = streamed.generate_ids("ar", [prompt])
+    wrong = [*given.token_ids[:-1], (given.token_ids[-1] + 1) % 64]
+    verdict = streamed.audit(CHAT, given.token_ids)
+    assert verdict == whole.audit(CHAT, given.token_ids) and (verdict is None or dtype is torch.bfloat16)
+    assert streamed.audit(CHAT, wrong) == whole.audit(CHAT, wrong) is not None
+    # What happens to the engine's weights is nothing to it.
+    with torch.no_grad():
+        streamed.target.model.get_output_embeddings().weight.zero_()
+        streamed.target.model.model.layers[0].mlp.down_proj.weight.zero_()
+    assert streamed.audit(CHAT, given.token_ids) == verdict
+
+
+def test_files_that_would_have_to_be_written_again_are_not_read_layer_by_layer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are stored one by one, and computed from one tensor: nobody asked for a second copy on the disk."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    target = Path(shutil.copytree(folder / "target", tmp_path / "target"))
+    vocab = len(loading.load(Preset(str(target), {}), [], "cpu", torch.float32).tokenizer)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocab, **sizes, **experts)).save_pretrained(target)
+    monkeypatch.setattr(witness, "has_room", lambda *_: False)
+    monkeypatch.chdir(tmp_path)
+    local = opened(loading.load(Preset(str(target), {}), [], "cpu", torch.float32))
+    assert local.witness.weights == "shared weights"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_one_of_several_processes_counts_on_its_part_of_the_memory(folder: Path) -> None:
