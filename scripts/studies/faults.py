@@ -20,14 +20,14 @@ from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Record
 from studies._study import Made, Work, tell
 
-TAKES = "half an hour of one core"
+TAKES = "three quarters of an hour of one core"
 PAGES = ("faults.md",)
 EXTRA = "dev"
 
 HEAD = """# Mistakes planted in a run, and whether it finds them
 
 {machine}.
-`{command}` makes this page in about half an hour. `tests/engine/test_faults.py` and `test_around.py` check a
+`{command}` makes this page in about three quarters of an hour. `tests/engine/test_faults.py` and `test_around.py` check a
 part of it, and plant in small models what this target cannot have (windows, recurrent states, rows of a batch).
 
 ## In the engine
