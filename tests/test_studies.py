@@ -163,3 +163,14 @@ def test_published_figures_become_a_line_each(tmp_path: Path) -> None:
     assert _study.main(["published", str(tmp_path / "work"), "--table", str(table), "--output", str(tmp_path)]) == 0
     written = (tmp_path / "published.csv").read_text().splitlines()
     assert [line.split(",")[:2] for line in written[1:]] == [["speedup.zlab", "4.9"], ["al.zlab", "6.5"]]
+
+
+def test_the_folders_that_scripts_study_lets_studies_import_from_are_there() -> None:
+    """A folder that has moved was only noticed where a study imported from it."""
+    (line,) = re.findall(
+        r"^export PYTHONPATH=(.*)$", (ROOT / "scripts/study").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    folders = re.findall(r"\$(root|tests)([\w/]*)", line)
+    assert len(folders) > 4
+    for base, rest in folders:
+        assert (ROOT / ("tests" if base == "tests" else "") / rest.removeprefix("/")).is_dir(), rest
