@@ -27,8 +27,8 @@ EXTRA = "dev"
 HEAD = """# Mistakes planted in a run, and whether it finds them
 
 {machine}.
-`{command}` makes this page in about three quarters of an hour. `tests/engine/test_faults.py` and `test_around.py` check a
-part of it, and plant in small models what this target cannot have (windows, recurrent states, rows of a batch).
+`{command}` makes this page in about three quarters of an hour. `tests/engine/test_faults.py` and `test_around.py` check
+a part of it, and plant in small models what this target cannot have (windows, recurrent states, rows of a batch).
 
 ## In the engine
 
