@@ -12,8 +12,9 @@ from faults import Pair, around_writes, stale
 from torch import Tensor
 
 from dflash_bench.engine import loop, verify
-from dflash_bench.engine.cache import KVCache, ancestors
+from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafters.base import Picker
+from dflash_bench.engine.masks import ancestors
 from dflash_bench.engine.sampling import Sampler, probabilities
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.types import Settings, is_greedy
-from dflash_bench.engine.cache import ancestors, to_device
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.masks import ancestors, depths
 
 Purpose = Literal["draw", "accept", "draft"]
 """What a random number is for: the target's own draw, keeping or refusing a drafted token, and drawing that token."""
@@ -188,7 +189,7 @@ class Sampler:
             return None
         if parents is None:
             return self._emitted + torch.arange(width, device=self.device)
-        return self._emitted + ancestors(parents).sum(dim=-1) - 1
+        return self._emitted + depths(parents)
 
     def numbers(self, purpose: Purpose, places: Tensor) -> Tensor:
         """Uniform in [0, 1), [B, N] for places [B, N]."""

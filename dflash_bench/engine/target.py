@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.types import NOBODY, Listener
-from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
+from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import (
     HFForward,
-    Masks,
     attention_windows,
     context_length,
     recurrent_layers,
     refuse_unsupported,
 )
 from dflash_bench.engine.graphs import Replays, room_for
+from dflash_bench.engine.masks import Masks, TargetMasks, depths
 
 ALL = 0
 """Places of which logits are wanted: all."""
@@ -163,21 +163,7 @@ class Target:
         if self.replays is not None:
             self.replays.moved(capacity)
         self.network.serve(self._cache, self.device)
-        # A window as large as the cache is the same as no window.
-        windows = attention_windows(self.config)
-        self._windows = {
-            kind: None if window is None or window >= capacity else window for kind, window in windows.items()
-        }
-        self._ready = {window: self._ready_mask(capacity, window) for window in {*self._windows.values()}}
-
-    def _ready_mask(self, capacity: int, window: int | None) -> Tensor:
-        """A mask [1, 1, width, capacity + width]; if all rows start together, that of any pass is a slice of it."""
-        width = min(capacity, 64)
-        steps = torch.arange(width, device=self.device)[:, None]
-        columns = torch.arange(-capacity, width, device=self.device)
-        hidden = columns > steps if window is None else (columns > steps) | (columns <= steps - window)
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None]
+        self._masks = TargetMasks(attention_windows(self.config), capacity, self.model.dtype, self.device)
 
     @property
     def cache(self) -> KVCache:
@@ -238,7 +224,8 @@ class Target:
                 return output
         cache.place(starts, width, first)
         positions = self._positions(parents)
-        masks = None if self._sees_all(width) else self._masks(starts, width, parents, whole_block)
+        needs_none = not self.network.needs_masks and self._masks.sees_all(cache, width)
+        masks = None if needs_none else self._masks.build(cache, starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
         logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts, some)
         return Output(logits.to(self.device), together(tapped, self.device))
@@ -260,7 +247,8 @@ class Target:
         assert isinstance(self.network, Steady)
         self.cache.place_at(starts, tokens.shape[1], num_places)
         positions = self._positions(parents)
-        hidden, tapped = self.network.through(tokens, positions, self._masks([], tokens.shape[1], parents, False))
+        masks = self._masks.build(self.cache, [], tokens.shape[1], parents)
+        hidden, tapped = self.network.through(tokens, positions, masks)
         return hidden, *tapped
 
     def _positions(self, parents: Tensor | None) -> Tensor:
@@ -270,37 +258,13 @@ class Target:
         """
         positions = self.cache.positions
         if parents is not None:
-            positions = positions[:, :1] + ancestors(parents).sum(dim=-1) - 1
+            positions = positions[:, :1] + depths(parents)
         return positions.clamp(max=self.context_length - 1)
 
     @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:
         """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and is never read again)."""
         self.network.commit(counts)
-
-    def _sees_all(self, width: int) -> bool:
-        """Does a network that can do without masks need none here?"""
-        alone = width == 1 and not self.cache.is_ragged and not any(self._ready)
-        return alone and not self.network.needs_masks
-
-    def _masks(self, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool) -> Masks:
-        """One mask, or one for each kind of layer if some have a window and others do not."""
-        if whole_block:
-            masks = {
-                window: causal_mask(self.cache, self.model.dtype, None, window, whole_block) for window in self._ready
-            }
-        else:
-            masks = {window: self._mask(starts, width, parents, window) for window in self._ready}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
-        return {kind: masks[window] for kind, window in self._windows.items()}
-
-    def _mask(self, starts: Sequence[int], width: int, parents: Tensor | None, window: int | None) -> Tensor:
-        cache, ready = self.cache, self._ready[window]
-        if parents is None and not cache.is_ragged and width <= ready.shape[2]:
-            left = cache.capacity - starts[0]
-            return ready[:, :, :width, left : cache.capacity + width].expand(len(starts), -1, -1, -1)
-        return causal_mask(cache, self.model.dtype, parents, window)
 
 
 def together(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dflash_bench.engine.cache import ancestors, to_device
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.masks import ancestors
 from dflash_bench.engine.sampling import inverse_cdf
 
 

@@ -12,8 +12,9 @@ from test_drafters import DFLASH, EAGLE3
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache, causal_mask, rotations
+from dflash_bench.engine.cache import KVCache, rotations
 from dflash_bench.engine.forward.native_drafts import LeanDFlash, LeanEagle3
+from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary

@@ -16,6 +16,7 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, Picker
 from dflash_bench.engine.forward.native_drafts import LeanDFlash
 from dflash_bench.engine.forward.packed import Product, packed_head
+from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -128,14 +129,7 @@ class DFlashDrafter(CachedDrafter):
     def _through(self, block: Tensor) -> Tensor:
         """The block [B, N] where it was placed -> what the last layer says [B, N, H]."""
         tables = rotations(self.rotary, self.cache)
-        return self.network.forward(self.embedding(block), tables, self._mask(), self.cache)
-
-    def _mask(self) -> Tensor | None:
-        """Every slot sees the row's whole context and the whole block; only ragged rows need telling apart."""
-        if not self.cache.is_ragged:
-            return None
-        ends = self.cache.positions[:, -1:]
-        return (self.columns[: self.cache.visible] <= ends)[:, None, None]
+        return self.network.forward(self.embedding(block), tables, block_mask(self.cache, self.columns), self.cache)
 
 
 class PacedDrafter(DFlashDrafter):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.cache import causal_mask, rotations, to_device
+from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter
 from dflash_bench.engine.forward.native_drafts import LeanEagle3
+from dflash_bench.engine.masks import causal_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models

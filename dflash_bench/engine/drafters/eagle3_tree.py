@@ -13,6 +13,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.masks import FrontierMask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -50,12 +51,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         super().allocate(num_rows, capacity)
-        k, hidden = self.top_k, self.hidden
-        hides = torch.finfo(hidden.dtype).min
-        self.room = hidden.new_zeros(num_rows, 1, k, capacity)
-        self.unseen = hidden.new_full((num_rows, 1, self.num_scratch), hides)
-        self.oneself = torch.full_like(self.room[0, 0, :, :k], hides).fill_diagonal_(0)
-        self.columns = torch.arange(capacity, device=self.device)
+        self.mask = FrontierMask(num_rows, self.top_k, self.num_scratch, capacity, self.hidden)
         self.no_score = torch.zeros(num_rows, 1, device=self.device)
         # Every node found, in the order of finding, so that parents come before children; and the frontier among them.
         self.scores = torch.zeros(num_rows, self.num_found, device=self.device)
@@ -64,9 +60,10 @@ class Eagle3TreeDrafter(Eagle3Drafter):
 
     def propose(self) -> Draft:
         k, first = self.top_k, 0
-        self._open()
+        self.end, self.start = max(self.starts), to_device(self.starts, self.device)[:, None]
+        self.mask.open(self.starts, self.start)
         # The anchor stands for a frontier of one node, which has been read with the target's features.
-        out, score, seen = self.hidden, self.no_score, self.unseen
+        out, score = self.hidden, self.no_score
         for step in range(self.steps + 1):
             scores, tokens = self._children(out, score)
             last = first + scores.shape[1]
@@ -76,27 +73,18 @@ class Eagle3TreeDrafter(Eagle3Drafter):
             score, best = scores.topk(k)
             self.frontier[:, step * k : (step + 1) * k] = best + first
             parent = (best // k)[..., None]
-            seen = seen.take_along_dim(parent, dim=1)
-            seen[..., step * k : (step + 1) * k] = self.oneself
-            out = self._read(tokens.gather(1, best), out.take_along_dim(parent, dim=1), seen, step)
+            out = self._read(tokens.gather(1, best), out.take_along_dim(parent, dim=1), parent, step)
             first = last
         return self._best()
 
-    def _open(self) -> None:
-        """Every node sees its row's past, and nothing up to where the longest row ends."""
-        self.end = max(self.starts)
-        self.start = to_device(self.starts, self.device)[:, None]
-        past = self.room[..., : self.end].zero_()
-        if min(self.starts) < self.end:
-            behind = self.columns[: self.end] >= self.start
-            past.masked_fill_(behind[:, None, None], torch.finfo(past.dtype).min)
+    def _read(self, tokens: Tensor, hidden: Tensor, parent: Tensor, step: int) -> Tensor:
+        """Read the frontier [B, k] with the outputs of its parents [B, k, H]; returns its own outputs [B, k, H].
 
-    def _read(self, tokens: Tensor, hidden: Tensor, seen: Tensor, step: int) -> Tensor:
-        """The frontier [B, k] with its parents' outputs; `seen` [B, k, scratch] shows each node its own way."""
+        `parent` [B, k, 1] numbers the parents in the frontier before this one.
+        """
         place = self.end + step * self.top_k
         self.cache.place([place] * len(self.starts), self.top_k)
-        mask = self.room[..., : self.cache.visible]
-        mask[:, 0, :, self.end :] = seen[..., : self.cache.visible - self.end]
+        mask = self.mask.grow(parent, step, self.cache.visible)
         tables = self.rotary.at(self.start + step)
         return self.network.forward(self.embedding(tokens), hidden, tables, mask, self.cache)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.recurrent import Recurrence
+from dflash_bench.engine.masks import Masks
 from dflash_bench.models.weights import laid_out
 
 # What the engine must know about a target's architecture: its layers, their windows, and what is not supported.
@@ -126,9 +127,6 @@ def other_layers(config: Any) -> list[str]:
 # The target's network as its publisher's code computes it: transformers' forward pass, over our cache.
 #
 # Any architecture that takes positions, a mask and a cache is read in this way; hooks on its layers are the taps.
-
-
-Masks = Tensor | Mapping[str, Tensor]
 
 
 class HFForward:

@@ -16,6 +16,7 @@ from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, si
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import decoder_layers, final_norm
 from dflash_bench.engine.forward.packed import Packed, Product, can_pack, packed_head
+from dflash_bench.engine.masks import Masks, fold_kinds
 from dflash_bench.models.weights import joined, laid_out
 
 # The usual decoder layer, of targets and of drafts, with little between its matrix products.
@@ -152,7 +153,7 @@ class Attention:
     ) -> Tensor:
         """Normed [B * N, H] of tokens that have their places in the cache -> [B * N, heads * D].
 
-        `shape` is (B, N), the mask is `folded`, and `index` the layer's in the cache.
+        `shape` is (B, N), the mask is folded (`masks.fold_heads`), and `index` the layer's in the cache.
         """
         rows, width = shape
         mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
@@ -170,9 +171,10 @@ class Attention:
     def packed(self) -> Attention:
         return replace(self, qkv=packed(self.qkv), output=packed(self.output))
 
-    def folded(self, mask: Tensor | None) -> Tensor | None:
-        """A mask [B, 1, N or 1, visible], repeated for the query heads that share keys [B, 1, G * N or 1, visible]."""
-        return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, self.num_heads // self.num_kv, 1)
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.num_heads // self.num_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +376,7 @@ class Lean:
         self,
         tokens: Tensor,
         positions: Tensor,
-        masks: Tensor | Mapping[str, Tensor] | None,
+        masks: Masks | None,
         keep: int | Tensor,
         counts: Sequence[int] | None,
         rows: slice | None,
@@ -387,15 +389,13 @@ class Lean:
         """Of what the last layer said [B, N, H]."""
         return self.head(self.norm(x))
 
-    def through(
-        self, tokens: Tensor, positions: Tensor, masks: Tensor | Mapping[str, Tensor] | None
-    ) -> tuple[Tensor, list[Tensor]]:
+    def through(self, tokens: Tensor, positions: Tensor, masks: Masks | None) -> tuple[Tensor, list[Tensor]]:
         """What the last layer said [B, N, H], and each tapped one; it asks the host for nothing but shapes."""
         shape = tokens.shape
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
         }
-        folded = self._folded(masks)
+        folded = fold_kinds(masks, self._tables, self.layers[0].attention.group)
         # All tokens of all rows one below another, [B * N, H]; only attention asks which row a token is of.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
         for index, layer in enumerate(self.layers):
@@ -403,13 +403,6 @@ class Lean:
             if index in self._taps:
                 tapped[index] = x.view(*shape, -1)
         return x.view(*shape, -1), [tapped[i] for i in self._order]
-
-    def _folded(self, masks: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor | None]:
-        """By kind of layer."""
-        kinds, fold = dict.fromkeys(layer.kind for layer in self.layers), self.layers[0].attention.folded
-        if isinstance(masks, Mapping):
-            return {kind: fold(masks[kind]) for kind in kinds}
-        return dict.fromkeys(kinds, fold(masks))
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Tables:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.native import Linear, Norm, Tables, layer_of, linear_of, norm_of, packed, turn
 from dflash_bench.engine.forward.packed import Packed, Product, packed_head
+from dflash_bench.engine.masks import fold_heads
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.weights import joined, laid_out
@@ -60,7 +61,7 @@ class LeanDFlash:
     def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
         """As `DFlashDraft.forward`, over the places of a cache; the mask is [B, 1, N or 1, visible]."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
-        mask = self.layers[0].attention.folded(mask)
+        mask = fold_heads(mask, self.layers[0].attention.group)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables, mask, cache)
         return self.norm(x).view(embedded.shape)
@@ -100,7 +101,7 @@ class LeanEagle3:
         shape, flat, layer = hidden.shape[:2], hidden.flatten(0, 1), self.layer
         normed = self.hidden_norm(flat)
         pair = torch.cat([layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
-        attended = layer.attention(0, pair, shape, tables, layer.attention.folded(mask), cache)
+        attended = layer.attention(0, pair, shape, tables, fold_heads(mask, layer.attention.group), cache)
         x = layer.fed(layer.mixed(normed if self.config.norm_before_residual else flat, attended))
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 
