@@ -330,7 +330,7 @@ class LocalBackend:
 
     @property
     def has_thinking(self) -> bool:
-        return "enable_thinking" in (self.tokenizer.chat_template or "")
+        return chat.has_thinking(self.tokenizer)
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         for thinking in {bool(one.thinking) for one in settings}:
@@ -349,10 +349,7 @@ class LocalBackend:
 
     def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
         """The chat as the model's own template renders it."""
-        if self.tokenizer.chat_template is None:
-            return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
-        text = chat.rendered(self.tokenizer, messages, bool(settings.thinking))
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return chat.encoded(self.tokenizer, messages, bool(settings.thinking))
 
     def generate(
         self,
@@ -363,11 +360,8 @@ class LocalBackend:
         listener: Listener = NOBODY,
     ) -> Generation:
         """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
-        prompt = self.encode(messages, settings)
-        seed = self._seed(prompt, repeat)
-        sampling = Sampling.of(settings, seed)
-        (generation,) = self._generations(*self._decode(method, [prompt], sampling, None, None, lambda: None, listener))
-        return self._with_thinking(generation, prompt, settings)
+        (answer,) = self.serve(method, [(messages, repeat)], settings, listener=listener)
+        return answer.generation
 
     def serve(
         self,
@@ -382,10 +376,9 @@ class LocalBackend:
         Each draws the random numbers that it would draw alone.
         """
         prompts = [self.encode(messages, settings) for messages, _ in requests]
-        seeds = [self._seed(prompt, repeat) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
-        decoded, error = self._decode(
-            method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended, listener
-        )
+        seeds = [seed_of(self.seed, repeat, prompt) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
+        sampling = Sampling.of(settings)
+        decoded, error = self._decode(method, prompts, sampling, seeds, settings.concurrency, ended, listener)
         begin = next((one.begin for one in decoded if one.rounds), None)
         return [
             TimedGeneration(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
@@ -449,9 +442,6 @@ class LocalBackend:
                 else one.failed(text, error)
             )
         return generations
-
-    def _seed(self, prompt: Sequence[int], repeat: int) -> int:
-        return seed_of(self.seed, repeat, prompt)
 
     def _with_thinking(self, generation: Generation, prompt: Sequence[int], settings: Settings) -> Generation:
         if settings.thinking is None:

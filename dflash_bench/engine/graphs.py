@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dflash_bench.core.errors import UserError
 
@@ -30,7 +28,7 @@ from dflash_bench.core.errors import UserError
 BUCKET = 256
 """Attention goes over a multiple of so many places."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""How much of its largest value a replayed result may differ from the one computed as usual."""
+"""By how much two ways to compute the same pass may differ, relative to the largest value."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 """(places that attention sees, inputs...) -> results, all [B, ...]; an input [B] is where each row starts."""
@@ -197,63 +195,6 @@ def _pool() -> Any:
     if device not in _pools:
         _pools[device] = torch.cuda.graph_pool_handle()
     return _pools[device]
-
-
-def traced(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """The operations of one call, to be repeated: what a CUDA graph does, on any device, for tests."""
-    with _Recorder(inputs) as recorder:
-        results = function(*inputs)
-    places, calls = [recorder.place_of[id(one)] for one in results], recorder.calls
-
-    def replay() -> tuple[Tensor, ...]:
-        values = list(inputs)
-        for call in calls:
-            values += call(values)
-        return tuple(values[place] for place in places)
-
-    recorder.forget()
-    return replay
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An operation; where a place is given, its argument is a tensor that was made in the pass or is an input."""
-
-    operation: Any
-    leaves: list[Any]
-    places: list[int | None]
-    spec: Any
-
-    def __call__(self, values: Sequence[Tensor]) -> list[Any]:
-        now = [one if at is None else values[at] for one, at in zip(self.leaves, self.places, strict=True)]
-        args, options = tree_unflatten(now, self.spec)
-        return tree_leaves(self.operation(*args, **options))
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes every operation; results are numbered in the order in which they were made, behind the inputs."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # A tensor that has been freed would give its id to another.
-        self.made: list[Any] = list(inputs)
-        self.place_of = {id(one): place for place, one in enumerate(inputs)}
-        self.calls: list[_Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        places = [self.place_of.get(id(one)) if isinstance(one, Tensor) else None for one in leaves]
-        kept = [None if place is not None else one for one, place in zip(leaves, places, strict=True)]
-        self.calls.append(_Call(func, kept, places, spec))
-        result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            self.place_of[id(one)] = len(self.made)
-            self.made.append(one)
-        return result
-
-    def forget(self) -> None:
-        self.made.clear()
-        self.place_of.clear()
 
 
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:

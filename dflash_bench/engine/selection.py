@@ -13,12 +13,11 @@ from dflash_bench.engine.drafter import Drafter, Packs
 from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.native import Lean, why_not
 from dflash_bench.engine.forward.packed import has_room
+from dflash_bench.engine.graphs import TOLERANCES
 from dflash_bench.engine.target import Target
 
 PROBED = 24
 """Tokens on which both must agree before ours is used."""
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Of a difference, relative to the largest logit."""
 
 
 def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Target:

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.drafters.dflash import DFlashDrafter, PacedDrafter
 from dflash_bench.engine.forward.packed import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.memory import MOST_NODES
 from dflash_bench.models.nets.dflash import DFlashDraft
-
-MOST_NODES = 63
-"""As many as nodes=auto chooses from."""
 
 
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
@@ -69,28 +66,12 @@ class DDTreeDrafter(DFlashDrafter):
 
     def whole_tree(self) -> tuple[Nodes, Tensor]:
         """All nodes, and their tokens as the target knows them [B, num_drafts]."""
-        logits = self.block_logits().float()
-        best, ids = logits.topk(self.top_k)
-        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
-        # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
-        nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
-        return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
+        nodes, tokens = best_tree(self.block_logits(), self.top_k, self.tree)
+        return nodes, self.draft.target_ids(tokens)
 
 
 class AutoDDTreeDrafter(PacedDrafter, DDTreeDrafter):
     """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`engine/adaptive.py`)."""
-
-    def __init__(
-        self,
-        draft: DFlashDraft,
-        embedding: nn.Module,
-        head: Product,
-        nodes: int,
-        top_k: int | None = None,
-        block_size: int | None = None,
-    ) -> None:
-        super().__init__(draft, embedding, head, nodes, top_k, block_size)
-        self.pace = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu")
 
     def propose(self) -> Draft:
         self.pace.start()
@@ -150,6 +131,16 @@ class Nodes:
     choices: Tensor
     parents: Tensor
     scores: Tensor
+
+
+def best_tree(logits: Tensor, top_k: int, levels: Levels) -> tuple[Nodes, Tensor]:
+    """Return the best nodes, and their token ids [B, N], by logits [B, L, V] of L places predicted independently."""
+    logits = logits.float()
+    best, ids = logits.topk(top_k)
+    log_q = best - logits.logsumexp(dim=-1, keepdim=True)
+    # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
+    nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), levels)
+    return nodes, ids.flatten(1).gather(1, nodes.choices)
 
 
 def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:

@@ -6,6 +6,8 @@ single pass over the block. Context is strictly before the anchor, as in trainin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,15 +25,12 @@ from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import laid_out
 
-MARGIN = 0.02
-"""How much slower a block may seem than the best width and still be verified further."""
-
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     draft: DFlashDraft = models.draft_of(method)
     steps, rule = method.number("steps"), str(method.option("rule"))
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(draft, target.embedding, target.head, rule, steps)
+        return AutoDFlashDrafter(draft, target.embedding, target.head, rule=rule, steps=steps)
     return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), rule, steps)
 
 
@@ -133,9 +132,17 @@ class DFlashDrafter(CachedDrafter):
 
 
 class PacedDrafter(DFlashDrafter):
-    """One that sends only as much of its draft to be verified as pays; `pace` learns from what each round kept."""
+    """Sends only as much of its draft to be verified as pays; `pace` learns from what each round kept.
 
-    pace: AdaptiveLength
+    A base for drafters, which it gives its arguments to.
+    """
+
+    margin = 0.0
+    """How much slower a draft may seem than the best width and still be verified further."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pace = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu", margin=self.margin)
 
     def begin(self, num_rows: int, capacity: int) -> None:
         super().begin(num_rows, capacity)
@@ -158,11 +165,7 @@ class AutoDFlashDrafter(PacedDrafter):
     though, so under the rule `rejection` an answer is not reproducible from its seed.
     """
 
-    def __init__(
-        self, draft: DFlashDraft, embedding: nn.Module, head: Product, rule: str = "match", steps: int = 1
-    ) -> None:
-        super().__init__(draft, embedding, head, None, rule, steps)
-        self.pace = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu", margin=MARGIN)
+    margin = 0.02
 
     def propose(self) -> Draft:
         self.pace.start()

@@ -14,7 +14,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.ddtree import Levels, best_nodes
+from dflash_bench.engine.drafters.ddtree import Levels, best_tree
 from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -69,8 +69,5 @@ class MedusaDrafter:
         if self.top_k == 1:
             # One way down: a chain needs no mask of its own, and nothing has to be moved in the cache.
             return Draft(logits[:, : self.num_drafts].argmax(dim=-1))
-        best, ids = logits.topk(self.top_k)
-        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
-        # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
-        nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
-        return Draft(ids.flatten(1).gather(1, nodes.choices), nodes.parents)
+        nodes, tokens = best_tree(logits, self.top_k, self.tree)
+        return Draft(tokens, nodes.parents)
