@@ -69,10 +69,10 @@ def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     device, dtype, threads = prepared(wanted_of(request))
     import torch
 
-    from dflash_bench.engine.forward.hf import context_length
     from dflash_bench.engine.selection import in_words, target_of
+    from dflash_bench.models.architecture import context_length
+    from dflash_bench.models.memory import size_of
     from dflash_bench.perf import measure
-    from dflash_bench.perf.measure import size_of
 
     measure.check(drafting)
     kind = None if dtype == "auto" else getattr(torch, dtype)
@@ -163,7 +163,7 @@ def _subject(asked: ProfileRequest, preset: Preset, drafting: Sequence[Method], 
     from dflash_bench.models import loading, random_weights, targets
     from dflash_bench.models.formats import TargetShape, read_checkpoint
     from dflash_bench.models.formats.base import skeleton
-    from dflash_bench.perf.measure import size_of
+    from dflash_bench.models.memory import size_of
 
     kinds = drafts_of(drafting)
     if asked.random_weights:
@@ -201,6 +201,7 @@ def _check_context(asked: ProfileRequest, context_length: int, widest: int) -> N
 
 
 def _check_memory(asked: ProfileRequest, size: Size, drafts: dict[str, Any], free: int | None, device: str) -> None:
+    from dflash_bench.models import memory
     from dflash_bench.models.random_weights import stored_bytes
 
     weights = [weight for draft in drafts.values() for weight in draft.parameters()]
@@ -210,10 +211,10 @@ def _check_memory(asked: ProfileRequest, size: Size, drafts: dict[str, Any], fre
     else:
         draft_bytes *= 2  # a drafter joins weights, and has both until the last is joined
     order = (size, draft_bytes, max(asked.batches), max(asked.contexts), max(WIDEST, *asked.widths))
-    needed = judging.needed_bytes(*order)
+    needed = memory.needed_bytes(*order)
     if free is None or needed <= free:
         return
-    fits = judging.what_fits(*order, free, may_cut=asked.random_weights)
+    fits = memory.what_fits(*order, free, may_cut=asked.random_weights)
     raise UserError(
         f"{asked.of_run.name} with {size.num_layers} layers, batch {order[2]} and context {order[3]} needs "
         f"{needed / 1e9:.1f} GB on {device}, and {free / 1e9:.1f} GB are free; "

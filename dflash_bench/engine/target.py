@@ -17,15 +17,10 @@ from torch import Tensor, nn
 
 from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.hf import (
-    HFForward,
-    attention_windows,
-    context_length,
-    recurrent_layers,
-    refuse_unsupported,
-)
+from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.graphs import Replays, room_for
 from dflash_bench.engine.masks import Masks, TargetMasks, depths
+from dflash_bench.models.architecture import attention_windows, context_length, recurrent_layers, refuse_unsupported
 
 ALL = 0
 """Places of which logits are wanted: all."""

@@ -12,21 +12,20 @@ from torch import Tensor, nn
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.forwards import AttentionCost, Drafting, Forward, Hosting, Measured, Pass, Rates, Size
+from dflash_bench.core.forwards import Drafting, Forward, Hosting, Measured, Pass, Rates, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters import dflash, eagle3
-from dflash_bench.engine.forward.hf import attention_windows, recurrent_layers
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Limits, clock_for
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import pack_like
 from dflash_bench.engine.target import Target
+from dflash_bench.models import memory
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
-from dflash_bench.models.quantization import num_elements, stored_bytes
 
 # How fast is this device: how many bytes does it copy a second, and how much does it multiply?
 
@@ -92,67 +91,7 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     return Rates(2 * COPIED[kind] / copied_s, 2 * size**3 / multiplied_s)
 
 
-# What a network holds, counted from its parameters: what each pass reads, and what it multiplies.
-
-
-def size_of(model: Any) -> Size:
-    """Of a target, which may be on the `meta` device."""
-    config = model.config.get_text_config()
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # what is shared, once
-    experts = [weight for name, weight in named.values() if "experts" in name.split(".")]
-    apart = {id(weight) for weight in experts} | ({id(embedding)} if embedding is not head else set())
-    read = [weight for _, weight in named.values() if id(weight) not in apart]
-    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
-    return Size(
-        weight_bytes=_bytes(read),
-        matrix_elements=_elements(read),
-        row_bytes=embedding.shape[1] * embedding.element_size(),
-        stored_bytes=_bytes(weight for _, weight in named.values()),
-        num_experts=num_experts,
-        experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") if experts else 0,
-        expert_bytes=_bytes(experts) // num_experts if experts else 0,
-        expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
-        attention=tuple(_attention(config, head.element_size())),
-        state_bytes=_state_bytes(config),
-        num_layers=config.num_hidden_layers,
-        vocab_size=embedding.shape[0],
-        itemsize=head.element_size(),
-    )
-
-
-def _first(config: Any, *names: str) -> int:
-    return next(int(value) for name in names if (value := getattr(config, name, None)))
-
-
-def _bytes(weights: Iterable[Any]) -> int:
-    return sum(map(stored_bytes, weights))
-
-
-def _elements(weights: Iterable[Any]) -> int:
-    """Of matrices: norms and biases multiply nothing to speak of."""
-    return sum(num_elements(weight) for weight in weights if weight.ndim == 2)
-
-
-def _attention(config: Any, itemsize: int) -> Iterable[AttentionCost]:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    num_kv = getattr(config, "num_key_value_heads", None) or heads
-    windows = attention_windows(config)
-    kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
-    for kind, window in windows.items():
-        if num_layers := kinds.count(kind):
-            yield AttentionCost(num_layers, window, heads * head_dim, 2 * num_kv * head_dim * itemsize)
-
-
-def _state_bytes(config: Any) -> int:
-    """Of the gated delta rule: a matrix a head, in float32."""
-    if not (layers := recurrent_layers(config)):
-        return 0
-    heads, key, value = (
-        getattr(config, f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
-    )
-    return int(len(layers) * heads * key * value * 4)
+# What each pass of a draft reads and multiplies.
 
 
 def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
@@ -181,13 +120,11 @@ def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> t
 
 
 def _part(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
-    """These modules of a draft, with so many layers of attention."""
-    config, itemsize = draft.config, draft.fc.weight.element_size()
+    """The size of these modules of a draft, with so many layers of attention."""
+    itemsize = draft.fc.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
-    kind = AttentionCost(
-        num_layers, None, config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim * itemsize
-    )
-    return Size(_bytes(weights), _elements(weights), attention=(kind,) if num_layers else (), itemsize=itemsize)
+    attention = (memory.draft_attention(draft.config, num_layers, itemsize),) if num_layers else ()
+    return Size(memory.bytes_of(weights), memory.matrix_elements(weights), attention=attention, itemsize=itemsize)
 
 
 # How long does a pass of the target take, by the number of tokens that it reads?
@@ -283,7 +220,7 @@ def curve_of(target: Target) -> dict[str, Any]:
         "least_s": min(shortest_s, forwards[0].seconds),
         "bandwidth": rates.bandwidth,
         "products": rates.products,
-        "size": asdict(size_of(target.model)),
+        "size": asdict(memory.size_of(target.model)),
     }
 
 
@@ -362,7 +299,7 @@ def measure(
         tell(f"measuring rounds: batch {rows}")
         hosts.append(Hosting("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
         hosts += [Hosting(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters]
-    return Measured(rates, size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
+    return Measured(rates, memory.size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
 
 
 def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:

@@ -13,10 +13,6 @@ from dflash_bench.core.forwards import Drafting, Forward, LinearCost, Measured, 
 from dflash_bench.core.methods import name_of
 
 Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "unclear"]
-SPARE = 1.05
-"""Times what was counted, for what was not: activations, and memory that falls between."""
-LIBRARIES = 0.5e9
-"""Bytes that the process takes with nothing loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,39 +210,3 @@ def published_acceptance(target: str, method: str, num_drafts: int) -> tuple[flo
     middle = values[len(values) // 2]
     spread = f"{values[0]:g} to {values[-1]:g} on {len({figure.dataset for figure in figures})} suites"
     return middle, f"published: median of {spread}; {'; '.join(sorted(sources))}"
-
-
-def needed_bytes(size: Size, draft_bytes: int, rows: int, context: int, widest: int) -> float:
-    """Memory for weights, cache, and the logits of the widest pass, which are also copied once as float32."""
-    a_token = sum(kind.num_layers * kind.cache_bytes for kind in size.attention)
-    cache = rows * ((context + widest) * a_token + size.state_bytes * (widest + 1))
-    logits = rows * widest * size.vocab_size * (size.itemsize + 4)
-    return SPARE * (size.stored_bytes + draft_bytes + cache + logits) + LIBRARIES
-
-
-def what_fits(size: Size, draft_bytes: int, rows: int, context: int, widest: int, free: float, may_cut: bool) -> str:
-    """The nearest smaller order that fits; empty if none does."""
-    if needed_bytes(size, draft_bytes, 1, 1, widest) > free:
-        layers = _most_layers(size, draft_bytes, widest, free) if may_cut else 0
-        return f"--layers {layers} fits" if layers else ""
-    fewer = max((n for n in range(1, rows) if needed_bytes(size, draft_bytes, n, context, widest) <= free), default=0)
-    shorter = _longest(size, draft_bytes, rows, widest, free)
-    offers = [f"--batch {fewer} --context {context}"] if fewer else []
-    offers += [f"--batch {rows} --context {shorter}"] if shorter else []
-    alone = _longest(size, draft_bytes, 1, widest, free)
-    return " or ".join(offers or [f"--batch 1 --context {alone}"]) + " fits"
-
-
-def _longest(size: Size, draft_bytes: int, rows: int, widest: int, free: float) -> int:
-    empty, one = (needed_bytes(size, draft_bytes, rows, context, widest) for context in (0, 1))
-    return max(0, int((free - empty) / (one - empty))) if one > empty else 0
-
-
-def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
-    """Embedding and head remain, once if they are one table."""
-    table = size.row_bytes * size.vocab_size
-    is_tied = size.stored_bytes == size.weight_bytes + size.num_experts * size.expert_bytes
-    outside = table if is_tied else 2 * table
-    a_layer = (size.stored_bytes - outside) / size.num_layers
-    left = free - needed_bytes(replace(size, stored_bytes=outside), draft_bytes, 1, 1, widest)
-    return max(0, int(left / (SPARE * a_layer)))

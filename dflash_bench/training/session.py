@@ -18,11 +18,11 @@ from dflash_bench.core.methods import Method, parse
 from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.drafters import dflash, eagle3, medusa
-from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.loop import Accepted, al_pooled, by_position
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.models import presets
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.loading import Models

@@ -22,11 +22,11 @@ from dflash_bench.core import environment, files
 from dflash_bench.core.types import Message
 from dflash_bench.engine.backend import stop_ids
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.loop import accepted
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.models import chat, loading
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.training import answers, prepare, session, trainer
 from dflash_bench.training.answers import AnswerPlan, AnswerRequest, Computed

@@ -21,9 +21,8 @@ from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.models import presets, quantization, targets
 from dflash_bench.models.loading import Models, load
-from dflash_bench.models.memory import demand_of
+from dflash_bench.models.memory import demand_of, size_of
 from dflash_bench.models.targets import Placement
-from dflash_bench.perf.measure import size_of
 from dflash_bench.runner.setup import Wanted, device_and_dtype
 
 QUESTION = [Message("user", "Tom has 7 apples and buys 5 more. How many apples does he have?")]

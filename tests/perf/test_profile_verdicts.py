@@ -22,11 +22,9 @@ from dflash_bench.perf.verdict import (
     RoundCost,
     at_full_depth,
     is_alike,
-    needed_bytes,
     places,
     published_acceptance,
     what_binds,
-    what_fits,
 )
 
 SIZE = Size(
@@ -129,27 +127,6 @@ def test_full_depth_multiplies_layers_and_not_the_head() -> None:
     assert is_alike(SIZE, full)
     mixed = replace(full, attention=(AttentionCost(5, None, 8, 16), AttentionCost(5, 128, 8, 16)))
     assert not is_alike(SIZE, mixed)
-
-
-def test_memory_is_weights_cache_and_logits() -> None:
-    cache, logits = 3 * (50 + 4) * 2 * 16, 3 * 4 * 100 * 8
-    assert needed_bytes(SIZE, 600, 3, 50, 4) == pytest.approx(1.05 * (1400 + 600 + cache + logits) + 0.5e9)
-
-
-def test_what_fits_is_the_largest_that_does() -> None:
-    size = replace(SIZE, weight_bytes=10**9 - 40, stored_bytes=10**9, attention=(AttentionCost(2, None, 8, 5000),))
-    free = needed_bytes(size, 0, 2, 1000, 4)
-    assert what_fits(size, 0, 4, 1000, 4, free, True) == "--batch 2 --context 1000 or --batch 4 --context 497 fits"
-    assert needed_bytes(size, 0, 4, 497, 4) <= free < needed_bytes(size, 0, 4, 499, 4)
-    assert what_fits(size, 0, 1, 9000, 4, free, True) == "--batch 1 --context 2004 fits"
-
-
-def test_too_many_layers_are_answered_with_how_many_fit() -> None:
-    size = replace(SIZE, num_layers=10, row_bytes=10**6, vocab_size=100, weight_bytes=2 * 10**9, stored_bytes=2 * 10**9)
-    free = 0.5e9 + 1.05 * (10**8 + 4 * 1.9e8) + 2e6
-    assert what_fits(size, 0, 1, 10, 4, free, True) == "--layers 4 fits"
-    assert what_fits(size, 0, 1, 10, 4, free, False) == ""
-    assert what_fits(size, 0, 1, 10, 4, 1e6, True) == ""
 
 
 def test_an_acceptance_that_was_published_for_the_pair() -> None:

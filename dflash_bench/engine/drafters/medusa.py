@@ -15,9 +15,9 @@ from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.ddtree import Levels, best_tree
-from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.weights import laid_out

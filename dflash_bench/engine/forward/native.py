@@ -14,9 +14,9 @@ from torch.linalg import vector_norm
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.hf import decoder_layers, final_norm
 from dflash_bench.engine.forward.packed import Packed, Product, can_pack, packed_head
 from dflash_bench.engine.masks import Masks, fold_kinds
+from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.weights import joined, laid_out
 
 # The usual decoder layer, of targets and of drafts, with little between its matrix products.
