@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.hf import HFForward
+from dflash_bench.engine.forward.hf import HFForward, PassInputs
 from dflash_bench.engine.graphs import Replays, room_for
 from dflash_bench.engine.masks import Masks, TargetMasks, depths
 from dflash_bench.models.architecture import attention_windows, context_length, recurrent_layers, refuse_unsupported
@@ -49,15 +49,7 @@ class Network(Protocol):
 
     def clear(self) -> None: ...
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        masks: Masks | None,
-        keep: int | Tensor,
-        counts: Sequence[int] | None,
-        rows: slice | None,
-    ) -> tuple[Tensor, list[Tensor]]: ...
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]: ...
 
     def commit(self, counts: Sequence[int]) -> None: ...
 
@@ -222,7 +214,7 @@ class Target:
         needs_none = not self.network.needs_masks and self._masks.sees_all(cache, width)
         masks = None if needs_none else self._masks.build(cache, starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
-        logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts, some)
+        logits, tapped = self.network.read(PassInputs(tokens, positions, masks, keep_logits, counts, some))
         return Output(logits.to(self.device), together(tapped, self.device))
 
     def _replayed(

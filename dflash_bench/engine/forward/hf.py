@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ from dflash_bench.engine.forward.recurrent import Recurrence
 from dflash_bench.engine.masks import Masks
 from dflash_bench.models.architecture import cache_argument, decoder_layers, recurrent_layers
 from dflash_bench.models.weights import laid_out
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """What a network reads in one pass, over B rows that have their places in the cache."""
+
+    tokens: Tensor
+    """[B, N]"""
+    positions: Tensor
+    """[B, N]"""
+    masks: Masks | None
+    keep_logits: int | Tensor
+    """Which places' logits are needed: this many from the end (0: all), or an index."""
+    counts: Sequence[int] | None
+    """How many tokens each row keeps; None where `commit` will say."""
+    rows: slice | None
+    """The rows of the cache that are read, if not all; their prompts begin here."""
 
 
 class HFForward:
@@ -65,25 +83,16 @@ class HFForward:
         if self._recurrence is not None:
             self._recurrence.clear()
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        masks: Masks | None,
-        keep: int | Tensor,
-        counts: Sequence[int] | None,
-        rows: slice | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H].
-
-        With `rows` it is of these alone, whose prompts begin here.
-        """
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]."""
         options: dict[str, Any] = {self._cache_argument: self._cache}
         if self.keeps_some_logits:
-            options["logits_to_keep"] = keep
-        with self._recurrence.reading(tokens.shape[1], counts, rows) if self._recurrence else nullcontext():
+            options["logits_to_keep"] = inputs.keep_logits
+        width, recurrence = inputs.tokens.shape[1], self._recurrence
+        with recurrence.reading(width, inputs.counts, inputs.rows) if recurrence else nullcontext():
             out = self.model(
-                input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=True, **options,
+                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=inputs.masks, use_cache=True,
+                **options,
             )  # fmt: skip
         return out.logits, [self._tapped[i] for i in self._taps]
 

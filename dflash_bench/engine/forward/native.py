@@ -14,6 +14,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.packed import Packed, Product, can_pack, packed_head
 from dflash_bench.engine.masks import Masks, fold_kinds
 from dflash_bench.models.architecture import decoder_layers, final_norm
@@ -372,17 +373,10 @@ class Lean:
     def commit(self, counts: Sequence[int]) -> None:
         """What lies beyond a row's end is overwritten."""
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        masks: Masks | None,
-        keep: int | Tensor,
-        counts: Sequence[int] | None,
-        rows: slice | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]; the cache knows the rows."""
-        x, tapped = self.through(tokens, positions, masks)
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache knows the rows."""
+        x, tapped = self.through(inputs.tokens, inputs.positions, inputs.masks)
+        keep = inputs.keep_logits
         return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
 
     def logits(self, x: Tensor) -> Tensor:
