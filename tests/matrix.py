@@ -23,7 +23,7 @@ from dflash_bench.core.types import Message, Record
 from dflash_bench.engine import backend as engine_backend
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import Captures, Drafter
-from dflash_bench.engine.graphs import Replays
+from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.target import Target
 from dflash_bench.models import loading
 from dflash_bench.models.presets import preset
@@ -97,7 +97,7 @@ def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
 
 def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None) -> str:
     for reader in (target, *(drafter for drafter in drafters if isinstance(drafter, Captures))):
-        reader.replays = Replays(traced)
+        reader.graph_cache = GraphCache(traced)
     return "traced"
 
 

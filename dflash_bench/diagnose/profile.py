@@ -14,7 +14,7 @@ from typing import Any
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import cannot
-from dflash_bench.core.forwards import Measured, Size
+from dflash_bench.core.forwards import ProfileData, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
@@ -69,7 +69,7 @@ def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     device, dtype, threads = prepared(wanted_of(request))
     import torch
 
-    from dflash_bench.engine.selection import in_words, target_of
+    from dflash_bench.engine.selection import network_name, target_of
     from dflash_bench.models.architecture import context_length
     from dflash_bench.models.memory import size_of
     from dflash_bench.perf import measure
@@ -96,7 +96,7 @@ def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
         "model": request.name, "target": preset.target, "methods": [method.label for method in drafting],
         "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": asked.random_weights,
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
-        "engine": in_words(target), "capture": captured,
+        "engine": network_name(target), "capture": captured,
     }  # fmt: skip
     return judged(about, measured, subject.full, acceptance)
 
@@ -111,7 +111,9 @@ def check_out(folder: Path | None) -> None:
         raise cannot("write", folder, error) from error
 
 
-def judged(about: dict[str, Any], measured: Measured, full: Size, acceptance: dict[str, tuple[float, str]]) -> Profiled:
+def judged(
+    about: dict[str, Any], measured: ProfileData, full: Size, acceptance: dict[str, tuple[float, str]]
+) -> Profiled:
     """What was measured with what it means, and what it comes to at full depth where layers were cut."""
     notes = []
     if about["random_weights"]:

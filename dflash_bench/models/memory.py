@@ -133,7 +133,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryUse:
     """Bytes of a run whose longest row, with its answers, has so many tokens."""
 
     target_weights_bytes: int
@@ -147,7 +147,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """What a target and its drafts need: each method has a cache of its own, and drafts are held once."""
 
     target: Footprint
@@ -156,7 +156,7 @@ class Demand:
     """With the numbers of tokens that a preset sets."""
     rows: int = 1
 
-    def held(self, longest: int) -> Held:
+    def held(self, longest: int) -> MemoryUse:
         rounds = [(method, *self._round(method)) for method in self.methods]
         places = longest + 1 + max((drafted for _, drafted, _ in rounds), default=0)
         caches = [
@@ -164,7 +164,7 @@ class Demand:
             for method, drafted, scratch in rounds
             if method.draft is not None
         ]
-        return Held(
+        return MemoryUse(
             self.target.weights_bytes, self.rows * places * self.target.place_bytes,
             sum(draft.weights_bytes for draft in self.drafts.values()), self.rows * sum(caches),
         )  # fmt: skip
@@ -179,7 +179,7 @@ class Demand:
         none, one = (replace(self, rows=rows).held(longest).total for rows in (0, 1))
         return (num_bytes - none) // (one - none)
 
-    def packed(self, free_bytes: int) -> Demand:
+    def packed(self, free_bytes: int) -> MemoryDemand:
         """With a second layout of the target's weights, and then of the drafts', where there is room for that."""
         drafts = list(self.drafts.values())
         left = free_bytes - self.target.weights_bytes - sum(draft.weights_bytes for draft in drafts)
@@ -193,8 +193,8 @@ class Demand:
             drafts={name: _with_layout(one) for name, one in self.drafts.items()} if has_room else self.drafts,
         )
 
-    def without_drafts(self) -> Demand:
-        return Demand(self.target, {}, [method for method in self.methods if method.draft is None], self.rows)
+    def without_drafts(self) -> MemoryDemand:
+        return MemoryDemand(self.target, {}, [method for method in self.methods if method.draft is None], self.rows)
 
     def _round(self, method: Method) -> tuple[int, int]:
         return round_of(method, self.drafts[method.draft].config if method.draft else None)
@@ -233,7 +233,7 @@ def demand_of(
     dtype: torch.dtype | None,
     trusted: bool = False,
     quantize: str | None = None,
-) -> Demand:
+) -> MemoryDemand:
     """Folders of checkpoints; `dtype` None is the target's own; drafts are never quantised.
 
     Raises UserError for what cannot be read.
@@ -243,7 +243,7 @@ def demand_of(
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     shape = targets.shape_of(target)
     footprints = {name: _of_draft(name, folder, shape, dtype) for name, folder in drafts.items()}
-    return Demand(footprint_of(target, dtype, trusted, quantize), footprints, methods)
+    return MemoryDemand(footprint_of(target, dtype, trusted, quantize), footprints, methods)
 
 
 def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.dtype) -> Footprint:

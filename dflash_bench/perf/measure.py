@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.forwards import Drafting, Forward, Hosting, Measured, Pass, Rates, Size
+from dflash_bench.core.forwards import DraftPass, DraftTiming, ForwardTiming, HostOverhead, ProfileData, Rates, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
@@ -78,7 +78,7 @@ def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 
 
 
 @torch.inference_mode()
-def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """In the given type; a device that computes faster in another type has other rates there."""
     kind = device.type if device.type in COPIED else "cpu"
     # Filled, because memory that was never written is not there yet.
@@ -94,7 +94,7 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
 # What each pass of a draft reads and multiplies.
 
 
-def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
+def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     """What drafting `num_drafts` tokens reads, with taking in `kept` tokens of the round before.
 
     `draft` is a DFlash draft in one step, or an EAGLE-3 draft that drafts a chain.
@@ -104,18 +104,18 @@ def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[P
     assert isinstance(draft, Eagle3Draft)
     layer = _part([draft.midlayer, draft.norm], draft, 1)
     head, fusing = _part([draft.lm_head], draft), _part([draft.fc], draft)
-    passes = [Pass(layer, kept), Pass(fusing, kept), Pass(head, 1, num_drafts)]
-    return (*passes, *([Pass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
+    passes = [DraftPass(layer, kept), DraftPass(fusing, kept), DraftPass(head, 1, num_drafts)]
+    return (*passes, *([DraftPass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
 
 
-def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
+def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     head = draft.lm_head if draft.config.own_head else target.get_output_embeddings()
     layers: Any = draft.layers
     taking_in = [draft.fc, *(part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
     return (
-        Pass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
-        Pass(_part([head], draft), num_drafts),
-        Pass(_part(taking_in, draft), kept),
+        DraftPass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
+        DraftPass(_part([head], draft), num_drafts),
+        DraftPass(_part(taking_in, draft), kept),
     )
 
 
@@ -151,7 +151,7 @@ def some_tokens(target: Target, rows: int, width: int) -> Tensor:
     return (torch.arange(rows * width, device=target.device) * 7919 % target.vocab_size).view(rows, width)
 
 
-def reading(target: Target, rows: int, width: int, context: int) -> Callable[[], None]:
+def forward_timer(target: Target, rows: int, width: int, context: int) -> Callable[[], None]:
     """A pass, to be called again and again; `prepare` comes first."""
     tokens, starts = some_tokens(target, rows, width), [context] * rows
 
@@ -162,13 +162,13 @@ def reading(target: Target, rows: int, width: int, context: int) -> Callable[[],
     return read
 
 
-def ladder(
+def time_forwards(
     target: Target, rows: int, context: int, widths: Sequence[int] = WIDTHS, with_head: bool = False
-) -> list[Forward]:
+) -> list[ForwardTiming]:
     """A pass of each width; `with_head` measures in the same turns what of it the output head takes."""
     prepare(target, rows, context + max(widths))
-    calls = [reading(target, rows, width, context) for width in widths]
-    if target.replays is not None:
+    calls = [forward_timer(target, rows, width, context) for width in widths]
+    if target.graph_cache is not None:
         for call in calls:
             call()
         target.capture(context + 1, context + max(widths))
@@ -176,7 +176,7 @@ def ladder(
     seconds = medians_s([*calls, *heads], target.device)
     head_s = [min(head, whole) for head, whole in zip(seconds[len(calls) :], seconds, strict=False)]
     return [
-        Forward(rows, width, context, seconds[number], head_s[number] if with_head else None)
+        ForwardTiming(rows, width, context, seconds[number], head_s[number] if with_head else None)
         for number, width in enumerate(widths)
     ]
 
@@ -188,13 +188,13 @@ def _head(target: Target, rows: int, width: int) -> Callable[[], object]:
     return call
 
 
-def shortest(target: Target) -> float:
+def shortest_forward_s(target: Target) -> float:
     """Seconds of a pass over one token, of several the shortest."""
     context = context_of(target)
     prepare(target, 1, context + 1)
-    read = reading(target, 1, 1, context)
+    read = forward_timer(target, 1, 1, context)
     read()
-    if target.replays is not None:
+    if target.graph_cache is not None:
         target.capture(context + 1, context + 1)
         read()
     seconds = least_s(read, target.device)
@@ -206,13 +206,13 @@ def context_of(target: Target) -> int:
     return min(CONTEXT, target.context_length - max(WIDTHS))
 
 
-def curve_of(target: Target) -> dict[str, Any]:
+def forward_curve(target: Target) -> dict[str, Any]:
     """What a run keeps of its own target: a short ladder, and what `analysis` needs to say what it means."""
     context = context_of(target)
-    forwards = ladder(target, 1, context)
+    forwards = time_forwards(target, 1, context)
     target.release()
-    shortest_s = shortest(target)
-    rates = rates_of(target.device, target.model.dtype)
+    shortest_s = shortest_forward_s(target)
+    rates = measure_rates(target.device, target.model.dtype)
     return {
         "rows": 1,
         "context": context,
@@ -273,13 +273,13 @@ def free_bytes(device: torch.device) -> int | None:
 def measure(
     models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
     tell: Callable[[str], None], capture: str | None = None,
-) -> tuple[Measured, str]:  # fmt: skip
+) -> tuple[ProfileData, str]:  # fmt: skip
     """With how passes are captured. `is_cut` says that the target has lost layers: its head is measured apart then."""
     tell("measuring the device")
-    rates = rates_of(target.device, target.model.dtype)
-    forwards: list[Forward] = []
-    drafts: list[Drafting] = []
-    hosts: list[Hosting] = []
+    rates = measure_rates(target.device, target.model.dtype)
+    forwards: list[ForwardTiming] = []
+    drafts: list[DraftTiming] = []
+    hosts: list[HostOverhead] = []
     drafters = [(method, BUILDERS[method.name](models, target, method)) for method in methods]
     pack_like(target, [drafter for _, drafter in drafters], models.drafts.values())
     captured = capture_passes(target, [drafter for _, drafter in drafters], capture)
@@ -287,7 +287,7 @@ def measure(
     places = [(rows, context) for rows in workload.batches for context in workload.contexts]
     for rows, context in places:
         tell(f"measuring passes: batch {rows}, context {context}")
-        forwards += ladder(target, rows, context, widths, with_head=is_cut)
+        forwards += time_forwards(target, rows, context, widths, with_head=is_cut)
     for method, drafter in drafters:
         for rows, context in places:
             tell(f"measuring drafts: {method.label}, batch {rows}, context {context}")
@@ -297,9 +297,11 @@ def measure(
             ]
     for rows in workload.batches:
         tell(f"measuring rounds: batch {rows}")
-        hosts.append(Hosting("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
-        hosts += [Hosting(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters]
-    return Measured(rates, memory.size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
+        hosts.append(HostOverhead("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
+        hosts += [
+            HostOverhead(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters
+        ]
+    return ProfileData(rates, memory.size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
 
 
 def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
@@ -313,7 +315,7 @@ def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> lis
 
 
 @torch.inference_mode()
-def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> Drafting:
+def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> DraftTiming:
     kept = min(KEPT, drafter.num_drafts + 1)
     target.tap(drafter.taps)
     prepare(target, rows, context + kept)
@@ -329,12 +331,12 @@ def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows
         drafter.observe(committed)
         drafter.propose()
 
-    if drafter.replays is not None:
+    if drafter.graph_cache is not None:
         draft()
         drafter.capture(context + 1, capacity)
     (seconds,) = medians_s([draft], target.device)
     passes = draft_passes(drafter.draft, target.model, drafter.num_drafts, kept)
-    return Drafting(method.label, drafter.num_drafts, rows, context, seconds, passes)
+    return DraftTiming(method.label, drafter.num_drafts, rows, context, seconds, passes)
 
 
 class _Watched:

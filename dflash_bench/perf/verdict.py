@@ -9,7 +9,7 @@ from typing import Literal
 from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.paper import load_figures
 from dflash_bench.analysis.roofline import WELL_ABOVE, WidthCurve, bound, curve, least_s, least_s_of_draft, work
-from dflash_bench.core.forwards import Drafting, Forward, LinearCost, Measured, Size, fit
+from dflash_bench.core.forwards import DraftTiming, ForwardTiming, LinearCost, ProfileData, Size, fit
 from dflash_bench.core.methods import name_of
 
 Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "unclear"]
@@ -19,7 +19,7 @@ Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "u
 class Reading:
     """A pass of the target beside its roofline."""
 
-    forward: Forward
+    forward: ForwardTiming
     num_bytes: float
     flops: float
     roofline_s: float
@@ -91,13 +91,13 @@ class ProfiledBatch:
     verdicts: tuple[RoundVerdict, ...]
 
 
-def places(measured: Measured, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
+def places(measured: ProfileData, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
     """`acceptance` by method: tokens a round, and where they are from."""
     known = dict.fromkeys((one.rows, one.context) for one in measured.forwards)
     return [_place(measured, *place, acceptance) for place in known]
 
 
-def _place(measured: Measured, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
+def _place(measured: ProfileData, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
     forwards = [one for one in measured.forwards if (one.rows, one.context) == (rows, context)]
     through = curve(forwards, measured.size, measured.rates)
     drafts = [one for one in measured.drafts if (one.rows, one.context) == (rows, context)]
@@ -113,13 +113,13 @@ def _place(measured: Measured, rows: int, context: int, acceptance: dict[str, tu
     return ProfiledBatch(rows, context, tuple(readings), through, tuple(rounds), tuple(verdicts))
 
 
-def _reading(measured: Measured, forward: Forward) -> Reading:
+def _reading(measured: ProfileData, forward: ForwardTiming) -> Reading:
     done = work(measured.size, forward.rows, forward.width, forward.context)
     rates = measured.rates
     return Reading(forward, done.num_bytes, done.flops, least_s(done, rates), bound(done, rates))
 
 
-def _rounds(measured: Measured, forwards: Sequence[Forward], drafts: Sequence[Drafting]) -> list[RoundCost]:
+def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Sequence[DraftTiming]) -> list[RoundCost]:
     """Of one method, at every width up to its own."""
     method, rows, context = drafts[0].method, drafts[0].rows, drafts[0].context
     hosts = {host.method: host.seconds for host in measured.hosts if host.rows == rows}
@@ -138,7 +138,7 @@ def _rounds(measured: Measured, forwards: Sequence[Forward], drafts: Sequence[Dr
     ]  # fmt: skip
 
 
-def _between(drafts: Sequence[Drafting]) -> LinearCost:
+def _between(drafts: Sequence[DraftTiming]) -> LinearCost:
     """Seconds of a draft by its tokens: the line through the shortest and the longest, level where there is one."""
     return fit([one.num_drafts for one in drafts], [one.seconds for one in drafts])
 
@@ -173,7 +173,7 @@ def what_binds(whole: RoundCost, through: WidthCurve, al: float | None) -> Bindi
     return largest
 
 
-def at_full_depth(measured: Measured, full: Size) -> Measured:
+def at_full_depth(measured: ProfileData, full: Size) -> ProfileData:
     """An estimate for a target of which only some layers were measured: its layers take as long as those that were.
 
     What is not the head counts as layers, embedding and masks too.

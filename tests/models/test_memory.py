@@ -18,8 +18,8 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.models import presets
 from dflash_bench.models.loading import Models, load
 from dflash_bench.models.memory import (
-    Demand,
     Footprint,
+    MemoryDemand,
     demand_of,
     needed_bytes,
     round_of,
@@ -46,7 +46,7 @@ def chosen(*labels: str) -> list[methods.Method]:
     return [method.with_count(counts.get(method.name)) for method in map(methods.parse, labels)]
 
 
-def demand(*labels: str, dtype: torch.dtype | None = torch.float32) -> Demand:
+def demand(*labels: str, dtype: torch.dtype | None = torch.float32) -> MemoryDemand:
     some = chosen(*labels)
     drafts = {method.draft: Path(NANO.drafts[method.draft]) for method in some if method.draft}
     return demand_of(Path(NANO.target), drafts, some, dtype)
@@ -61,7 +61,9 @@ def opened() -> tuple[Models, LocalBackend]:
 
 def test_by_hand() -> None:
     model = Footprint(weights_bytes=1000, place_bytes=10)
-    needed = Demand(model, {"draft-model": Footprint(100, 2)}, [methods.parse("ar"), methods.parse("draft-model:4")])
+    needed = MemoryDemand(
+        model, {"draft-model": Footprint(100, 2)}, [methods.parse("ar"), methods.parse("draft-model:4")]
+    )
     held = needed.held(50)
     # One for the token after the last, four that are drafted; and in the draft's own cache another four to draft in.
     assert (held.target_cache_bytes, held.draft_cache_bytes) == (55 * 10, 59 * 2)
@@ -75,30 +77,30 @@ def test_by_hand() -> None:
 
 def test_two_drafts_of_one_method_and_one_draft_of_two_methods() -> None:
     model, draft = Footprint(1000, 10), Footprint(100, 2)
-    one = Demand(model, {"draft-model": draft}, [methods.parse("draft-model:4"), methods.parse("draft-model:2")])
+    one = MemoryDemand(model, {"draft-model": draft}, [methods.parse("draft-model:4"), methods.parse("draft-model:2")])
     held = one.held(0)
     assert (held.draft_weights_bytes, held.draft_cache_bytes) == (100, 2 * (9 + 5))
     both = {"draft-model": draft, "draft-model@b": draft}
-    two = Demand(model, both, [methods.parse("draft-model:4"), methods.parse("draft-model@b:4")]).held(0)
+    two = MemoryDemand(model, both, [methods.parse("draft-model:4"), methods.parse("draft-model@b:4")]).held(0)
     assert (two.draft_weights_bytes, two.draft_cache_bytes) == (200, 2 * 2 * 9)
 
 
 def test_a_second_layout_is_counted_where_there_is_room_for_it() -> None:
     model, draft = Footprint(1000, 10, layout_bytes=1000), Footprint(100, 2, layout_bytes=100)
-    one = Demand(model, {"draft-model": draft}, [methods.parse("draft-model:4")])
+    one = MemoryDemand(model, {"draft-model": draft}, [methods.parse("draft-model:4")])
     # Four times the layout must be left when the weights are there: 1,100 of weights and 4,000.
     assert one.packed(5099) == one
     packed = one.packed(5100).held(0)
     assert (packed.target_weights_bytes, packed.draft_weights_bytes) == (2000, 200)
-    target_alone = Demand(model, {"draft-model": Footprint(100, 2, layout_bytes=3000)}, one.methods).packed(5100)
+    target_alone = MemoryDemand(model, {"draft-model": Footprint(100, 2, layout_bytes=3000)}, one.methods).packed(5100)
     assert target_alone.held(0).draft_weights_bytes == 100
     # nano's weights are small.
     assert demand("dflash").packed(10**12) == demand("dflash")
 
 
 def test_rows_multiply_caches_and_nothing_else() -> None:
-    one = Demand(Footprint(1000, 10), {}, [methods.parse("ar")])
-    four = Demand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)
+    one = MemoryDemand(Footprint(1000, 10), {}, [methods.parse("ar")])
+    four = MemoryDemand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)
     assert (one.held(9).total, four.held(9).total) == (1100, 1400)
     assert [four.most_rows_within(num_bytes, 9) for num_bytes in (1499, 1500, 1099, 900)] == [4, 5, 0, -1]
 

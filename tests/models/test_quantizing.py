@@ -79,7 +79,7 @@ def test_experts_would_stay_as_they_are() -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
     with pytest.raises(UserError, match="most weights of a qwen3_moe target are not in any; leave it out"):
-        quantization.quantized(Qwen3MoeForCausalLM(config), "int8", "cpu")
+        quantization.quantize(Qwen3MoeForCausalLM(config), "int8", "cpu")
 
 
 # With the packages

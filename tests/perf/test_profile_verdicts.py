@@ -9,12 +9,12 @@ import pytest
 from dflash_bench.analysis.roofline import curve
 from dflash_bench.core.forwards import (
     AttentionCost,
-    Drafting,
-    Forward,
-    Hosting,
+    DraftPass,
+    DraftTiming,
+    ForwardTiming,
+    HostOverhead,
     LinearCost,
-    Measured,
-    Pass,
+    ProfileData,
     Rates,
     Size,
 )
@@ -36,7 +36,7 @@ FAST, FIXED = LinearCost(1.2, 0.01), LinearCost(10.0, 0.01)
 
 
 def through(line: LinearCost) -> object:
-    return curve([Forward(1, width, 0, line.at(width)) for width in (1, 8, 16)], SIZE, RATES)
+    return curve([ForwardTiming(1, width, 0, line.at(width)) for width in (1, 8, 16)], SIZE, RATES)
 
 
 def whole(draft: float = 0.1, verify: float = 1.1, host: float = 0.05, **changes: float) -> RoundCost:
@@ -76,7 +76,7 @@ def test_what_stands_most_between_a_round_and_the_best_it_could_be(
 
 def crooked(line: LinearCost, off: float) -> object:
     seconds = {width: line.at(width) * (1 + off * sign) for width, sign in ((1, 1), (8, -1), (16, 1))}
-    return curve([Forward(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES)
+    return curve([ForwardTiming(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_what_binds_is_unclear_where_the_fit_does_not_allow_more(one: RoundCost,
     assert what_binds(one, through(FAST), al) != "unclear"  # type: ignore[arg-type]
 
 
-def measured() -> Measured:
-    forwards = tuple(Forward(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in (1, 2, 4, 8))
+def measured() -> ProfileData:
+    forwards = tuple(ForwardTiming(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in (1, 2, 4, 8))
     layer = Size(weight_bytes=100, matrix_elements=25)
-    drafts = tuple(Drafting("eagle3", num, 1, 9, 0.2 * num, (Pass(layer, 1, num),)) for num in (1, 7))
-    return Measured(RATES, SIZE, forwards, drafts, (Hosting("ar", 1, 0.01), Hosting("eagle3", 1, 0.02)))
+    drafts = tuple(DraftTiming("eagle3", num, 1, 9, 0.2 * num, (DraftPass(layer, 1, num),)) for num in (1, 7))
+    return ProfileData(RATES, SIZE, forwards, drafts, (HostOverhead("ar", 1, 0.01), HostOverhead("eagle3", 1, 0.02)))
 
 
 def test_rounds_of_every_width_up_to_the_draft_s_own() -> None:

@@ -1,7 +1,8 @@
-"""EAGLE-3 drafting as a tree that grows where the draft is sure (EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2).
+"""EAGLE-3 drafting as a tree that grows where the draft is confident (EAGLE-2, arXiv 2406.16858, 4.1 and 4.2).
 
-Level by level the best `top_k` nodes by cumulative log-probability, the frontier, go through the network together, and
-each brings `top_k` children. In the end the best nodes of all levels are verified in one pass of the target.
+Expansion (4.1): level by level, the best `top_k` nodes by cumulative log-probability, the frontier, go through the
+network together, and each adds `top_k` children. Reranking (4.2): the best nodes of all levels are verified in one pass
+of the target.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:
 
 
 class Eagle3TreeDrafter(Eagle3Drafter):
-    """`num_drafts` nodes below the anchor; `steps` passes of the frontier, so that they lie up to steps + 1 deep.
+    """`num_drafts` nodes below the anchor, from `steps` passes of the frontier: they lie up to steps + 1 deep.
 
-    With top_k 1 it is the chain of steps + 1 tokens. What the frontier writes to the draft's cache stands behind the
-    longest row, at the same places for all rows, and is seen by its own descendants only.
+    With top_k 1 it is the chain of steps + 1 tokens. The frontier writes to the draft's cache behind the longest row,
+    at the same places for all rows, and is seen by its own descendants only (`masks.FrontierMask`).
     """
 
     def __init__(
         self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int, top_k: int = 10, steps: int = 7
     ) -> None:
-        # A node stands behind its ancestors and its better siblings: few nodes make no tree that is deeper or wider.
+        # A kept node's ancestors and better siblings are kept too, which limits depth and width for few nodes.
         self.top_k = k = min(top_k, num_drafts, draft.config.draft_vocab_size)
         self.steps = min(steps, num_drafts - 1)
         self.num_found = k + self.steps * k * k
@@ -53,7 +54,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         super().allocate(num_rows, capacity)
         self.mask = FrontierMask(num_rows, self.top_k, self.num_scratch, capacity, self.hidden)
         self.no_score = torch.zeros(num_rows, 1, device=self.device)
-        # Every node found, in the order of finding, so that parents come before children; and the frontier among them.
+        # All nodes found, in the order of finding, so that parents come before children; and which are the frontier.
         self.scores = torch.zeros(num_rows, self.num_found, device=self.device)
         self.found = torch.zeros(num_rows, self.num_found, dtype=torch.long, device=self.device)
         self.frontier = torch.zeros(num_rows, max(1, self.num_scratch), dtype=torch.long, device=self.device)
@@ -62,7 +63,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         k, first = self.top_k, 0
         self.end, self.start = max(self.starts), to_device(self.starts, self.device)[:, None]
         self.mask.open(self.starts, self.start)
-        # The anchor stands for a frontier of one node, which has been read with the target's features.
+        # The anchor is the first frontier: one node, which has been read with the target's features.
         out, score = self.hidden, self.no_score
         for step in range(self.steps + 1):
             scores, tokens = self._children(out, score)
@@ -89,18 +90,21 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         return self.network.forward(self.embedding(tokens), hidden, tables, mask, self.cache)
 
     def _children(self, out: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-        """Of nodes [B, M], the best children: cumulative log-probabilities and target ids, both [B, M * k]."""
+        """Return the best k children of nodes with outputs [B, M, H] and scores [B, M]: scores and ids [B, M * k].
+
+        Scores are cumulative log-probabilities, ids the target's.
+        """
         logits = self.network.logits(out).float()
         ids = logits.topk(self.top_k).indices
         log_probs = logits.log_softmax(dim=-1).gather(-1, ids)
-        # A child never outscores its parent, not by rounding and not by a broken weight: `_best` relies on it.
+        # `_best` relies on no child scoring above its parent, whether by rounding or by a broken weight.
         log_probs = log_probs.clamp_(max=0).nan_to_num_(nan=-torch.inf)
         return (score[..., None] + log_probs).flatten(1), self.draft.target_ids(ids).flatten(1)
 
     def _best(self) -> Draft:
-        """The best nodes found, parents before children."""
+        """Return the best nodes found as a draft, parents before children."""
         k = self.top_k
-        # Where child and parent score the same, a stable order takes the parent first: no node is without its parent.
+        # Where child and parent score the same, a stable order takes the parent first, so no node loses its parent.
         order = self.scores.argsort(dim=1, descending=True, stable=True)
         kept = order[:, : self.num_drafts].sort(dim=1).values
         parent = self.frontier.gather(1, (kept - k).clamp_(min=0) // k)

@@ -19,7 +19,7 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.recurrent import Recurrence
 from dflash_bench.engine.masks import Masks
 from dflash_bench.models.architecture import cache_argument, decoder_layers, recurrent_layers
-from dflash_bench.models.weights import laid_out
+from dflash_bench.models.weights import lay_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,15 @@ class PassInputs:
 
 
 class HFForward:
-    """`model` may be spread over devices. It is computed by modules of our own, so that no hook of ours is on its."""
+    """Computes a model by its publisher's code; its layers may be spread over devices.
+
+    It uses modules of its own that share the model's parameters, so that no hook of ours is on the model.
+    """
 
     needs_masks = True
 
     def __init__(self, model: Any) -> None:
-        self.model = model = laid_out(model)
+        self.model = model = lay_out(model)
         self.head = model.get_output_embeddings()
         self.keeps_some_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument(model)
@@ -97,13 +100,13 @@ class HFForward:
         return out.logits, [self._tapped[i] for i in self._taps]
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Keys and values need no work: what lies beyond a row's end is overwritten. Recurrent states roll back."""
+        """Roll back recurrent states; keys and values beyond a row's end are simply overwritten."""
         if self._recurrence is not None:
             self._recurrence.commit(counts)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of our cache, in the form that transformers expects; it writes where `place` said."""
+    """One layer of our cache in the form that transformers expects; it writes where the tokens were placed."""
 
     def __init__(self, cache: KVCache, index: int) -> None:
         super().__init__()
@@ -124,5 +127,5 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self.cache.capacity
 
-    # Its name in older releases of transformers 5.
+    # The name in older releases of transformers 5.
     get_max_cache_shape = get_max_length
