@@ -16,7 +16,7 @@ import test_stopwatch as told
 from faults import Fault, Plant
 from matrix import Way
 
-from dflash_bench.engine.backend import LocalBackend, PromptRounds
+from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import HostClock
@@ -51,7 +51,7 @@ def patched(where: Any, name: str, change: Callable[[Any], Any]) -> Plant:
 
 
 def in_bookkeeping(change: Callable[[Any], Any]) -> Plant:
-    return patched(PromptRounds, "generation", lambda sound: lambda *args: change(sound(*args)))
+    return patched(RequestTrace, "generation", lambda sound: lambda *args: change(sound(*args)))
 
 
 def always(value: Any) -> Callable[[Any], Any]:

@@ -53,7 +53,7 @@ def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes `quick.apply`."""
     from dflash_bench.perf import measure
 
-    monkeypatch.setattr(measure, "curve_of", inspect.unwrap(measure.curve_of))
+    monkeypatch.setattr(measure, "forward_curve", inspect.unwrap(measure.forward_curve))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.recurrent import Recurrence
-from dflash_bench.engine.rows import Row
+from dflash_bench.engine.rows import Slot
 from dflash_bench.engine.sampling import Sampler
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft, Verdict
@@ -312,21 +312,21 @@ def _path_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 def _past_the_stop(patch: pytest.MonkeyPatch) -> None:
     """A stop token ends an answer only as the last of a round."""
-    emit = Row.emit
+    emit = Slot.emit
 
-    def faulty(self: Row, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+    def faulty(self: Slot, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
         if len(new) > 1 and new[-1] not in stop_ids:
             return emit(self, new, frozenset())
         return emit(self, new, stop_ids)
 
-    patch.setattr(Row, "emit", faulty)
+    patch.setattr(Slot, "emit", faulty)
 
 
 def _limit_ignored_by_one(patch: pytest.MonkeyPatch) -> None:
     """A round of several tokens may go one past the limit."""
-    emit = Row.emit
+    emit = Slot.emit
 
-    def faulty(self: Row, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+    def faulty(self: Slot, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
         if len(new) > 1:
             self.limit += 1
             try:
@@ -335,7 +335,7 @@ def _limit_ignored_by_one(patch: pytest.MonkeyPatch) -> None:
                 self.limit -= 1
         return emit(self, new, stop_ids)
 
-    patch.setattr(Row, "emit", faulty)
+    patch.setattr(Slot, "emit", faulty)
 
 
 def _state_kept(patch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 from faults import Fault
+from traced import traced
 
 from dflash_bench import cli
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Message, Record
 from dflash_bench.engine import backend as engine_backend
-from dflash_bench.engine import graphs
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import Captures, Drafter
-from dflash_bench.engine.graphs import Replays
+from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.target import Target
 from dflash_bench.models import loading
 from dflash_bench.models.presets import preset
@@ -50,7 +50,7 @@ class Way:
     dtype: str = "float32"
     concurrency: int = 1
     captured: bool = False
-    """Are passes replayed? By `graphs.traced`, which bakes in what a CUDA graph does."""
+    """Are passes replayed? By `traced`, which bakes in what a CUDA graph does."""
 
     def __str__(self) -> str:
         parts = [self.engine, self.dtype, f"{self.concurrency} at a time", *["captured"] * self.captured]
@@ -97,7 +97,7 @@ def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
 
 def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None) -> str:
     for reader in (target, *(drafter for drafter in drafters if isinstance(drafter, Captures))):
-        reader.replays = Replays(graphs.traced)
+        reader.graph_cache = GraphCache(traced)
     return "traced"
 
 

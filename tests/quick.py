@@ -22,7 +22,7 @@ KNOWN: dict[Any, Any] = {}
 
 def apply() -> None:
     """For the rest of this process."""
-    sound, rates_of, medians_s = measure.curve_of, measure.rates_of, measure.medians_s
+    sound, rates_of, medians_s = measure.forward_curve, measure.measure_rates, measure.medians_s
     if inspect.unwrap(sound) is not sound:
         return
 
@@ -36,8 +36,8 @@ def apply() -> None:
     @wraps(sound)
     def quick(target: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "rates_of", known)
+            patch.setattr(measure, "measure_rates", known)
             patch.setattr(measure, "medians_s", partial(medians_s, most=MOST_TURNS))
             return sound(target)
 
-    measure.curve_of = quick
+    measure.forward_curve = quick

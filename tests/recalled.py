@@ -15,14 +15,14 @@ from torch import Tensor
 
 from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter
-from dflash_bench.engine.loop import Accepted
+from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Output, Target
 
 Prompts = Sequence[Sequence[int]]
 
 
-def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits) -> list[Accepted]:
+def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits) -> list[AcceptedAnswer]:
     """As `engine.acceptance.accepted`."""
     kept: dict[Any, Recalled] = target.__dict__.setdefault("_recalled", {})
     length = limits.max_new_tokens + drafter.num_drafts + 2
@@ -30,7 +30,7 @@ def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits)
     if key not in kept:
         kept[key] = Recalled(target, prompts, length)
     recalled: Any = kept[key]
-    return loop.accepted(recalled, drafter, prompts, limits)
+    return loop.measure_acceptance(recalled, drafter, prompts, limits)
 
 
 class Recalled:

@@ -19,9 +19,10 @@ from scipy.stats import chisquare
 from shared import kept
 from torch import Tensor
 
-from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
+from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
 from dflash_bench.engine.loop import decode
+from dflash_bench.engine.masks import ancestors, causal_mask
 from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Output, Target

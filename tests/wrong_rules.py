@@ -12,8 +12,9 @@ from faults import Pair, around_writes, stale
 from torch import Tensor
 
 from dflash_bench.engine import loop, verify
-from dflash_bench.engine.cache import KVCache, ancestors
-from dflash_bench.engine.drafters.base import Picker
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.masks import ancestors
 from dflash_bench.engine.sampling import Sampler, probabilities
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
 
@@ -84,14 +85,14 @@ def _blocks_verified_with(**changes: Any) -> Callable[[pytest.MonkeyPatch], None
 
 def _draft_says_without_top_p(patch: pytest.MonkeyPatch) -> None:
     """Tokens are drawn with top-p, and said to be drawn without."""
-    pick = Picker.pick
+    pick = DraftSampler.sample
 
-    def faulty(self: Picker, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+    def faulty(self: DraftSampler, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
         tokens, probs = pick(self, logits, first)
         assert self.sampler is not None
         return tokens, None if probs is None else probabilities(logits, replace(self.sampler.sampling, top_p=1.0))
 
-    patch.setattr(Picker, "pick", faulty)
+    patch.setattr(DraftSampler, "sample", faulty)
 
 
 def _stale_anchor(patch: pytest.MonkeyPatch) -> None:

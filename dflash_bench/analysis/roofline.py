@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dflash_bench.core.forwards import Forward, LinearCost, Pass, Rates, Size, fit
+from dflash_bench.core.forwards import DraftPass, ForwardTiming, LinearCost, Rates, Size, fit
 
 # The least that a pass can take: its bytes at the device's bandwidth, or its arithmetic at the device's rate.
 #
@@ -65,7 +65,7 @@ def bound(done: Work, rates: Rates) -> Bound:
     return "arithmetic" if done.flops / rates.products > done.num_bytes / rates.bandwidth else "bandwidth"
 
 
-def least_s_of_draft(passes: Sequence[Pass], rows: int, context: int, rates: Rates) -> float:
+def least_s_of_draft(passes: Sequence[DraftPass], rows: int, context: int, rates: Rates) -> float:
     """Of a draft whose passes follow each other."""
     return sum(part.times * least_s(work(part.size, rows, part.width, context), rates) for part in passes)
 
@@ -115,7 +115,7 @@ class WidthCurve:
         return self.line.at(1) / self.roofline_s
 
 
-def curve(forwards: Sequence[Forward], size: Size, rates: Rates) -> WidthCurve:
+def curve(forwards: Sequence[ForwardTiming], size: Size, rates: Rates) -> WidthCurve:
     """Through forwards of several widths, all with the same rows and context."""
     widths, seconds = [one.width for one in forwards], [one.seconds for one in forwards]
     line = fit(widths, seconds)
@@ -142,7 +142,7 @@ def curve(forwards: Sequence[Forward], size: Size, rates: Rates) -> WidthCurve:
     )
 
 
-def _misfit(line: LinearCost, forwards: Sequence[Forward]) -> float:
+def _misfit(line: LinearCost, forwards: Sequence[ForwardTiming]) -> float:
     return max(abs(line.at(one.width) / one.seconds - 1) for one in forwards)
 
 
@@ -212,7 +212,7 @@ def stored(info: Mapping[str, Any]) -> WidthCurve | None:
     if not measured:
         return None
     forwards = [
-        Forward(measured["rows"], int(width), measured["context"], float(seconds))
+        ForwardTiming(measured["rows"], int(width), measured["context"], float(seconds))
         for width, seconds in measured["seconds"].items()
     ]
     return curve(forwards, Size.read(measured["size"]), Rates(measured["bandwidth"], measured["products"]))

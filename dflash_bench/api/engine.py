@@ -204,7 +204,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self.tokenizer is None:
             raise UserError(f"{self.preset.target} has no tokenizer, so it takes token ids alone, not text")
         messages = [Message("user", prompt)] if isinstance(prompt, str) else [_message(one) for one in prompt]
-        return chat.encoded(self.tokenizer, messages, thinking)
+        return chat.encode(self.tokenizer, messages, thinking)
 
     @overload
     def generate(
@@ -307,11 +307,11 @@ class Engine(AbstractContextManager["Engine"]):
         """Round by round, and then the whole."""
         import torch
 
-        from dflash_bench.engine.backend import PromptRounds
+        from dflash_bench.engine.backend import RequestTrace
         from dflash_bench.engine.drafter import Foresees
         from dflash_bench.engine.loop import decode
 
-        decoded, told = PromptRounds(prompt), 0
+        decoded, told = RequestTrace(prompt), 0
         if isinstance(drafter, Foresees):
             drafter.foresee([prompt], limits, sampling, None)
         try:

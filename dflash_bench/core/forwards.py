@@ -94,7 +94,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardTiming:
     """A pass of the target over `rows` sequences of `width` new tokens each, behind `context` tokens."""
 
     rows: int
@@ -107,7 +107,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class DraftPass:
     """Part of a draft: a network read `times` times, over `width` tokens of each sequence."""
 
     size: Size
@@ -116,7 +116,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftTiming:
     """One draft of `num_drafts` tokens, with taking in what the round before it kept."""
 
     method: str
@@ -124,11 +124,11 @@ class Drafting:
     rows: int
     context: int
     seconds: float
-    passes: tuple[Pass, ...]
+    passes: tuple[DraftPass, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Hosting:
+class HostOverhead:
     """What a round of the loop takes beyond its calls of target and draft."""
 
     method: str
@@ -137,12 +137,12 @@ class Hosting:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProfileData:
     """All that `profile` measures on a device."""
 
     rates: Rates
     size: Size
     """Of the target as measured: with as many layers as it was given."""
-    forwards: tuple[Forward, ...]
-    drafts: tuple[Drafting, ...]
-    hosts: tuple[Hosting, ...]
+    forwards: tuple[ForwardTiming, ...]
+    drafts: tuple[DraftTiming, ...]
+    hosts: tuple[HostOverhead, ...]

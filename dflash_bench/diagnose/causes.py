@@ -34,7 +34,7 @@ class FirstOf(DFlashDrafter):
 
     def __init__(self, *options: Any, num_drafts: int) -> None:
         super().__init__(*options)
-        self.num_drafts = min(num_drafts, self.num_slots)
+        self.num_drafts = min(num_drafts, self.num_predicted)
 
     def propose(self) -> Draft:
         return Draft(super().propose().tokens[:, : self.num_drafts])
@@ -45,7 +45,7 @@ class Unanchored(DFlashDrafter):
 
     def observe(self, committed: Committed) -> None:
         super().observe(committed)
-        self.block[committed.slots, 0] = self.config.mask_token_id
+        self.block[committed.row_slice, 0] = self.config.mask_token_id
 
 
 class OneNorm(DFlashDrafter):

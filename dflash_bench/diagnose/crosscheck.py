@@ -26,7 +26,7 @@ from dflash_bench.diagnose.compare_counts import (
     tried,
 )
 from dflash_bench.engine.backend import LocalBackend
-from dflash_bench.engine.loop import Accepted, accepted
+from dflash_bench.engine.loop import AcceptedAnswer, measure_acceptance
 from dflash_bench.engine.rows import DecodingError
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
@@ -234,12 +234,12 @@ class _Sides:
             if one.is_enough and found.how == "same counts":
                 return
 
-    def _emulated(self, one: Emulation) -> tuple[int, list[Accepted]] | None:
+    def _emulated(self, one: Emulation) -> tuple[int, list[AcceptedAnswer]] | None:
         """None where it cannot be decoded, as in a type that its numbers are too large for."""
         target, drafter = one.build()
         rows = [one.prompts[first : first + one.rows] for first in range(0, len(one.prompts), one.rows)]
         try:
-            given = [answer for some in rows for answer in accepted(target, drafter, some, self.local.limits)]
+            given = [answer for some in rows for answer in measure_acceptance(target, drafter, some, self.local.limits)]
         except DecodingError:
             return None
         return drafter.num_drafts, given

@@ -11,7 +11,7 @@ import numpy as np
 from dflash_bench.analysis import stats
 from dflash_bench.diagnose.probes import DraftChange, Patient, probes
 from dflash_bench.engine.drafter import Drafter
-from dflash_bench.engine.loop import Accepted, accepted, al_pooled, by_position
+from dflash_bench.engine.loop import AcceptedAnswer, al_pooled, by_position, measure_acceptance
 from dflash_bench.engine.rows import Limits
 from dflash_bench.results import table
 
@@ -32,7 +32,7 @@ class Sample:
     """How a draft did on some prompts."""
 
     name: str
-    answers: tuple[Accepted, ...]
+    answers: tuple[AcceptedAnswer, ...]
 
     @property
     def al(self) -> float:
@@ -65,21 +65,23 @@ class ChangeTrial:
 
 
 def sample(name: str, patient: Patient, drafter: Drafter, prompts: Sequence[Tokens], limits: Limits) -> Sample:
-    return Sample(name, tuple(accepted(patient.target, drafter, prompts, limits)))
+    return Sample(name, tuple(measure_acceptance(patient.target, drafter, prompts, limits)))
 
 
 def probed(
     patient: Patient, prompts: Sequence[Tokens], limits: Limits, tell: Callable[[str], object]
-) -> list[tuple[DraftChange, Sequence[Accepted]]]:
+) -> list[tuple[DraftChange, Sequence[AcceptedAnswer]]]:
     """Every probe on the same prompts."""
-    found: list[tuple[DraftChange, Sequence[Accepted]]] = []
+    found: list[tuple[DraftChange, Sequence[AcceptedAnswer]]] = []
     for number, probe in enumerate(all_probes := list(probes(patient)), start=1):
         tell(f"{number} of {len(all_probes)}: {probe.change.name}")
-        found.append((probe.change, accepted(patient.target, probe.build(), prompts, limits)))
+        found.append((probe.change, measure_acceptance(patient.target, probe.build(), prompts, limits)))
     return found
 
 
-def judged(before: Sequence[Accepted], found: Sequence[tuple[DraftChange, Sequence[Accepted]]]) -> list[ChangeTrial]:
+def judged(
+    before: Sequence[AcceptedAnswer], found: Sequence[tuple[DraftChange, Sequence[AcceptedAnswer]]]
+) -> list[ChangeTrial]:
     """All that was tried, causes first, and then the largest gain; chance is shared among all of them."""
     al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in found]
     known = iter(stats.holm([p for p in ps if p is not None]))
@@ -100,7 +102,7 @@ def causes(listed: Sequence[ChangeTrial]) -> list[ChangeTrial]:
     return [one for one in best.values() if math.log(one.gain) >= SYMPTOM * math.log(largest)]
 
 
-def p_of_gain(before: Sequence[Accepted], after: Sequence[Accepted]) -> float | None:
+def p_of_gain(before: Sequence[AcceptedAnswer], after: Sequence[AcceptedAnswer]) -> float | None:
     """How likely so large a gain is by chance; None for a single prompt that has rounds.
 
     One-sided, by Student's t on each prompt's own ratio: a few prompts that are hard to draft say as much as others.
@@ -113,7 +115,7 @@ def p_of_gain(before: Sequence[Accepted], after: Sequence[Accepted]) -> float | 
     return both / 2 if logs.mean() > 0 else 1 - both / 2
 
 
-def p_of_difference(one: Sequence[Accepted], other: Sequence[Accepted]) -> float | None:
+def p_of_difference(one: Sequence[AcceptedAnswer], other: Sequence[AcceptedAnswer]) -> float | None:
     """The same of two sets of prompts."""
     if not (_columns(one).sum() and _columns(other).sum()):
         return 1.0
@@ -126,6 +128,6 @@ def interval(sample: Sample) -> stats.Interval | None:
     return found and found.within(1.0, math.inf)
 
 
-def _columns(answers: Sequence[Accepted]) -> stats.Floats:
+def _columns(answers: Sequence[AcceptedAnswer]) -> stats.Floats:
     """Tokens and rounds of each answer that has rounds."""
     return np.array([[sum(one.counts) + len(one.counts), len(one.counts)] for one in answers], dtype=np.float64)

@@ -17,8 +17,8 @@ from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
-from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.target import Target
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.nets.dflash import DFlashDraft, default_target_layers
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary

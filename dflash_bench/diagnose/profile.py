@@ -14,7 +14,7 @@ from typing import Any
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import cannot
-from dflash_bench.core.forwards import Measured, Size
+from dflash_bench.core.forwards import ProfileData, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
@@ -69,10 +69,10 @@ def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     device, dtype, threads = prepared(wanted_of(request))
     import torch
 
-    from dflash_bench.engine.forward.hf import context_length
-    from dflash_bench.engine.selection import in_words, target_of
+    from dflash_bench.engine.selection import network_name, target_of
+    from dflash_bench.models.architecture import context_length
+    from dflash_bench.models.memory import size_of
     from dflash_bench.perf import measure
-    from dflash_bench.perf.measure import size_of
 
     measure.check(drafting)
     kind = None if dtype == "auto" else getattr(torch, dtype)
@@ -96,7 +96,7 @@ def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
         "model": request.name, "target": preset.target, "methods": [method.label for method in drafting],
         "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": asked.random_weights,
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
-        "engine": in_words(target), "capture": captured,
+        "engine": network_name(target), "capture": captured,
     }  # fmt: skip
     return judged(about, measured, subject.full, acceptance)
 
@@ -111,7 +111,9 @@ def check_out(folder: Path | None) -> None:
         raise cannot("write", folder, error) from error
 
 
-def judged(about: dict[str, Any], measured: Measured, full: Size, acceptance: dict[str, tuple[float, str]]) -> Profiled:
+def judged(
+    about: dict[str, Any], measured: ProfileData, full: Size, acceptance: dict[str, tuple[float, str]]
+) -> Profiled:
     """What was measured with what it means, and what it comes to at full depth where layers were cut."""
     notes = []
     if about["random_weights"]:
@@ -163,7 +165,7 @@ def _subject(asked: ProfileRequest, preset: Preset, drafting: Sequence[Method], 
     from dflash_bench.models import loading, random_weights, targets
     from dflash_bench.models.formats import TargetShape, read_checkpoint
     from dflash_bench.models.formats.base import skeleton
-    from dflash_bench.perf.measure import size_of
+    from dflash_bench.models.memory import size_of
 
     kinds = drafts_of(drafting)
     if asked.random_weights:
@@ -201,6 +203,7 @@ def _check_context(asked: ProfileRequest, context_length: int, widest: int) -> N
 
 
 def _check_memory(asked: ProfileRequest, size: Size, drafts: dict[str, Any], free: int | None, device: str) -> None:
+    from dflash_bench.models import memory
     from dflash_bench.models.random_weights import stored_bytes
 
     weights = [weight for draft in drafts.values() for weight in draft.parameters()]
@@ -210,10 +213,10 @@ def _check_memory(asked: ProfileRequest, size: Size, drafts: dict[str, Any], fre
     else:
         draft_bytes *= 2  # a drafter joins weights, and has both until the last is joined
     order = (size, draft_bytes, max(asked.batches), max(asked.contexts), max(WIDEST, *asked.widths))
-    needed = judging.needed_bytes(*order)
+    needed = memory.needed_bytes(*order)
     if free is None or needed <= free:
         return
-    fits = judging.what_fits(*order, free, may_cut=asked.random_weights)
+    fits = memory.what_fits(*order, free, may_cut=asked.random_weights)
     raise UserError(
         f"{asked.of_run.name} with {size.num_layers} layers, batch {order[2]} and context {order[3]} needs "
         f"{needed / 1e9:.1f} GB on {device}, and {free / 1e9:.1f} GB are free; "

@@ -1,9 +1,9 @@
-"""How much of a draft to verify: what the draft expects to be kept, over what a round of that width costs.
+"""How many drafted tokens to verify: the tokens that the draft expects to be accepted, over the cost of verifying them.
 
-The rule is CaDDTree's (arXiv 2606.01813): the width at which expected tokens per second are highest. The seconds are
-those of this run's own rounds (as BASTION, arXiv 2605.29727, calibrates while running), so that they hold for this
-engine, this number of rows and contexts as long as these. What is chosen changes how many tokens a round drafts, and
-so its counts, from run to run; it never changes which tokens are emitted.
+The rule is CaDDTree's (arXiv 2606.01813): verify the width at which expected tokens per second are highest. The seconds
+are measured in this run's own rounds (as BASTION, arXiv 2605.29727, calibrates while running), so they hold for this
+engine, this number of rows and these context lengths. The chosen width varies from run to run, and with it the counts
+of drafted and accepted tokens; the emitted tokens never change.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from torch import Tensor
 from dflash_bench.core.forwards import fit
 
 WIDTHS = (1, 2, 3, 5, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63, 79, 95, 127, 191, 255)
-"""How many drafted tokens a round may verify: few enough that each is measured often, dense where it matters."""
+"""Candidate numbers of drafted tokens: few enough that each is measured often, dense where it matters."""
 MEMORY = 128
-"""Rounds that the costs are taken from."""
-FIRST_LOOK = 4
-"""Times that the full and half the width take turns before any is chosen."""
+"""How many of the last rounds the costs are fitted to."""
+EXPLORED_FIRST = 4
+"""How often the full and half the width are tried before any width is chosen."""
 FIT_EVERY = 8
-"""Rounds between two fits: a fit takes as long as a hundredth of a short round."""
-LOOK_EVERY = 48
-"""One round in so many has another width than the best."""
+"""Rounds between two fits; a fit takes about a hundredth of a short round."""
+EXPLORE_EVERY = 48
+"""One round in this many tries another width than the best."""
 STEP = 0.03
-"""How fast the trust in the draft's probabilities is corrected."""
+"""How fast the calibration of the draft's probabilities is corrected."""
 
 Floats = NDArray[np.float64]
 
 
-def expected_tokens(scores: Floats, widths: Sequence[int], trust: float = 1.0) -> Floats:
-    """Per width, the tokens that a round is expected to give all rows together.
+def expected_tokens(scores: Floats, widths: Sequence[int], calibration: float = 1.0) -> Floats:
+    """Return the expected tokens of a round, for each width, summed over rows.
 
-    scores [B, N] are the log-probabilities that a drafted token and all before it on its way are kept, raised to the
-    power `trust`; their sum and the target's own token are what a row gets.
+    `scores` [B, N] are the draft's log-probabilities that a token and all its predecessors are accepted. A row's
+    expectation at width w is 1 + sum_{i<w} exp(calibration * scores_i): the target's own token and the accepted ones.
     """
-    kept = np.exp(trust * scores).cumsum(axis=1).sum(axis=0)
+    kept = np.exp(calibration * scores).cumsum(axis=1).sum(axis=0)
     tokens: Floats = len(scores) + kept[np.array(widths) - 1]
     return tokens
 
 
 def best_width(expected: Floats, seconds: Floats, margin: float = 0.0) -> int:
-    """The index at which expected tokens per second are highest; the narrowest of equals.
+    """Return the index of the width with the most expected tokens per second; of equals, the narrowest.
 
-    With a margin the widest that seems at most so much slower: a difference this small is mostly noise of the costs,
-    and what a block predicts is there, verified or not.
+    With a margin, return the widest whose speed is at most that share lower: so small a difference is mostly noise in
+    the costs, and a block's predictions exist whether or not they are verified.
     """
     speeds = expected / seconds
     return int(np.flatnonzero(speeds >= (1 - margin) * speeds.max())[-1] if margin else np.argmax(speeds))
 
 
-class Costs:
-    """Seconds of a round by its width, as the straight line that fits the last rounds best.
+class WidthCosts:
+    """The seconds of a round by its width: the straight line that best fits the last rounds.
 
-    A line has two numbers to learn from rounds that each vary by a tenth and more, where a mean for every width would
-    chase its noise. It describes the verification of up to some hundred tokens: in steps on a GPU, but small ones.
+    Rounds vary by a tenth and more, so a mean per width would chase noise, while a line has only two parameters. It
+    describes the verification of up to some hundred tokens well (on a GPU the true cost rises in small steps).
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -73,31 +73,31 @@ class Costs:
         self.rounds.append((self.widths[index], seconds))
 
     def seconds(self) -> Floats:
-        """Per width; some rounds must have been measured."""
+        """Return the fitted seconds of each width; at least one round must have been added."""
         if self.fitted is None or self.num_rounds % FIT_EVERY == 0:
             self.fitted = self._fit()
         return self.fitted
 
     def _fit(self) -> Floats:
         width, seconds = np.array(self.rounds).T
-        # What took twice as long as others of its width was held up by something else.
+        # A round that took twice as long as expected was delayed by something else.
         line = fit(width, seconds)
         usual = seconds < 2 * (line.c0 + line.c1 * width)
         line = fit(width[usual], seconds[usual])
-        # However steep it is, nothing costs less than half of the cheapest round.
+        # However steep the line is, no width costs less than half of the cheapest round.
         costs: Floats = (line.c0 + line.c1 * self.widths).clip(min=seconds.min() / 2)
         return costs
 
-    def first_look(self) -> int | None:
-        """The index of a width to measure before any is chosen."""
+    def explore_first(self) -> int | None:
+        """Return the index of a width to measure before any is chosen, or None when that is done."""
         last = len(self.widths) - 1
-        if self.num_rounds >= 2 * FIRST_LOOK:
+        if self.num_rounds >= 2 * EXPLORED_FIRST:
             return None
         return last // 2 if self.num_rounds % 2 else last
 
-    def look(self, index: int) -> int:
-        """The chosen width; now and then another, so that a difference remains to be measured."""
-        if (self.num_rounds + 1) % LOOK_EVERY:
+    def explore(self, index: int) -> int:
+        """Return the chosen width's index, or now and then another one, so that differences keep being measured."""
+        if (self.num_rounds + 1) % EXPLORE_EVERY:
             return index
         return index // 2 if index > 2 else min(index + 2, len(self.widths) - 1)
 
@@ -105,11 +105,11 @@ class Costs:
 class AdaptiveLength:
     """Chooses, round by round, how many of `num_drafts` drafted tokens to verify.
 
-    A draft may be surer of itself than it should be. So its probabilities are raised to the power `trust`, which moves
-    after each round towards expecting as many tokens as were kept.
+    A draft may be overconfident. So its probabilities are raised to the power `calibration`, which moves after each
+    round towards expecting as many tokens as were accepted.
 
-    No number waits for a GPU: there (`lags`) the probabilities are those of the rounds before, which came to the host
-    with them, averaged. On a CPU they are the round's own.
+    Nothing here waits for a GPU: with `lags`, a moving average of the previous rounds' probabilities is used, which
+    have reached the host by then. On a CPU the round's own probabilities are used.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class AdaptiveLength:
     ) -> None:
         self.widths = [width for width in WIDTHS if width < num_drafts] + [num_drafts]
         self.lags, self.now, self.margin = lags, now, margin
-        self.trust = 1.0
+        self.calibration = 1.0
         self.expected: Floats | None = None
-        self.costs: dict[int, Costs] = {}
+        self.costs: dict[int, WidthCosts] = {}
 
     def begin(self, num_rows: int) -> None:
-        """A generation starts: what is known of the costs of as many rows is kept."""
+        """Start a generation with so many rows; costs measured earlier for that number are reused."""
         if num_rows not in self.costs:
-            self.costs[num_rows] = Costs(self.widths)
+            self.costs[num_rows] = WidthCosts(self.widths)
         self.current = self.costs[num_rows]
         self.started: float | None = None
         self.arriving: Tensor | None = None
@@ -132,44 +132,45 @@ class AdaptiveLength:
         self.index = len(self.widths) - 1
 
     def start(self) -> None:
-        """A round starts, and the one before it is over: each waits for the device once, so its time is its cost."""
+        """Start a round, which ends the previous one: each round waits for the device once, so its time is its cost."""
         now = self.now()
         if self.started is not None:
             self.current.add(self.index, now - self.started)
         self.started = now
 
     def choose(self, scores: Tensor) -> int:
-        """How many drafted tokens to verify, given their scores [B, num_drafts] as in `expected_tokens`."""
+        """Return how many drafted tokens to verify, given their scores [B, num_drafts] as in `expected_tokens`."""
         if self.lags:
-            # By the time this is read, at the next call, the loop has waited for the device.
+            # This copy is read at the next call, after the loop has waited for the device.
             arrived, self.arriving = self.arriving, scores.to("cpu", non_blocking=True)
         else:
             arrived = scores
         if arrived is not None:
-            # A broken draft says NaN, and expects nothing.
+            # A broken draft gives NaN, and expects nothing.
             self._expect(np.nan_to_num(arrived.double().numpy()[self.alive], nan=-np.inf))
-        index = self.current.first_look()
+        index = self.current.explore_first()
         if index is None:
             index = len(self.widths) - 1
             if self.expected is not None:
                 index = best_width(self.expected, self.current.seconds(), self.margin)
-            index = self.current.look(index)
+            index = self.current.explore(index)
         self.index = index
         return self.widths[index]
 
     def _expect(self, scores: Floats) -> None:
-        """Tokens a row, by width."""
-        new = expected_tokens(scores, self.widths, self.trust) / len(scores)
+        """Update the expected tokens per row, by width."""
+        new = expected_tokens(scores, self.widths, self.calibration) / len(scores)
         self.expected = new if self.expected is None or not self.lags else 0.95 * self.expected + 0.05 * new
 
-    def joined(self, rows: Sequence[int]) -> None:
-        """These rows have read their prompts; what a round before that was to bring says nothing of them."""
+    def add_rows(self, rows: Sequence[int]) -> None:
+        """Count these rows from now on: they have just read their prompts."""
         for row in rows:
             self.alive[row] = True
 
-    def kept(self, counts: Sequence[int]) -> None:
-        """How many tokens each row got in the round, 0 where it has ended."""
+    def learn(self, counts: Sequence[int]) -> None:
+        """Correct the calibration by the tokens that each row got in the round (0: the row has ended)."""
         self.alive = [count > 0 for count in counts]
         if self.started is not None and self.expected is not None and any(counts):
             kept = sum(counts) / sum(self.alive)
-            self.trust = min(8.0, max(0.125, self.trust * (1 + STEP * (1 - kept / self.expected[self.index]))))
+            corrected = self.calibration * (1 + STEP * (1 - kept / self.expected[self.index]))
+            self.calibration = min(8.0, max(0.125, corrected))

@@ -1,4 +1,4 @@
-"""The backend of this process: opened with models and methods, it answers prompts, and records forward passes."""
+"""The local backend: opened with models and methods, it answers prompts with our own loop, in this process."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ from dflash_bench.core.types import (
     TimedGeneration,
 )
 from dflash_bench.engine.drafter import Captures, Drafter, Foresees
-from dflash_bench.engine.graphs import Replays, cuda_graph, inductor, keep_compiled, why_no_compiler
+from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled, why_no_compiler
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.selection import in_words, pack_like, target_of
+from dflash_bench.engine.selection import network_name, pack_like, target_of
 from dflash_bench.engine.target import Steady, Target
-from dflash_bench.engine.witness import Witness, given, witness_of
+from dflash_bench.engine.witness import Witness, witness_of, witness_of_model
 from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset, cache_folder
 
-# What the rounds of one prompt come to: a generation with its times.
-
 
 @dataclass(slots=True)
-class PromptRounds:
-    """The rounds of one prompt, each with the row that it was in, the same one in all."""
+class RequestTrace:
+    """The rounds of one request, each with the row that it was in (the same in all of them)."""
 
     prompt: Sequence[int]
     rounds: list[tuple[int, Round]] = field(default_factory=list)
@@ -64,7 +62,7 @@ class PromptRounds:
         return self.rounds[0][1].marks[0]
 
     def span(self, clock: Clock, since: object) -> tuple[float, float]:
-        """Seconds from `since` to its begin and to its end; of what never began, none."""
+        """Return the seconds from `since` to its begin and to its end; 0 and 0 if it never began."""
         if not self.rounds:
             return 0.0, 0.0
         _, first = self.rounds[0]
@@ -75,7 +73,7 @@ class PromptRounds:
     def generation(
         self, clock: Clock, text: str, stop_ids: frozenset[int], peak_memory_bytes: int | None
     ) -> Generation:
-        """Of an answer that has ended."""
+        """Return the generation of an answer that has ended."""
         _, prefill = self.rounds[0]
         begin, first, _, _, draft_ready = prefill.marks
         steps = self.rounds[1:]
@@ -100,7 +98,7 @@ class PromptRounds:
             emitted=tuple(len(step.emitted[row] or ()) for row, step in steps),
             draft_s=tuple(seconds(m[0], m[1]) + seconds(m[3], m[4]) for m in marks),
             verify_s=tuple(seconds(m[1], m[2]) for m in marks),
-            # Each from the end of the one before, so that nothing that decoding took is outside of its rounds.
+            # Each from the end of the one before, so that all of the decoding time is in some round.
             round_s=tuple(seconds(before, end) for before, end in pairwise(ends)),
             peak_memory_bytes=peak_memory_bytes,
         )
@@ -109,7 +107,7 @@ class PromptRounds:
         return Generation(self.tokens, text, "error", len(self.prompt), 0.0, 0.0, error=error)
 
     def _parents(self) -> tuple[int, ...] | None:
-        """None where every round drafted a chain."""
+        """Return the parents of all drafted tokens, or None if every round drafted a chain."""
         if all(step.drafted_parents is None for _, step in self.rounds[1:]):
             return None
         return tuple(
@@ -121,30 +119,30 @@ class PromptRounds:
         )
 
 
-# Are passes captured (`graphs.py`)? As CUDA graphs by themselves on a GPU; compiled where that is asked for.
+# Capturing passes (`graphs.py`): as CUDA graphs by default on a GPU, compiled only on request.
 
 
 OFF = "off"
 PROBED = 8
-"""Tokens of the pass by which a GPU shows whether it captures."""
+"""Tokens of the pass that tests whether a GPU can capture."""
 
 
 def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None) -> str:
-    """From now on, of the target and of those drafters that can. `how` is graph, inductor, off, or None: by the device.
+    """Capture passes of the target and of capable drafters from now on; returns how, for the run's identity.
 
-    Returns how it is done, for a run's identity. Raises UserError where what is asked for cannot be had here.
+    `how` is "graph", "inductor", "off", or None to decide by the device. Raises UserError if `how` is impossible here.
     """
     if how == "inductor":
         _refuse_compiling(target)
         keep_compiled(cache_folder() / "compiled")
-        return _set(target, drafters, how, lambda: Replays(inductor, is_whole=True, must=True))
+        return _set(target, drafters, how, lambda: GraphCache(inductor, is_whole=True, must=True))
     if how == OFF or (how is None and (target.device.type != "cuda" or not isinstance(target.network, Steady))):
         return OFF
     if target.device.type != "cuda":
         raise UserError("--graph on needs a CUDA device: a graph is CUDA's; leave it out")
     if not isinstance(target.network, Steady):
         raise UserError("--graph on captures passes of --engine native only, which does not compute this target")
-    _set(target, drafters, "graph", lambda: Replays(cuda_graph))
+    _set(target, drafters, "graph", lambda: GraphCache(cuda_graph))
     reason = _probe(target)
     if reason is None:
         return "graph"
@@ -164,39 +162,39 @@ def _refuse_compiling(target: Target) -> None:
         raise UserError(f"--compile: {reason}, or leave --compile out")
 
 
-def _set(target: Target, drafters: Iterable[Drafter], how: str, replays: Callable[[], Replays | None]) -> str:
-    target.replays = replays()
+def _set(target: Target, drafters: Iterable[Drafter], how: str, graphs: Callable[[], GraphCache | None]) -> str:
+    target.graph_cache = graphs()
     for drafter in drafters:
         if isinstance(drafter, Captures):
-            drafter.replays = replays()
+            drafter.graph_cache = graphs()
     return how
 
 
 @torch.inference_mode()
 def _probe(target: Target) -> str | None:
-    """Why a pass cannot be captured; None if it can."""
-    assert target.replays is not None
+    """Return why a pass cannot be captured, or None if it can."""
+    assert target.graph_cache is not None
     target.begin(1, 2 * PROBED)
     target.forward(torch.zeros(1, PROBED, dtype=torch.long, device=target.device), [0])
     target.capture(PROBED, PROBED)
-    reason = target.replays.why_not
+    reason = target.graph_cache.why_not
     target.release()
     return reason
 
 
-def spent(target: Target, drafters: Iterable[Drafter]) -> dict[str, float | int]:
-    """How many passes have been captured, how long that took [s], and how many were replayed."""
-    several = [target.replays, *(drafter.replays for drafter in drafters if isinstance(drafter, Captures))]
-    captured = [replays for replays in several if replays is not None]
+def capture_stats(target: Target, drafters: Iterable[Drafter]) -> dict[str, float | int]:
+    """Return how many passes have been captured and replayed, and how long capturing took [s]."""
+    several = [target.graph_cache, *(drafter.graph_cache for drafter in drafters if isinstance(drafter, Captures))]
+    captured = [graphs for graphs in several if graphs is not None]
     return {
-        "captured": sum(replays.num_captured for replays in captured),
-        "seconds": round(sum(replays.spent_s for replays in captured), 3),
-        "replayed": sum(replays.num_replayed for replays in captured),
-        "not_captured": sum(replays.why_not is not None for replays in captured),
+        "captured": sum(graphs.num_captured for graphs in captured),
+        "seconds": round(sum(graphs.spent_s for graphs in captured), 3),
+        "replayed": sum(graphs.num_replayed for graphs in captured),
+        "not_captured": sum(graphs.why_not is not None for graphs in captured),
     }
 
 
-# The reference backend: a target and its drafts in this process, measured by our own loop.
+# Opening the backend: target, drafters and judge.
 
 
 def open_backend(
@@ -210,14 +208,14 @@ def open_backend(
     capture: str | None = None,
     cache_bytes: int = 0,
 ) -> LocalBackend:
-    """The reference backend for these methods, filed under their labels; UserError for what cannot go together.
+    """Open the local backend with a drafter for each method, by label.
 
-    `engine` says by whose code the target is computed (`selection.py`), and `capture` how its passes are captured
-    (`backend.py`); the judge always asks the publisher's code, of weights of its own if these fit beside the caches
-    (`witness.py`).
+    `engine` chooses the code that computes the target (`selection.py`), `capture` how its passes are captured
+    (`capture_passes`). The judge always uses the publisher's code, on its own copy of the weights if that fits beside
+    `cache_bytes` of caches (`witness.py`). Raises UserError for a combination that is impossible.
     """
     witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
-    # What compiles has a layout of its own.
+    # Compiled passes have a layout of their own.
     target = target_of(models.target, engine, packs=capture != "inductor")
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
@@ -228,7 +226,7 @@ def open_backend(
     witness.require_unchanged()
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     computed = {
-        "network": in_words(target), "fallback": target.fallback,
+        "network": network_name(target), "fallback": target.fallback,
         "capture": capture_passes(target, drafters.values(), capture),
         "stop_ids": sorted(limits.stop_ids), "context_length": target.context_length,
     }  # fmt: skip
@@ -240,7 +238,7 @@ def open_backend(
 def _about(
     models: Models, preset: Preset, methods: Sequence[Method], drafters: Mapping[str, Drafter]
 ) -> dict[str, Any]:
-    """Which weights these are, what their publishers say of them, and how they are computed."""
+    """Return the identity of the weights and what their publishers declare about them."""
     drafts = {
         draft: {
             "name": presets.name(preset.drafts[draft]) if draft in preset.drafts else None,
@@ -267,7 +265,7 @@ def _about(
 
 
 def _sha256_of_files(method: Method) -> Iterator[str]:
-    """Of the files that its options name: a run must not go on with another file of the same name."""
+    """Yield hashes of the files that its options name: a run must not resume with another file of the same name."""
     for option in method.kind.options:
         if option.is_file:
             with open(str(method.option(option.name)), "rb") as file:
@@ -275,7 +273,7 @@ def _sha256_of_files(method: Method) -> Iterator[str]:
 
 
 def build_drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
-    """By the file of the method's name; what a preset says holds for its own draft, which has no label."""
+    """Build a method's drafter, from the module of its name. A preset's draft length applies to its own draft only."""
     own = f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}"
     module = import_module(method.kind.module or own)
     count = (preset.num_drafts or {}).get(method.name) if method.tag is None else None
@@ -284,19 +282,19 @@ def build_drafter(models: Models, target: Target, method: Method, preset: Preset
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends an answer: the generation config's, which may list several, and the tokenizer's, if any."""
+    """Return every id that ends an answer: those of the generation config and of the tokenizer, if there is one."""
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in [*listed, getattr(tokenizer, "eos_token_id", None)] if i is not None)
 
 
 def seed_of(seed: int, repeat: int, prompt: Sequence[int]) -> int:
-    """Of the random numbers of one answer, by the run's seed, the answer's repeat and its prompt."""
+    """Return the seed of one answer's random numbers, given the run's seed, the repeat and the prompt."""
     return zlib.crc32(repr((seed, repeat, list(prompt))).encode())
 
 
 class LocalBackend:
-    """Answers chats with any of its drafters; `drafters` maps method names, `ar` among them, to drafters."""
+    """Answers chats with any of its drafters, which `drafters` maps from method labels, `ar` among them."""
 
     tells_rounds = True
 
@@ -310,12 +308,12 @@ class LocalBackend:
         about: Mapping[str, Any] | None = None,
         witness: Witness | None = None,
     ) -> None:
-        """Without a witness the target's own model is asked, and answers end as `limits` say."""
+        """Without a witness the target's own model is the judge, and answers end by `limits`."""
         self.about = about or {}
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
         self.clock = clock_for(target.device)
-        self.witness = witness or given(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
+        self.witness = witness or witness_of_model(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
 
     @property
     def judge(self) -> Judge:
@@ -325,34 +323,31 @@ class LocalBackend:
         return self.about
 
     def captured(self) -> dict[str, float | int]:
-        """See `capturing.spent`."""
-        return spent(self.target, self.drafters.values())
+        """Return counts of captured and replayed passes (`capture_stats`)."""
+        return capture_stats(self.target, self.drafters.values())
 
     @property
     def has_thinking(self) -> bool:
-        return "enable_thinking" in (self.tokenizer.chat_template or "")
+        return chat.has_thinking(self.tokenizer)
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         for thinking in {bool(one.thinking) for one in settings}:
             chat.check(self.tokenizer, list(chats), thinking)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def writings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """As engines write them: spaces before signs are left as they are, or taken away."""
+        """Return the texts that engines may write for these ids: with spaces before punctuation kept, and removed."""
         return tuple(
             str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=tidy))
             for tidy in (False, True)
         )
 
     def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
-        """The chat as the model's own template renders it."""
-        if self.tokenizer.chat_template is None:
-            return list(self.tokenizer.encode("\n".join(message.content for message in messages)))
-        text = chat.rendered(self.tokenizer, messages, bool(settings.thinking))
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Return the token ids of a chat, rendered by the model's own template."""
+        return chat.encode(self.tokenizer, messages, bool(settings.thinking))
 
     def generate(
         self,
@@ -362,12 +357,9 @@ class LocalBackend:
         repeat: int = 0,
         listener: Listener = NOBODY,
     ) -> Generation:
-        """Every prompt and repeat draws random numbers of its own, the same ones under every method."""
-        prompt = self.encode(messages, settings)
-        seed = self._seed(prompt, repeat)
-        sampling = Sampling.of(settings, seed)
-        (generation,) = self._generations(*self._decode(method, [prompt], sampling, None, None, lambda: None, listener))
-        return self._with_thinking(generation, prompt, settings)
+        """Answer one chat. Every prompt and repeat draws random numbers of its own, the same under every method."""
+        (answer,) = self.serve(method, [(messages, repeat)], settings, listener=listener)
+        return answer.generation
 
     def serve(
         self,
@@ -377,15 +369,14 @@ class LocalBackend:
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
     ) -> list[TimedGeneration]:
-        """Chats, each with its repeat, `settings.concurrency` at a time; `ended` is told of each.
+        """Answer chats, each with its repeat, `settings.concurrency` at a time; calls `ended` as each one ends.
 
         Each draws the random numbers that it would draw alone.
         """
         prompts = [self.encode(messages, settings) for messages, _ in requests]
-        seeds = [self._seed(prompt, repeat) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
-        decoded, error = self._decode(
-            method, prompts, Sampling.of(settings), seeds, settings.concurrency, ended, listener
-        )
+        seeds = [seed_of(self.seed, repeat, prompt) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
+        sampling = Sampling.of(settings)
+        decoded, error = self._decode(method, prompts, sampling, seeds, settings.concurrency, ended, listener)
         begin = next((one.begin for one in decoded if one.rounds), None)
         return [
             TimedGeneration(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
@@ -400,10 +391,10 @@ class LocalBackend:
         seeds: Sequence[int] | None = None,
         num_rows: int | None = None,
     ) -> list[Generation]:
-        """One generation per prompt; what goes wrong becomes its error, never a number.
+        """Return a generation per prompt; a failure becomes its error, never a number.
 
-        They are decoded together, or `num_rows` at a time, each beginning when another has ended. `seeds` are the
-        prompts' own, in place of the one of `sampling`.
+        They are decoded together, or `num_rows` at a time, each beginning when another has ended. `seeds` holds a seed
+        per prompt, in place of the one in `sampling`.
         """
         return self._generations(
             *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None, NOBODY)
@@ -418,10 +409,10 @@ class LocalBackend:
         num_rows: int | None,
         ended: Callable[[], object],
         listener: Listener,
-    ) -> tuple[list[PromptRounds], str]:
-        """What was decoded of each prompt, and what kept those that have not ended from ending."""
+    ) -> tuple[list[RequestTrace], str]:
+        """Return the trace of each prompt, and the error that kept unfinished ones from ending."""
         drafter = self.drafters[method]
-        decoded = [PromptRounds(prompt) for prompt in prompts]
+        decoded = [RequestTrace(prompt) for prompt in prompts]
         try:
             if isinstance(drafter, Foresees):
                 drafter.foresee(prompts, self.limits, sampling, seeds)
@@ -438,8 +429,8 @@ class LocalBackend:
             return decoded, "out of GPU memory"
         return decoded, "nothing was decoded"
 
-    def _generations(self, decoded: Sequence[PromptRounds], error: str) -> list[Generation]:
-        """What has ended is whole; the rest says the error."""
+    def _generations(self, decoded: Sequence[RequestTrace], error: str) -> list[Generation]:
+        """Return finished generations, and the error for the others."""
         generations = []
         for one in decoded:
             text = self.decode(one.tokens)
@@ -449,9 +440,6 @@ class LocalBackend:
                 else one.failed(text, error)
             )
         return generations
-
-    def _seed(self, prompt: Sequence[int], repeat: int) -> int:
-        return seed_of(self.seed, repeat, prompt)
 
     def _with_thinking(self, generation: Generation, prompt: Sequence[int], settings: Settings) -> Generation:
         if settings.thinking is None:
@@ -478,7 +466,7 @@ class LocalBackend:
             torch.cuda.reset_peak_memory_stats(self.target.device)
 
     def _peak_memory(self) -> int | None:
-        """Bytes on the GPU; on the CPU the process's peak says nothing about one generation."""
+        """Return bytes on the GPU, or None on a CPU, where the process's peak says nothing about one generation."""
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
         return None

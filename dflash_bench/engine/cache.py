@@ -1,7 +1,8 @@
-"""A key-value cache that is allocated once. Each row has its own length, and rolling back only shortens it.
+"""A KV cache that is allocated once. Each row has its own length, and rolling back only shortens it.
 
 Before a forward pass, `place` says where its tokens go; then the layers write. The token at position t of a row is
-stored at index t, so anything beyond a row's length is stale: it is masked, and overwritten by the next tokens.
+stored at index t, so anything beyond a row's length is stale: it is masked (`masks.py`), and overwritten by the next
+tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dflash_bench.models.nets.layers import Rotary
 class KVCache:
     """Keys and values [B, heads, capacity, D] per layer, allocated at a layer's first write.
 
-    A layer's buffers are on the device of its keys, as the layers of one model may be spread over devices. If made
-    `like` another cache that every layer has written to, buffers of the same shape and device share one tensor, so that
-    they can be moved together.
+    A layer's buffers are on the device of its keys, as a model's layers may be spread over devices. If the cache is
+    made `like` another one that every layer has written to, buffers of the same shape and device share one tensor, so
+    that they can be moved together.
     """
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device, like: KVCache | None = None) -> None:
@@ -30,7 +31,7 @@ class KVCache:
         self._rows = torch.arange(num_rows, device=device)[:, None]
         self._steps = torch.arange(capacity, device=device)
         self._start: int | None = 0
-        self._slots: slice | None = None
+        self._row_slice: slice | None = None
         self._visible = 0
         self.positions = self._steps[None, :0]
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -38,15 +39,16 @@ class KVCache:
             self._allocate(like._layers)
 
     def place(self, starts: Sequence[int], width: int, first: int = 0) -> None:
-        """Say that the next writes are `width` tokens per row, from each row's start on.
+        """Place the next writes: `width` tokens per row, from each row's start on.
 
-        They are for as many rows as there are starts, from row `first` on; what is written and seen is of these alone.
+        They go to as many rows as there are starts, beginning with row `first`; only these are written and visible.
+        Raises IndexError if they do not fit.
         """
-        self._slots = None if len(starts) == self.num_rows else slice(first, first + len(starts))
+        self._row_slice = None if len(starts) == self.num_rows else slice(first, first + len(starts))
         self._visible = max(starts) + width
         if self._visible > self.capacity:
             raise IndexError(f"{self._visible} tokens do not fit into a cache of {self.capacity}")
-        # If all rows start at the same place (a single row always does), we can write a slice, without an index.
+        # If all rows start at the same place (as a single row always does), we write a slice, without an index.
         self._start = starts[0] if min(starts) == max(starts) else None
         if self._start is not None:
             self.positions = self._steps[None, self._start : self._visible].expand(len(starts), -1)
@@ -55,13 +57,13 @@ class KVCache:
         self._elsewhere.clear()
 
     def place_at(self, starts: Tensor, width: int, num_places: int) -> None:
-        """`place` for all rows by starts [B] on the device, which the host does not know; all see `num_places`."""
-        self._slots, self._start, self._visible = None, None, num_places
+        """Place writes of all rows by starts [B] on the device, unknown to the host; all rows see `num_places`."""
+        self._row_slice, self._start, self._visible = None, None, num_places
         self.positions = starts[:, None] + self._steps[:width]
         self._elsewhere.clear()
 
     def serves(self, num_rows: int, capacity: int) -> bool:
-        """Clear the cache and return True if it can be used again for this size, else return False."""
+        """Clear the cache and return True if it can be reused for this size, else return False."""
         if self.num_rows != num_rows or self.capacity < capacity:
             return False
         self.clear()
@@ -69,14 +71,14 @@ class KVCache:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Set everything to zero. A mask does not stop NaN (0 * NaN), so nothing of a broken generation may stay."""
+        """Set everything to zero: a mask does not stop NaN (0 * NaN), so no trace of a broken generation may stay."""
         for buffers in self._layers.values():
             for buffer in buffers:
                 buffer.zero_()
 
     @property
     def visible(self) -> int:
-        """How many tokens every row can see; those beyond a row's own length must be masked."""
+        """Return how many places every row can see; those beyond a row's own length must be masked."""
         return self._visible
 
     @property
@@ -84,10 +86,10 @@ class KVCache:
         return self._start is None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, heads, width, D] where `place` said; returns everything visible, as views."""
+        """Store keys and values [B, heads, width, D] where they were placed; returns views [B, heads, visible, D]."""
         if layer not in self._layers:
             self._allocate({layer: (keys, values)})
-        stored = [self._of_slots(buffer) for buffer in self._layers[layer]]
+        stored = [self._placed_rows(buffer) for buffer in self._layers[layer]]
         for buffer, new in zip(stored, (keys, values), strict=True):
             if self._start is not None:
                 buffer[:, :, self._start : self._visible] = new
@@ -97,34 +99,34 @@ class KVCache:
         return stored[0][:, :, : self._visible], stored[1][:, :, : self._visible]
 
     def write_pair(self, layer: int, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """`write` for keys and values of one shape, side by side [2, B, heads, width, D]: one copy instead of two."""
+        """As `write`, for keys and values of one shape [2, B, heads, width, D]: one copy instead of two."""
         if layer not in self._layers:
             self._allocate({layer: (pair[0], pair[1])})
         visible = self._store(self._pairs[layer], pair)
         return visible[0], visible[1]
 
     def write_all(self, layers: Tensor) -> None:
-        """`write_pair` for all layers at once [layers, 2, B, heads, width, D], which share one buffer from then on."""
+        """As `write_pair`, for all layers at once [layers, 2, B, heads, width, D], which then share one buffer."""
         if not self._layers:
             self._allocate({layer: (pair[0], pair[1]) for layer, pair in enumerate(layers)})
         self._store(self._stacks[0].unflatten(0, (-1, 2)), layers)
 
     def _store(self, buffers: Tensor, new: Tensor) -> Tensor:
-        """Put [..., B, heads, width, D] where `place` said; returns everything visible, as a view."""
-        stored = buffers if self._slots is None else buffers[..., self._slots, :, :, :]
+        """Store [..., B, heads, width, D] where it was placed; returns a view [..., B, heads, visible, D]."""
+        stored = buffers if self._row_slice is None else buffers[..., self._row_slice, :, :, :]
         if self._start is not None:
             stored[..., self._start : self._visible, :] = new
         else:
             rows, positions = self.places_on(stored.device)
-            # Indices that stand apart come first: [B, width, ..., heads, D].
+            # Separated index tensors move to the front: [B, width, ..., heads, D].
             stored[..., rows, :, positions, :] = new.movedim((-4, -2), (0, 1))
         return stored[..., : self._visible, :]
 
-    def _of_slots(self, buffer: Tensor) -> Tensor:
-        return buffer if self._slots is None else buffer[self._slots]
+    def _placed_rows(self, buffer: Tensor) -> Tensor:
+        return buffer if self._row_slice is None else buffer[self._row_slice]
 
     def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows [B, 1], counted from the first one placed, and positions [B, width]; moved to each device only once."""
+        """Return rows [B, 1], counted from the first placed, and positions [B, width]; each device gets a copy once."""
         rows = self._rows[: len(self.positions)]
         if device == self.device:
             return rows, self.positions
@@ -133,30 +135,30 @@ class KVCache:
         return self._elsewhere[device]
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
-        """Move the tokens of a tree path [B, M], indices counted from each row's start, to the start of that row.
+        """Move the tokens of an accepted tree path [B, M], counted from each row's start, to that start.
 
-        If every path is 0, 1, 2, ... nothing has to move, and there is no need to call this (`Verdict.last`).
+        Paths 0, 1, 2, ... need no move, and no call (`Verdict.last`).
         """
         width = path.shape[1]
         start = to_device(starts, self.device)[:, None]
         source, target = start + path, start + self._steps[:width]
         for stack in self._stacks:
             rows, to, where = (x.to(stack.device, non_blocking=True) for x in (self._rows, target, source))
-            # The right side is gathered before anything is written, so the two may overlap.
+            # The right side is gathered before anything is written, so both may overlap.
             if self.num_rows == 1:
                 stack[:, :, :, starts[0] : starts[0] + width] = stack.index_select(3, where[0])
             else:
                 stack[:, rows, :, to] = stack[:, rows, :, where]
 
     def _allocate(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Buffers for layers with such keys and values; those of the same shape and device share one tensor."""
+        """Allocate buffers for layers with such keys and values; those of one shape and device share a tensor."""
         alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
         for layer, pair in like.items():
             for i, x in enumerate(pair):
                 alike.setdefault((x.shape[1], x.shape[3], x.dtype, x.device), []).append((layer, i))
         parts: dict[tuple[int, int], Tensor] = {}
         for (heads, size, dtype, device), places in alike.items():
-            # Zeros, not uninitialised memory: masked positions are still multiplied, and NaN would spread.
+            # Zeros, not uninitialised memory: masked places are still multiplied, and NaN would spread.
             shape = (len(places), self.num_rows, heads, self.capacity, size)
             self._stacks.append(torch.zeros(shape, dtype=dtype, device=device))
             parts.update(zip(places, self._stacks[-1], strict=True))
@@ -169,7 +171,7 @@ class KVCache:
 
 
 def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
-    """Tables for the tokens just placed, [B or 1, width, 1, D]."""
+    """Return the rotary tables of the tokens just placed, [B or 1, width, 1, D] each."""
     if cache.is_ragged:
         cos, sin = rotary.at(cache.positions)
     else:
@@ -178,47 +180,5 @@ def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers on the device, without waiting for the work that is queued there."""
+    """Return integers [B] on the device, without waiting for the work that is queued there."""
     return torch.tensor(values).to(device, non_blocking=True)
-
-
-def causal_mask(
-    cache: KVCache,
-    dtype: torch.dtype,
-    parents: Tensor | None = None,
-    window: int | None = None,
-    whole_block: bool = False,
-) -> Tensor:
-    """An additive mask [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
-
-    With `whole_block` each also sees the tokens placed after it.
-    With `parents` [B, width - 1] the tokens are an anchor and a tree: of these, each sees only its ancestors.
-    With a `window` a token sees only that many tokens back, itself included; in a tree, depth is the distance.
-    """
-    columns = torch.arange(cache.visible, device=cache.device)
-    read_at, stored_at = cache.positions, columns[None]
-    seen_to = cache.positions[:, -1:].expand_as(cache.positions) if whole_block else cache.positions
-    allowed = columns <= seen_to[..., None]
-    if parents is not None:
-        start = cache.positions[:, :1]
-        is_ancestor = ancestors(parents)
-        inside = (columns - start).clamp(0, parents.shape[1])
-        in_tree = is_ancestor.gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
-        allowed &= (columns < start)[:, None] | in_tree
-        read_at = start + is_ancestor.sum(dim=-1) - 1
-        stored_at = torch.where(columns < start, columns, read_at.gather(1, inside))
-    if window is not None:
-        allowed &= stored_at[:, None] > read_at[..., None] - window
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=cache.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
-
-
-def ancestors(parents: Tensor) -> Tensor:
-    """Parents [B, N] of tree nodes (-1: the anchor) -> [B, N + 1, N + 1], true for ancestors and oneself."""
-    num_rows, width = parents.shape
-    reach = torch.eye(width + 1, device=parents.device).repeat(num_rows, 1, 1)
-    reach[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
-    # The ancestors of my ancestors are mine too: each product doubles how many levels up we reach.
-    for _ in range(width.bit_length()):
-        reach = torch.bmm(reach, reach).clamp_(max=1)
-    return reach.bool()

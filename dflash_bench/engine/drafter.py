@@ -1,4 +1,4 @@
-"""What the loop and its drafters say to each other: what was committed, and what is proposed."""
+"""The interface between the loop and its drafters: the loop hands over committed tokens, a drafter proposes others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dflash_bench.engine.graphs import Replays
+from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.target import Target
@@ -17,16 +17,17 @@ from dflash_bench.engine.verify import Draft
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the target has read since last time, for B rows; row b has counts[b] valid places.
+    """The places that the target has read since the last call, for B rows; row b has counts[b] valid ones.
 
-    They are of all rows, or of a few that read their prompts while the others stand still.
+    They are of all rows, or of a few that are reading their prompts while the others stand still.
 
-    hidden [B, M, K * H] belongs to positions starts[b] ..., tokens [B, M] are those that *follow* each of them, and
-    anchor [B] is the last of these: committed, but not yet read; None while the rest of a prompt is to come. `texts`
-    are the rows as the host knows them, prompt, answer and anchor; a drafter reads them, and must not change them. They
-    are the lists that the loop itself appends to: kept, they show the whole answer once the generation is over. With
-    the sampler it draws tokens, if it does (`drafters/base.py`). `choices` are there if the draft wanted them: per
-    row what the target chose after the anchor and after each token of the draft, those it did not accept too.
+    `hidden` [B, M, K * H] are the outputs of the K tapped layers at positions starts[b] ..., `tokens` [B, M] are the
+    tokens that *follow* these positions, and `anchor` [B] is the last of them: committed, but not yet read by the
+    target (slot 0 of a DFlash block); None while the rest of a prompt is still to come. `texts` hold each row's prompt,
+    answer and anchor on the host. They are the lists that the loop itself appends to: a drafter must not change them,
+    and if it keeps them they show the whole answer in the end. Drafters that draw tokens use `sampler`
+    (`drafters/base.py`). `choices` are present if the draft asked for them: per row, the target's choice after the
+    anchor and after each drafted token, accepted or not.
     """
 
     hidden: Tensor | None
@@ -38,27 +39,29 @@ class Committed:
     sampler: Sampler | None = None
     choices: Sequence[Sequence[int]] = ()
     first: int = 0
-    """The number of the first of these rows among all that are decoded together; the others follow it."""
+    """The index of the first of these rows among all rows of the batch; the others follow it."""
     is_prompt: bool = False
-    """Do these rows read their prompts? A long prompt comes in parts, of which only the last one has an anchor."""
+    """Whether these are prompt tokens. A long prompt comes in parts, of which only the last has an anchor."""
     requests: Sequence[int] = ()
-    """Of each row, which of the prompts it decodes."""
+    """The index of each row's prompt."""
 
     @property
     def rows(self) -> range:
         return range(self.first, self.first + len(self.starts))
 
     @property
-    def slots(self) -> slice:
-        """`rows`, to index tensors with."""
+    def row_slice(self) -> slice:
+        """`rows` as an index of tensors."""
         return slice(self.first, self.first + len(self.starts))
 
 
 class Drafter(Protocol):
+    """Proposes tokens. The loop calls `begin` once, and then `observe` and `propose` in turn, once per round."""
+
     taps: tuple[int, ...]
-    """Target layers (0-based) whose outputs it wants."""
+    """The target's layers (0-based) whose outputs it needs."""
     num_drafts: int
-    """The most tokens it proposes in a round."""
+    """The most tokens that it proposes in a round."""
 
     def begin(self, num_rows: int, capacity: int) -> None: ...
 
@@ -69,7 +72,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A drafter that must know the requests before they are decoded; what it does then is not on the clock."""
+    """A drafter that must see all requests before they are decoded; this work is not timed."""
 
     def foresee(
         self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None
@@ -80,7 +83,7 @@ class Foresees(Protocol):
 class Captures(Protocol):
     """A drafter whose passes can be captured (`graphs.py`)."""
 
-    replays: Replays | None
+    graph_cache: GraphCache | None
 
     def capture(self, shortest: int, longest: int) -> None: ...
 
@@ -94,13 +97,13 @@ class Packs(Protocol):
 
 @runtime_checkable
 class StandAlone(Drafter, Protocol):
-    """One whose own model reads in the target's place. What it proposes is committed unverified: it is lossy."""
+    """A drafter whose own model takes the target's place. Its proposals are committed unverified, so it is lossy."""
 
     reader: Target
 
 
 class NoDrafter:
-    """Plain decoding."""
+    """Plain decoding: proposes nothing."""
 
     taps: tuple[int, ...] = ()
     num_drafts = 0

@@ -1,4 +1,10 @@
-"""Forward passes recorded once and replayed: by CUDA graphs or the compiler."""
+"""Forward passes that are captured once and then replayed: by a CUDA graph, or by a function that inductor compiled.
+
+A captured pass repeats its operations with the buffers and numbers of the first time. So all that changes from round
+to round comes in tensors that stay where they are, and attention goes over a fixed number of places, with a mask for
+those behind a row's end. Passes are captured between answers, never while one is timed: passes that have been run
+before are captured before the next answer begins, and new ones are computed as usual.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +20,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dflash_bench.core.errors import UserError
-
-# Passes of one shape, captured once and replayed: by a CUDA graph, or by a compiled function (`graphs.py`).
-#
-# What is captured repeats its operations with the buffers and numbers of the first time. So all that changes from round
-# to round comes in tensors that stay where they are, and attention goes over a fixed number of places, with a mask for
-# those behind a row's end. Passes are captured between answers, never while one is timed: what has been asked for
-# before is captured before the next answer begins, and what is new is computed as usual.
-
 
 BUCKET = 256
 """Attention goes over a multiple of so many places."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""How much of its largest value a replayed result may differ from the one computed as usual."""
+"""By how much two ways to compute the same pass may differ, relative to the largest value."""
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""(places that attention sees, inputs...) -> results, all [B, ...]; an input [B] is where each row starts."""
+"""(places that attention sees, inputs...) -> results, all [B, ...]; an input [B] says where each row starts."""
 Replay = Callable[[], tuple[Tensor, ...]]
 Capture = Callable[[Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], Replay]
-"""Captures a function of buffers, given besides, that stay where they are."""
+"""Captures a function of these buffers, which stay where they are."""
 
 
 def bucket_of(num_places: int) -> int:
-    """The next multiple of BUCKET; of many places, of an eighth of the next power of two."""
+    """Return the next multiple of BUCKET, or above 8 * BUCKET of an eighth of the next power of two.
+
+    A cache's capacity must be one of these, so that every bucket fits into it.
+    """
     size = max(BUCKET, (1 << (num_places - 1).bit_length()) // 8)
     return -(-num_places // size) * size
 
 
-def room_for(capacity: int) -> int:
-    """So many places must a cache have, that all buckets fit into it."""
-    return bucket_of(capacity)
-
-
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One that has been asked for; `examples` are inputs as they were then."""
+    """A pass that has been run; `examples` are its inputs at that time."""
 
     function: Function
     examples: tuple[Tensor, ...]
 
 
-class _Captured:
-    def __init__(self, capture: Capture, asked: _Pass, num_rows: int, num_places: int) -> None:
-        self.inputs = tuple(one.new_zeros((num_rows, *one.shape[1:])) for one in asked.examples)
+class _CapturedPass:
+    def __init__(self, capture: Capture, known: _Pass, num_rows: int, num_places: int) -> None:
+        self.inputs = tuple(example.new_zeros((num_rows, *example.shape[1:])) for example in known.examples)
         # A new cache allocates its buffers when it is first written to, which no replay must do.
-        asked.function(num_places, *self.inputs)
-        self.replay = capture(partial(asked.function, num_places), self.inputs)
-        # Other values than at the capture: one that was taken over as a number shows.
-        for buffer, example in zip(self.inputs, asked.examples, strict=True):
+        known.function(num_places, *self.inputs)
+        self.replay = capture(partial(known.function, num_places), self.inputs)
+        # Other values than at the capture, so that an input that was baked in as a number shows.
+        for buffer, example in zip(self.inputs, known.examples, strict=True):
             buffer.copy_(example[:1].expand_as(buffer) if example.ndim > 1 else torch.ones_like(buffer))
-        usual = [one.clone() for one in asked.function(num_places, *self.inputs)]
-        for one, other in zip(usual, self.replay(), strict=True):
-            _refuse_unlike(one, other)
+        usual = [result.clone() for result in known.function(num_places, *self.inputs)]
+        for result, replayed in zip(usual, self.replay(), strict=True):
+            _refuse_unlike(result, replayed)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for buffer, value in zip(self.inputs, inputs, strict=True):
@@ -77,50 +71,54 @@ class _Captured:
         return self.replay()
 
 
-class Replays:
-    """Of one cache. `is_whole` takes all of the cache for the only bucket, where capturing takes long.
+class GraphCache:
+    """The captured passes over one KV cache.
 
-    What cannot be captured is computed as usual, or with `must` a UserError.
+    With `is_whole` the whole cache is the only bucket, where capturing takes long. A pass that cannot be captured is
+    computed as usual, or with `must` raises UserError.
     """
 
     def __init__(self, capture: Capture, is_whole: bool = False, must: bool = False) -> None:
-        self.capture, self.is_whole, self.must = capture, is_whole, must
-        self._asked: dict[Hashable, _Pass] = {}
-        self._captured: dict[tuple[Hashable, int], _Captured] = {}
+        self.capture_pass, self.is_whole, self.must = capture, is_whole, must
+        self._known: dict[Hashable, _Pass] = {}
+        self._captured: dict[tuple[Hashable, int], _CapturedPass] = {}
         self._capacity = 0
         self.num_captured = self.num_replayed = 0
         self.spent_s = 0.0
         self.why_not: str | None = None
 
-    def run(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
-        """The results, until the next call; None where this has not been captured. `key` says all but the rows."""
+    def replay(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the results, valid until the next call, or None if this pass has not been captured.
+
+        `key` identifies the pass up to its number of rows.
+        """
         captured = self._captured.get((key, self._bucket(num_places)))
         if captured is not None:
             self.num_replayed += 1
             return captured(inputs)
-        if key not in self._asked:
-            self._asked[key] = _Pass(function, tuple(one.to(inputs[0].device, copy=True) for one in inputs))
+        if key not in self._known:
+            self._known[key] = _Pass(function, tuple(value.to(inputs[0].device, copy=True) for value in inputs))
         return None
 
-    def moved(self, capacity: int) -> None:
-        """The cache has other buffers now, of so many places."""
+    def reset(self, capacity: int) -> None:
+        """Drop what was captured: the KV cache has new buffers, of so many places."""
         self._captured.clear()
         self._capacity = capacity
 
-    def forget(self) -> None:
-        """What has been asked for, too; the cache is gone."""
-        self._asked.clear()
-        self.moved(0)
+    def clear(self) -> None:
+        """Forget which passes were run, too: the KV cache is gone."""
+        self._known.clear()
+        self.reset(0)
 
     @torch.inference_mode()
-    def prepare(self, num_rows: int, shortest: int, longest: int, wanted: Callable[[Hashable], bool]) -> bool:
-        """Capture what has been asked for and is wanted, over `shortest` to `longest` places. Was there anything?
+    def capture(self, num_rows: int, shortest: int, longest: int, wanted: Callable[[Hashable], bool]) -> bool:
+        """Capture known passes whose key is wanted, over so many places; return True if any was missing.
 
-        It overwrites the beginning of the cache.
+        This overwrites the beginning of the KV cache. Raises UserError if `must` and a pass cannot be captured.
         """
         missing = [
             (key, places)
-            for key in self._asked
+            for key in self._known
             if wanted(key)
             for places in self._buckets(shortest, longest)
             if (key, places) not in self._captured
@@ -133,10 +131,10 @@ class Replays:
     def _try(self, key: Hashable, num_rows: int, num_places: int) -> None:
         begin = time.perf_counter()
         try:
-            self._captured[key, num_places] = _Captured(self.capture, self._asked[key], num_rows, num_places)
+            self._captured[key, num_places] = _CapturedPass(self.capture_pass, self._known[key], num_rows, num_places)
             self.num_captured += 1
         except (RuntimeError, ValueError, NotImplementedError) as problem:
-            # The usual way still works: said once, and never tried again.
+            # Passes are still computed as usual; warn once, and never try again.
             self.why_not = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
             self._captured.clear()
             if self.must:
@@ -162,7 +160,7 @@ def _refuse_unlike(usual: Tensor, replayed: Tensor) -> None:
         raise ValueError(f"replayed results differ by {difference:.1e}")
 
 
-# How a pass over buffers that stay where they are is captured.
+# The ways to capture a pass over buffers that stay where they are.
 
 
 NUM_WARM_UPS = 2
@@ -170,7 +168,7 @@ NUM_WARM_UPS = 2
 
 
 def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """All graphs share one pool of memory: what one of them returns must be used before another is replayed."""
+    """Capture by a CUDA graph. All graphs share one pool of memory, so a result must be used before the next replay."""
     with torch.cuda.device(inputs[0].device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -199,65 +197,8 @@ def _pool() -> Any:
     return _pools[device]
 
 
-def traced(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """The operations of one call, to be repeated: what a CUDA graph does, on any device, for tests."""
-    with _Recorder(inputs) as recorder:
-        results = function(*inputs)
-    places, calls = [recorder.place_of[id(one)] for one in results], recorder.calls
-
-    def replay() -> tuple[Tensor, ...]:
-        values = list(inputs)
-        for call in calls:
-            values += call(values)
-        return tuple(values[place] for place in places)
-
-    recorder.forget()
-    return replay
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An operation; where a place is given, its argument is a tensor that was made in the pass or is an input."""
-
-    operation: Any
-    leaves: list[Any]
-    places: list[int | None]
-    spec: Any
-
-    def __call__(self, values: Sequence[Tensor]) -> list[Any]:
-        now = [one if at is None else values[at] for one, at in zip(self.leaves, self.places, strict=True)]
-        args, options = tree_unflatten(now, self.spec)
-        return tree_leaves(self.operation(*args, **options))
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes every operation; results are numbered in the order in which they were made, behind the inputs."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # A tensor that has been freed would give its id to another.
-        self.made: list[Any] = list(inputs)
-        self.place_of = {id(one): place for place, one in enumerate(inputs)}
-        self.calls: list[_Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        places = [self.place_of.get(id(one)) if isinstance(one, Tensor) else None for one in leaves]
-        kept = [None if place is not None else one for one, place in zip(leaves, places, strict=True)]
-        self.calls.append(_Call(func, kept, places, spec))
-        result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            self.place_of[id(one)] = len(self.made)
-            self.made.append(one)
-        return result
-
-    def forget(self) -> None:
-        self.made.clear()
-        self.place_of.clear()
-
-
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """Compiled by torch's inductor, as one piece; takes up to half a minute, and seconds where it is cached."""
+    """Capture by torch's inductor, as one piece; takes up to half a minute, or seconds if the code is cached."""
     operations = _operations(function, inputs)
     options: dict[str, Any] = {"cpp_wrapper": True}
     # Nothing that a guard could ask about ever changes: a replay is always of the same buffers.
@@ -268,20 +209,20 @@ def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tenso
 
 
 def _operations(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Any:
-    """A module that repeats them, on inputs of these shapes."""
+    """Return a module that repeats the function's operations, for inputs of these shapes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # What is not an input is a constant to it, and of a single number it takes the value.
+    # Tensors that are not inputs are constants to it, and single numbers are baked in.
     return make_fx(function, {torch.ops.aten.addcmul.out: _addcmul_into})(*inputs)
 
 
 def _addcmul_into(x: Tensor, one: Tensor, other: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
-    """Compilers do not write into a part of a tensor but by copying."""
+    """Write into a part of a tensor by copying, the only way that compilers know."""
     return out.copy_(torch.addcmul(x, one, other, value=value))
 
 
 def why_no_compiler(device: torch.device) -> str | None:
-    """What keeps inductor from working here; None if nothing does."""
+    """Return why inductor cannot work here, or None if it can."""
     if device.type != "cpu":
         return None
     compiler = os.environ.get("CXX") or "g++"
@@ -291,5 +232,5 @@ def why_no_compiler(device: torch.device) -> str | None:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Compiled code is kept in this folder, so that the next run need not compile it again."""
+    """Keep compiled code in this folder, so that the next run need not compile it again."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -1,4 +1,9 @@
-"""The loop that decodes: draft, verify, accept; and how much of a draft it accepts."""
+"""The one decoding loop: draft, verify, commit. Plain decoding is the drafter that proposes nothing.
+
+Every method shares prefill, cache, stop rules and clock, so that a speed-up compares drafts and nothing else. In terms
+of the DFlash paper (section 3): a round takes T_draft + T_verify and emits tau tokens, the accepted drafts and one
+token of the target's own. Each round moves one small tensor to the host; everything else stays where the model is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.drafter import Captures, Committed, Drafter, StandAlone
-from dflash_bench.engine.rows import Clock, DecodingError, HostClock, Limits, Lists, Round, Row, to_host
+from dflash_bench.engine.rows import Clock, DecodingError, HostClock, Limits, Lists, Round, Slot, to_host
 from dflash_bench.engine.sampling import Sampler, Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import (
@@ -24,14 +29,8 @@ from dflash_bench.engine.verify import (
     verify_tree,
 )
 
-# The one decoding loop: draft, verify, commit. Plain decoding is the drafter that proposes nothing.
-#
-# Every method shares prefill, cache, stop rules and clock, so that a speed-up compares drafts and nothing else. Each
-# round moves one small tensor to the host; everything else stays where the model is.
-
-
 PART = 256
-"""Tokens of prompts that are read between two rounds, so that those who decode do not wait long."""
+"""How many prompt tokens are read between two rounds, so that slots that are decoding do not wait long."""
 
 
 @torch.inference_mode()
@@ -46,27 +45,26 @@ def decode(
     num_rows: int | None = None,
     listener: Listener = NOBODY,
 ) -> Iterator[Round]:
-    """Decode prompts together, round by round, until each has ended.
+    """Decode prompts together, round by round, until each has ended; yields the rounds, the prefills first.
 
-    The listener is told of every token as soon as the host has it, before anything is made of the round.
+    With `num_rows`, at most this many prompts are decoded at a time: the others wait, and each takes the slot of one
+    that has ended. `seeds` holds a seed per prompt, in place of the one in `sampling`, so that a prompt draws the same
+    numbers as it would alone. The listener hears of every token as soon as the host has it.
 
-    With `num_rows` so many at a time: the others wait, and each takes the place of one that has ended. `seeds` are the
-    prompts' own, in place of the one of `sampling`: with it a row draws what it would draw alone.
-
-    Raises DecodingError for an empty prompt, one that leaves no room in the context, and NaN or infinite logits.
+    Raises DecodingError for an empty prompt, a prompt that leaves no room in the context, and NaN or infinite logits.
     """
     if isinstance(drafter, StandAlone):
-        # Its passes are no rounds: it reads several times in each.
+        # Its passes are not reported to the listener, because each round takes several.
         target = drafter.reader
     else:
         target.listener = listener
     seeds = seeds or [sampling.seed] * len(prompts)
     rows = [
-        Row(prompt, _room(target, prompt, limits), request, seed)
+        Slot(prompt, _room(target, prompt, limits), request, seed)
         for request, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     num_rows = min(num_rows or len(rows), len(rows))
-    # A block may reach past a row's limit; what lies there is cut off, but needs its place in the cache.
+    # A block may reach past a row's limit: those tokens are cut off, but need their places in the cache.
     capacity = max(len(row.prompt) + row.limit for row in rows) + drafter.num_drafts + 1
     target.tap(drafter.taps)
     try:
@@ -95,13 +93,13 @@ def _room(target: Target, prompt: Sequence[int], limits: Limits) -> int:
 
 
 class _State:
-    """`rows` are those being decoded; a row that has ended stands still until another takes its place."""
+    """The state of one call of `decode`. A slot whose answer has ended stands still until a waiting one replaces it."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter,
-        rows: list[Row],
+        slots: list[Slot],
         num_rows: int,
         limits: Limits,
         sampler: Sampler,
@@ -109,24 +107,24 @@ class _State:
         listener: Listener,
     ) -> None:
         self.target, self.drafter = target, drafter
-        self.rows, self.waiting = rows[:num_rows], deque(rows[num_rows:])
+        self.slots, self.waiting = slots[:num_rows], deque(slots[num_rows:])
         self.stop_ids, self.sampler, self.clock, self.listener = limits.stop_ids, sampler, clock, listener
         self.starts = [0] * num_rows
         self.anchor = torch.zeros(num_rows, dtype=torch.long, device=target.device)
 
     @property
     def ended(self) -> bool:
-        return not self.waiting and all(row.finish for row in self.rows)
+        return not self.waiting and all(slot.finish for slot in self.slots)
 
     def rounds(self) -> Iterator[Round]:
         self.clock.settle()
-        begin = self._begin([row.request for row in self.rows])
-        for row in self.rows:
-            row.began = begin
-        yield from self._read(0, self.rows)
+        begin = self._begin([slot.request for slot in self.slots])
+        for slot in self.slots:
+            slot.began = begin
+        yield from self._read(0, self.slots)
         while not self.ended:
             yield from self._fill()
-            if any(row.is_decoding for row in self.rows):
+            if any(slot.is_decoding for slot in self.slots):
                 yield self.round()
 
     def _begin(self, requests: Sequence[int]) -> object:
@@ -136,61 +134,61 @@ class _State:
         self.listener.marked()
         return begin
 
-    def _tell(self, emitted: Sequence[list[int] | None], rows: Sequence[Row]) -> None:
-        for row, tokens in zip(rows, emitted, strict=True):
+    def _tell(self, emitted: Sequence[list[int] | None], slots: Sequence[Slot]) -> None:
+        for slot, tokens in zip(slots, emitted, strict=True):
             if tokens is not None:
-                self.listener.heard(row.request, tokens)
+                self.listener.heard(slot.request, tokens)
 
     def _fill(self) -> Iterator[Round]:
-        """Rows that have ended give way to prompts that wait; of these PART tokens are read, or one part more."""
+        """Give slots that have ended to waiting prompts, and read about PART tokens of these; yields their prefills."""
         num_read = 0
-        for place in range(len(self.rows)):
-            if self.rows[place].finish and self.waiting:
-                self.rows[place], self.starts[place] = self.waiting.popleft(), 0
-                self.rows[place].began = self._begin([self.rows[place].request])
-            row = self.rows[place]
-            if row.is_reading and num_read < PART:
-                before = row.num_read
-                yield from self._read(place, [row], PART if self.target.reads_in_parts else None)
-                num_read += row.num_read - before
+        for place in range(len(self.slots)):
+            if self.slots[place].finish and self.waiting:
+                self.slots[place], self.starts[place] = self.waiting.popleft(), 0
+                self.slots[place].began = self._begin([self.slots[place].request])
+            slot = self.slots[place]
+            if slot.is_reading and num_read < PART:
+                before = slot.num_read
+                yield from self._read(place, [slot], PART if self.target.reads_in_parts else None)
+                num_read += slot.num_read - before
 
-    def _read(self, first: int, rows: Sequence[Row], most: int | None = None) -> Iterator[Round]:
-        """Prompts of the rows from number `first` on, or up to `most` tokens of the only one's; at the end, a round."""
-        starts = [row.num_read for row in rows]
-        parts = [row.prompt[row.num_read :][:most] for row in rows]
-        for row, part in zip(rows, parts, strict=True):
-            row.num_read += len(part)
+    def _read(self, first: int, slots: Sequence[Slot], most: int | None = None) -> Iterator[Round]:
+        """Read the prompts of slots `first` ..., or up to `most` tokens of a single one; yields a round at the end."""
+        starts = [slot.num_read for slot in slots]
+        parts = [slot.prompt[slot.num_read :][:most] for slot in slots]
+        for slot, part in zip(slots, parts, strict=True):
+            slot.num_read += len(part)
         output = self.target.prefill(parts, starts, first)
-        if rows[0].is_reading:
-            following = [list(rows[0].prompt[starts[0] + 1 : rows[0].num_read + 1])]
-            self._keep_prompt(first, rows, starts, output.hidden, following, None)
+        if slots[0].is_reading:
+            following = [list(slots[0].prompt[starts[0] + 1 : slots[0].num_read + 1])]
+            self._keep_prompt(first, slots, starts, output.hidden, following, None)
             return
-        emitted = self._first_tokens(first, rows, output.logits)
-        self._tell(emitted, rows)
+        emitted = self._first_tokens(first, slots, output.logits)
+        self._tell(emitted, slots)
         seen = self.clock.mark()
         self.listener.marked()
         if not self.ended:
             following = [[*part[1:], *tokens] for part, tokens in zip(parts, emitted, strict=True)]
-            self._keep_prompt(first, rows, starts, output.hidden, following, self.anchor[first : first + len(rows)])
-        none = [0] * len(self.rows)
-        given: list[list[int] | None] = [None] * len(self.rows)
-        given[first : first + len(rows)] = emitted
-        marks = (rows[0].began, seen, seen, seen, self.clock.mark())
+            self._keep_prompt(first, slots, starts, output.hidden, following, self.anchor[first : first + len(slots)])
+        none = [0] * len(self.slots)
+        given: list[list[int] | None] = [None] * len(self.slots)
+        given[first : first + len(slots)] = emitted
+        marks = (slots[0].began, seen, seen, seen, self.clock.mark())
         yield Round(given, none, none, [[] for _ in none], None, marks, *self._whose())
 
-    def _first_tokens(self, first: int, rows: Sequence[Row], logits: Tensor) -> list[list[int]]:
-        """One for each of these rows, by logits [b, 1, V]."""
-        self.sampler.begin([row.prompt for row in rows], [row.seed for row in rows], logits.shape[-1], first)
+    def _first_tokens(self, first: int, slots: Sequence[Slot], logits: Tensor) -> list[list[int]]:
+        """Choose and emit the first token of each of these slots, given logits [b, 1, V]."""
+        self.sampler.begin([slot.prompt for slot in slots], [slot.seed for slot in slots], logits.shape[-1], first)
         tokens = self.sampler.first_tokens(logits, first)
-        self.anchor[first : first + len(rows)] = tokens
+        self.anchor[first : first + len(slots)] = tokens
         host = to_host({"tokens": tokens[:, None], "broken": _broken(logits)})
-        _refuse_broken(rows, host["broken"], [0] * len(rows), first)
-        return [row.emit(new, self.stop_ids) for row, new in zip(rows, host["tokens"], strict=True)]
+        _refuse_broken(slots, host["broken"], [0] * len(slots), first)
+        return [slot.emit(new, self.stop_ids) for slot, new in zip(slots, host["tokens"], strict=True)]
 
     def _keep_prompt(
         self,
         first: int,
-        rows: Sequence[Row],
+        slots: Sequence[Slot],
         starts: list[int],
         hidden: Tensor | None,
         following: Sequence[list[int]],
@@ -201,16 +199,16 @@ class _State:
         tokens = torch.tensor(padded, device=self.target.device)
         self.drafter.observe(
             Committed(
-                hidden, tokens, anchor, starts, counts, [row.text for row in rows], self.sampler,
-                first=first, is_prompt=True, requests=[row.request for row in rows],
+                hidden, tokens, anchor, starts, counts, [slot.text for slot in slots], self.sampler,
+                first=first, is_prompt=True, requests=[slot.request for slot in slots],
             )
         )  # fmt: skip
-        for place, row in enumerate(rows, start=first):
-            self.starts[place] = row.num_read
+        for place, slot in enumerate(slots, start=first):
+            self.starts[place] = slot.num_read
 
     def _whose(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Which prompt each row is at, and whether its answer has ended."""
-        return tuple(row.request for row in self.rows), tuple(row.finish is not None for row in self.rows)
+        """Return the request of each slot, and whether its answer has ended."""
+        return tuple(slot.request for slot in self.slots), tuple(slot.finish is not None for slot in self.slots)
 
     def round(self) -> Round:
         begin = self.clock.mark()
@@ -224,22 +222,22 @@ class _State:
         self.sampler.commit(tokens, verdict.num_accepted)
         host = to_host(_parts(draft, verdict, tokens, output.logits))
         kept = [count for (count,) in host["accepted"]]
-        alive = [row.is_decoding for row in self.rows]
-        _refuse_broken(self.rows, host["broken"], kept)
+        alive = [slot.is_decoding for slot in self.slots]
+        _refuse_broken(self.slots, host["broken"], kept)
         accepted = [count * live for count, live in zip(kept, alive, strict=True)]
         moved = any(live and last > count for (last,), count, live in zip(host["last"], kept, alive, strict=True))
-        # What it costs a target to forget the rest belongs to verifying.
+        # Rolling the target back to the accepted tokens belongs to verifying.
         self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
         verified = self.clock.mark()
         emitted = [
-            row.emit(new[: count + 1], self.stop_ids) if live else None
-            for row, count, new, live in zip(self.rows, kept, host["tokens"], alive, strict=True)
+            slot.emit(new[: count + 1], self.stop_ids) if live else None
+            for slot, count, new, live in zip(self.slots, kept, host["tokens"], alive, strict=True)
         ]
-        self._tell(emitted, self.rows)
+        self._tell(emitted, self.slots)
         self.anchor = verdict.next_token
         observing = self.clock.mark()
         if not self.ended:
-            counts = [count + 1 if row.is_decoding else 0 for row, count in zip(self.rows, accepted, strict=True)]
+            counts = [count + 1 if slot.is_decoding else 0 for slot, count in zip(self.slots, accepted, strict=True)]
             self._keep(verdict, output.hidden, tokens, counts, moved, host.get("choices", ()))
         lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
@@ -251,7 +249,7 @@ class _State:
         return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose())
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
-        """By penalised logits."""
+        """Apply the verify rule that fits the draft, to penalised logits [B, N + 1, V] (`verify.py`)."""
         if draft is not None and draft.following is not None:
             return take_unverified(draft.tokens, draft.following)
         sampler = self.sampler
@@ -281,10 +279,10 @@ class _State:
         moved: bool,
         choices: Sequence[list[int]],
     ) -> None:
-        """Rows that have ended, or read their prompts, stand still: their count is 0.
+        """Keep counts[b] tokens of row b in the target's cache and hand them to the drafter.
 
-        What is computed for them is thrown away, over the same places until another row takes these; they must not
-        move past what the cache holds.
+        Rows that have ended or are reading their prompts stand still: their count is 0. What is computed for them is
+        thrown away and written to the same places again, so that they never move past the end of the cache.
         """
         longest = max(*counts, 1)
         if verdict.path is not None and moved:
@@ -292,26 +290,26 @@ class _State:
             self.target.cache.keep_path(self.starts, path)
             hidden = hidden if hidden is None else hidden.take_along_dim(path[..., None], dim=1)
         hidden = None if hidden is None else hidden[:, :longest]
-        texts = [row.text for row in self.rows]
-        self.sampler.emitted([len(row.tokens) for row in self.rows])
+        texts = [slot.text for slot in self.slots]
+        self.sampler.emitted([len(slot.tokens) for slot in self.slots])
         self.drafter.observe(
             Committed(
                 hidden, tokens[:, :longest], self.anchor, list(self.starts), counts, texts, self.sampler, choices,
-                requests=[row.request for row in self.rows],
+                requests=[slot.request for slot in self.slots],
             )
         )  # fmt: skip
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
 
-def _refuse_broken(rows: Sequence[Row], broken: Lists, accepted: list[int], first: int = 0) -> None:
-    """Broken logits at one of a row's first accepted + 1 places end the generation."""
-    for place, (row, flags, count) in enumerate(zip(rows, broken, accepted, strict=True), start=first):
-        if (row.is_decoding or not row.tokens) and not row.is_reading and any(flags[: count + 1]):
-            raise DecodingError(f"NaN or infinite logits after {len(row.tokens)} tokens (row {place})")
+def _refuse_broken(slots: Sequence[Slot], broken: Lists, accepted: list[int], first: int = 0) -> None:
+    """Raise DecodingError for broken logits at one of a slot's first accepted + 1 places."""
+    for place, (slot, flags, count) in enumerate(zip(slots, broken, accepted, strict=True), start=first):
+        if (slot.is_decoding or not slot.tokens) and not slot.is_reading and any(flags[: count + 1]):
+            raise DecodingError(f"NaN or infinite logits after {len(slot.tokens)} tokens (row {place})")
 
 
 def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
-    """What the host wants to know of a round, each [B, n]."""
+    """Return what the host needs to know about a round, each [B, n]."""
     parts = {
         "accepted": verdict.num_accepted[:, None],
         "last": verdict.last[:, None],
@@ -328,42 +326,44 @@ def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor
 
 
 def _first(rows: Lists, counts: list[int]) -> Lists:
-    """Of each row so many values: without what pads them."""
+    """Return the first counts[b] values of row b, without padding."""
     return [values[:count] for values, count in zip(rows, counts, strict=True)]
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
-    """[B, N + 1]: along the kept path the token after each place, the next token in place of the last."""
+    """Return [B, N + 1]: the token that follows each place of the accepted path, the last being the next token."""
     path, last = verdict.path, verdict.next_token[:, None]
     tokens = torch.cat([block[:, 1:] if path is None else block.gather(1, path[:, 1:]), last], dim=1)
     return tokens.scatter(1, verdict.num_accepted[:, None], last)
 
 
 def _broken(logits: Tensor, path: Tensor | None = None) -> Tensor:
-    """[B, N]: where, along the path, is the best logit NaN or infinite? A maximum carries NaN along."""
+    """Return [B, N], true where along the path the best logit is NaN or infinite; a maximum propagates NaN."""
     best = logits.amax(dim=-1)
-    # Of finite numbers alone is the difference to themselves 0.
+    # x - x is 0 for finite numbers only.
     broken = (best - best).ne(0)
     return broken if path is None else broken.gather(1, path)
 
 
-# What a target accepts of a drafter: prompts decoded together at temperature 0, for that number alone.
+# How much of a drafter's proposals a target accepts: prompts decoded together at temperature 0, without timing.
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """One answer: its tokens, and how many drafted ones each round accepted."""
+class AcceptedAnswer:
+    """The tokens of an answer, and how many drafted tokens each of its rounds accepted."""
 
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
 
 
 @torch.inference_mode()
-def accepted(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Limits) -> list[Accepted]:
-    """One for each prompt."""
+def measure_acceptance(
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Limits
+) -> list[AcceptedAnswer]:
+    """Decode the prompts together and return an answer for each. Raises DecodingError as `decode`."""
     prefill, *rounds = decode(target, drafter, prompts, limits, Sampling(), HostClock())
     return [
-        Accepted(
+        AcceptedAnswer(
             tuple(token for step in (prefill, *rounds) for token in step.emitted[row] or ()),
             tuple(step.accepted[row] for step in rounds if step.emitted[row] is not None),
         )
@@ -371,13 +371,13 @@ def accepted(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
     ]
 
 
-def al_pooled(answers: Sequence[Accepted]) -> float:
-    """sum(a_i + 1) / sum(S), over all rounds of all answers; 1 where there was no round."""
+def al_pooled(answers: Sequence[AcceptedAnswer]) -> float:
+    """Return `al.pooled`: sum(a_i + 1) / sum(S) over all rounds of all answers; 1 without any round."""
     counts = [count for answer in answers for count in answer.counts]
     return 1.0 + sum(counts) / len(counts) if counts else 1.0
 
 
-def by_position(answers: Sequence[Accepted]) -> list[float]:
-    """The share of rounds that accepted at least 1, 2, ... drafted tokens, as far as any did."""
+def by_position(answers: Sequence[AcceptedAnswer]) -> list[float]:
+    """Return the share of rounds that accepted at least 1, 2, ... drafted tokens, up to the most that any accepted."""
     counts = [count for answer in answers for count in answer.counts]
     return [sum(count > place for count in counts) / len(counts) for place in range(max(counts, default=0))]

@@ -1,4 +1,4 @@
-"""The rows of a batch as the host knows them, their rounds, and the clock that times these."""
+"""The slots of a batch as the host sees them, the rounds they go through, and the clock that times rounds."""
 
 from __future__ import annotations
 
@@ -13,41 +13,39 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 
-# Sequences being decoded, as the host knows them: when each ends, and what a round gave it.
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a row ends: after a stop token, or after this many tokens, or where the context is full."""
+    """When an answer ends: at a stop token, at this many tokens, or where the context is full."""
 
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
-class Row:
-    """One sequence being decoded, as the host knows it."""
+class Slot:
+    """A decoding slot: one sequence being decoded, as the host sees it."""
 
     prompt: Sequence[int]
     limit: int
     request: int = 0
-    """Which of the prompts that are decoded."""
+    """The index of its prompt among all that are decoded."""
     seed: int = 0
     num_read: int = 0
-    """Of the prompt's tokens."""
+    """How many of the prompt's tokens have been read."""
     began: object = None
-    """When its prompt began to be read, as a mark of the clock."""
+    """The mark of the clock at which its prompt began to be read."""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     text: list[int] = field(init=False)
-    """Prompt and tokens."""
+    """Prompt and emitted tokens; drafters keep this list, so it is only ever appended to."""
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
 
     @property
     def is_decoding(self) -> bool:
-        """Has it a first token, and is not at its end?"""
+        """Return True from its first token on until it has ended."""
         return bool(self.tokens) and self.finish is None
 
     @property
@@ -55,7 +53,7 @@ class Row:
         return self.num_read < len(self.prompt)
 
     def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
-        """Append up to the first stop token or the limit; returns what was appended."""
+        """Append new tokens up to the first stop token or the limit, and return those appended."""
         kept = list(new[: self.limit - len(self.tokens)])
         for i, token in enumerate(kept):
             if token in stop_ids:
@@ -71,41 +69,40 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round gave each row; `None` (and counts of 0) for rows that had already ended, or read their prompts.
+    """The outcome of one round for each row; None (and counts of 0) for rows that have ended or are reading prompts.
 
-    The marks belong to the clock: begin, drafted (proposal made), verified (results on the host), observing (the
-    host's bookkeeping done), end. The first round of every prompt is its prefill: it drafts nothing, begins when the
-    prompt had a row to itself, `drafted` marks the first token, and what follows is the draft's own prefill.
+    `marks` are the clock's: begin, drafted (proposal made), verified (results on the host), observing (the host's
+    bookkeeping done), end. The first round of every prompt is its prefill: it drafts nothing, begins when the prompt
+    got its slot, `drafted` marks the first token, and the time after that is the draft's own prefill.
     """
 
     emitted: list[list[int] | None]
     drafted: list[int]
     accepted: list[int]
     drafted_ids: list[list[int]]
-    """Of each row as many as `drafted` says."""
+    """The drafted tokens of each row, as many as `drafted` says."""
     drafted_parents: list[list[int]] | None
-    """Of a tree, beside each drafted token the place of the one it follows, -1 for the anchor; None for a chain."""
+    """For a tree, the index of each drafted token's parent, -1 for the anchor; None for a chain."""
     marks: tuple[object, object, object, object, object]
     requests: tuple[int, ...]
-    """Which prompt each row is at."""
+    """The index of each row's prompt."""
     ended: tuple[bool, ...]
-    """Has the row's answer ended?"""
+    """Whether each row's answer has ended."""
 
 
 class DecodingError(UserError):
-    """This generation cannot be had (no room, broken logits); it becomes a row that says so, never a number."""
-
-
-# Measures time: by the host's clock on the CPU, by events on a GPU, where the host runs ahead of the device.
+    """The generation is impossible (no room, broken logits): it is recorded with this error, never as a number."""
 
 
 class Clock(Protocol):
+    """Measures time: by the host's clock on a CPU, by events on a GPU, where the host runs ahead of the device."""
+
     def mark(self) -> object: ...
 
     def seconds(self, start: object, end: object) -> float: ...
 
     def settle(self) -> None:
-        """Waits for what the device still has to do, so that what begins now is not charged with it."""
+        """Wait for the device's pending work, so that what begins now is not charged with it."""
         ...
 
 
@@ -122,7 +119,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Recording an event does not wait for the device; reading its time does."""
+    """Records events, which does not wait for the device; reading their times does."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -146,14 +143,14 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-# What a round brings to the host: all of it in one tensor, so that the host waits once a round.
-
-
 Lists = list[list[int]]
 
 
 def to_host(parts: Mapping[str, Tensor]) -> dict[str, Lists]:
-    """Tensors of integers or booleans [B, n], each n its own, as lists of B rows under the same names."""
+    """Return tensors of integers or booleans, [B, n] with an n of their own, as B lists each under the same names.
+
+    All are moved to the host in one tensor, so that it waits for the device only once per round.
+    """
     rows: Lists = torch.cat([*parts.values()], dim=1).tolist()
     widths = [part.shape[1] for part in parts.values()]
     places = zip(parts, widths, accumulate(widths), strict=True)

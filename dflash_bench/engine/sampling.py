@@ -1,8 +1,8 @@
-"""From logits to tokens: greedy, or sampled with a random number that belongs to a request and a place in its answer.
+"""From logits to tokens: greedily, or by a random number that belongs to a request and a place in its answer.
 
 Place t of an answer always uses the same uniform number, so plain and speculative decoding with the same seed draw the
-same tokens at any temperature: sampling is as checkable as greedy decoding. What is drawn from is what transformers'
-own logits processors make of the logits, in their order.
+same tokens at any temperature: sampling is as checkable as greedy decoding. The distribution is that of transformers'
+logits processors, applied in their order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.types import Settings, is_greedy
-from dflash_bench.engine.cache import ancestors, to_device
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.masks import ancestors, depths
 
 Purpose = Literal["draw", "accept", "draft"]
-"""What a random number is for: the target's own draw, keeping or refusing a drafted token, and drawing that token."""
+"""The use of a random number: the target's own draw, accepting a drafted token, or drawing that token."""
 PURPOSES: tuple[Purpose, ...] = ("draw", "accept", "draft")
 
 
@@ -27,14 +28,14 @@ PURPOSES: tuple[Purpose, ...] = ("draw", "accept", "draft")
 class Sampling:
     """How a token is chosen. The defaults leave the model's distribution as it is.
 
-    `records.is_greedy` says up to which temperature the best token is taken; of the rest only the repetition penalty
-    then has an effect. `seed` is a request's own.
+    Up to a small temperature (`core.types.is_greedy`) the best token is taken, and of the other settings only the
+    repetition penalty has an effect. `seed` belongs to a request.
     """
 
     temperature: float = 0.0
     seed: int = 0
     top_k: int = 0
-    """Tokens that may be drawn; 0 is all."""
+    """How many of the likeliest tokens may be drawn; 0 is all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -50,13 +51,13 @@ class Sampling:
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [..., V] in float32; those of tokens that were `seen` [..., V] are made smaller (CTRL, section 4.1)."""
+    """Return logits [..., V] in float32, lowered for tokens `seen` [..., V] (CTRL, arXiv 1909.05858, section 4.1)."""
     logits = logits.float()
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What tokens are drawn from, float32: logits [..., V] by temperature, then top-k, top-p and min-p."""
+    """Return the float32 distribution [..., V] to draw from: temperature, then top-k, top-p and min-p."""
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -87,10 +88,10 @@ def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses tokens for places of B rows, and knows what choosing depends on: what was emitted, and what was seen.
+    """Chooses tokens for places of B rows, by how many tokens each row has emitted and which ones it has seen.
 
-    Random numbers [B, num_places] belong to a row's seed and a place. A place of which nothing is emitted leaves its
-    numbers unused for the next round, so using them by place does not make draws depend on each other.
+    Random numbers [B, num_places] belong to a row's seed and a place. If a round emits nothing at a place, the next
+    round uses its numbers again, so draws stay independent of each other.
     """
 
     def __init__(self, sampling: Sampling, num_rows: int, num_places: int, device: torch.device) -> None:
@@ -112,7 +113,7 @@ class Sampler:
         return self.sampling.repetition_penalty != 1
 
     def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], vocab_size: int, first: int = 0) -> None:
-        """Answers to these prompts begin, in as many rows, from row `first` on: nothing of them has been emitted."""
+        """Begin the answers to these prompts in rows `first` ...: nothing has been emitted there."""
         self.vocab_size = vocab_size
         rows = slice(first, first + len(prompts))
         if not self.greedy:
@@ -127,7 +128,7 @@ class Sampler:
             self._seen[rows].scatter_(1, torch.tensor(padded, device=self.device), True)
 
     def first_tokens(self, logits: Tensor, first: int = 0) -> Tensor:
-        """What stands first in the answers that begin in rows `first` ...: tokens [b], for logits [b, 1, V]."""
+        """Return the first tokens [b] of the answers in rows `first` ..., given logits [b, 1, V]."""
         rows = slice(first, first + len(logits))
         if self._seen is not None:
             logits = penalised(logits, self._seen[rows, None], self.sampling.repetition_penalty)
@@ -141,22 +142,22 @@ class Sampler:
         return tokens[:, 0]
 
     def commit(self, tokens: Tensor, num_accepted: Tensor) -> None:
-        """Of tokens [B, N + 1] the first num_accepted [B] + 1 have been said; what stands there last, for certain."""
+        """Record the first num_accepted [B] + 1 of tokens [B, N + 1] as seen, for the repetition penalty."""
         if self._seen is not None:
             last = tokens.gather(1, num_accepted[:, None])
             kept = torch.arange(tokens.shape[1], device=self.device) <= num_accepted[:, None]
             self._seen.scatter_(1, torch.where(kept, tokens, last), True)
 
     def emitted(self, counts: Sequence[int]) -> None:
-        """So many tokens each row has emitted by now."""
+        """Set how many tokens each row has emitted so far."""
         if not self.greedy:
             self._emitted = to_device(counts, self.device)[:, None]
 
     def penalise(self, logits: Tensor, block: Tensor | None = None, parents: Tensor | None = None) -> Tensor:
-        """Logits [B, N, V] after the repetition penalty, for all that stands before each of N places.
+        """Return logits [B, N, V] after the repetition penalty for all tokens before each of N places.
 
-        With a block [B, N] (anchor first), place i stands behind row i of it and all above that; without, the places
-        know only what is committed.
+        With a block [B, N] (anchor first), the tokens before place i include token i of the block and its predecessors,
+        or its ancestors in a tree with `parents` [B, N - 1]; without a block only committed tokens count.
         """
         if self._seen is None:
             return logits
@@ -165,7 +166,7 @@ class Sampler:
             width = block.shape[1]
             above = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
             above = above.expand(len(block), -1, -1) if parents is None else ancestors(parents)
-            # The anchor has been seen, and so may stand for all that has not.
+            # The anchor has been seen already, so it can stand in for tokens that have not.
             tokens = torch.where(above, block[:, None], block[:, :1, None])
             seen = seen.repeat(1, width, 1).scatter_(2, tokens, True)
         return penalised(logits, seen, self.sampling.repetition_penalty)
@@ -174,29 +175,29 @@ class Sampler:
         return probabilities(logits, self.sampling)
 
     def choose(self, logits: Tensor, places: Tensor | None) -> Tensor:
-        """Tokens [B, N] for penalised logits [B, N, V] and the places [B, N] that they are for.
-
-        Greedy choices need no places.
-        """
+        """Return tokens [B, N] for penalised logits [B, N, V] at places [B, N]; None as places means greedily."""
         if places is None:
             return logits.argmax(dim=-1)
         return inverse_cdf(self.probabilities(logits), self.numbers("draw", places))
 
     def places(self, width: int, parents: Tensor | None = None) -> Tensor | None:
-        """Which of its tokens [B, width] each row would emit after each row of a block; None where none is drawn."""
+        """Return the place [B, width] in its answer that each row's next token would have after each token of a block.
+
+        None where nothing is drawn; `parents` [B, width - 1] if the block is a tree.
+        """
         if self.greedy:
             return None
         if parents is None:
             return self._emitted + torch.arange(width, device=self.device)
-        return self._emitted + ancestors(parents).sum(dim=-1) - 1
+        return self._emitted + depths(parents)
 
     def numbers(self, purpose: Purpose, places: Tensor) -> Tensor:
-        """Uniform in [0, 1), [B, N] for places [B, N]."""
+        """Return uniform numbers [B, N] in [0, 1) for places [B, N]."""
         return self._numbers[PURPOSES.index(purpose)].gather(1, places)
 
 
 def uniform(seed: int, purpose: Purpose, num_places: int) -> Tensor:
-    """[num_places] numbers of a request; how many there are changes none of them."""
-    # In this order: a large seed takes two words, and must not spill over into the purpose.
+    """Return a request's uniform numbers [num_places]; asking for more of them leaves the first ones as they are."""
+    # In this order: a large seed takes two words, which must not spill over into the purpose.
     generator = np.random.default_rng([PURPOSES.index(purpose), seed % 2**64])
     return torch.from_numpy(generator.random(num_places, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""By whose code is the target computed: its publisher's, in transformers, or ours?"""
+"""Chooses the code that computes the target: its publisher's in transformers, or our own."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from torch import nn
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import Drafter, Packs
 from dflash_bench.engine.forward.hf import HFForward
-from dflash_bench.engine.forward.native import Lean, why_not
+from dflash_bench.engine.forward.native import NativeForward, why_not
 from dflash_bench.engine.forward.packed import has_room
+from dflash_bench.engine.graphs import TOLERANCES
 from dflash_bench.engine.target import Target
 
 PROBED = 24
-"""Tokens on which both must agree before ours is used."""
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Of a difference, relative to the largest logit."""
+"""Tokens on which both must agree before our own code is used."""
 
 
 def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Target:
-    """The target, computed as `engine` says; by itself by ours where that is covered and says the same.
+    """Return the target, computed by `engine`: "native", "transformers", or None for native if it covers the target.
 
-    With `packs` our own has a second layout of large weights, if there is room; they must not be changed afterwards.
-
-    Raises UserError where ours is asked for, and does not cover the target, or says something else.
+    The native forward is used only if both agree on a probe. With `packs` it has a second layout of large weights, if
+    there is room; the weights must not be changed afterwards. Raises UserError if "native" is requested and does not
+    cover the target, or disagrees.
     """
     if engine == "transformers":
         return Target(model)
     reason = why_not(model)
     if reason is not None:
         return _fallen_back(engine, model, f"does not cover this target: {reason}")
-    network = Lean(model)
+    network = NativeForward(model)
     if packs and has_room(model):
         network.pack()
     target = Target(model, network=network)
@@ -52,18 +51,18 @@ def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
     return target
 
 
-def alike(target: Target, model: Any) -> Target:
-    """A draft's own language model, computed by the same code as the target where that covers it."""
+def target_like(target: Target, model: Any) -> Target:
+    """Return a draft's language model as a `Target`, computed by the same code as the target if that covers it."""
     return target_of(model, "transformers" if name_of(target) == "transformers" else None, is_packed(target))
 
 
 def name_of(target: Target) -> str:
-    """As `--engine` calls what computes it."""
+    """Return the name that `--engine` uses for the code that computes this target."""
     return "transformers" if isinstance(target.network, HFForward) else "native"
 
 
 def pack_like(target: Target, drafters: Iterable[Drafter], drafts: Iterable[nn.Module]) -> None:
-    """Large weights of the drafts get a second layout too, if the target's have one, and there is room."""
+    """Give large weights of the drafts a second layout, too, if the target's have one and there is room."""
     if not is_packed(target) or not has_room(*drafts):
         return
     for drafter in drafters:
@@ -71,18 +70,18 @@ def pack_like(target: Target, drafters: Iterable[Drafter], drafts: Iterable[nn.M
             drafter.pack()
 
 
-def in_words(target: Target) -> str:
-    """For people, and to tell one run from another."""
+def network_name(target: Target) -> str:
+    """Return the engine's name for the run's identity, with its weight layout."""
     return f"{name_of(target)}, packed weights" if is_packed(target) else name_of(target)
 
 
 def is_packed(target: Target) -> bool:
-    return isinstance(target.network, Lean) and target.network.is_packed
+    return isinstance(target.network, NativeForward) and target.network.is_packed
 
 
 @torch.inference_mode()
 def _difference(published: Target, native: Target) -> float:
-    """The most that logits differ, relative to the largest; a prompt in one pass, and then its last tokens alone."""
+    """Return the largest difference of logits, relative to the largest, over a prompt and single tokens after it."""
     tokens = [token % published.vocab_size for token in range(11, 11 + 7 * PROBED, 7)]
     said = []
     for target in (published, native):

@@ -1,9 +1,9 @@
-"""The target: a causal language model with our cache, and with taps on its layers.
+"""The target: a causal language model over our KV cache, with taps on its layers.
 
-Its network is computed by the publisher's code (`forward/hf.py`) or, where that is covered, by ours
-(`forward/native.py`); cache, positions and masks are ours. So rows of different lengths can share one forward pass, and
-dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their mask limits
-them to the window; layers with a recurrent state roll it back (`forward/recurrent.py`).
+Its network is computed by the publisher's code (`forward/hf.py`) or, for the architectures that it covers, by ours
+(`forward/native.py`); cache, positions and masks (`masks.py`) are ours. So rows of different lengths share one forward
+pass, and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their
+mask limits them to the window; layers with a recurrent state roll it back (`forward/recurrent.py`).
 """
 
 from __future__ import annotations
@@ -16,36 +16,31 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.types import NOBODY, Listener
-from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
-from dflash_bench.engine.forward.hf import (
-    HFForward,
-    Masks,
-    attention_windows,
-    context_length,
-    recurrent_layers,
-    refuse_unsupported,
-)
-from dflash_bench.engine.graphs import Replays, room_for
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.forward.hf import HFForward, PassInputs
+from dflash_bench.engine.graphs import GraphCache, bucket_of
+from dflash_bench.engine.masks import Masks, TargetMasks, depths
+from dflash_bench.models.architecture import attention_windows, context_length, recurrent_layers, refuse_unsupported
 
 ALL = 0
-"""Places of which logits are wanted: all."""
+"""`keep_logits` of a pass that needs the logits of all its places."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`logits` [B, N, V] (after prefill: [B, 1, V], at each prompt's end); `hidden` [B, N, K * H] of the taps."""
+    """`logits` [B, N, V] (prefill: [B, 1, V], at each prompt's end), and the K taps' outputs `hidden` [B, N, K * H]."""
 
     logits: Tensor
     hidden: Tensor | None
 
 
 class Network(Protocol):
-    """Reads tokens, and writes their keys and values into a cache."""
+    """A forward pass: reads tokens, and writes their keys and values into a cache."""
 
     needs_masks: bool
-    """Also where every token sees all that is in the cache."""
+    """Does it need masks even where every token sees the whole cache?"""
     keeps_some_logits: bool
-    """Can the head be left out at places where nobody asks?"""
+    """Can it skip the head at places whose logits are not needed?"""
     head: Callable[[Tensor], Tensor]
 
     def tap(self, taps: Sequence[int]) -> None: ...
@@ -54,25 +49,17 @@ class Network(Protocol):
 
     def clear(self) -> None: ...
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        masks: Masks | None,
-        keep: int | Tensor,
-        counts: Sequence[int] | None,
-        rows: slice | None,
-    ) -> tuple[Tensor, list[Tensor]]: ...
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]: ...
 
     def commit(self, counts: Sequence[int]) -> None: ...
 
 
 @runtime_checkable
 class Steady(Network, Protocol):
-    """One whose passes can be captured: `through` asks the host for nothing but shapes."""
+    """A network whose passes can be captured: `through` asks the host for nothing but shapes."""
 
     has_experts: bool
-    """Then it does ask, which expert a token goes to, where a capture would not notice."""
+    """Then it does ask the host, for the expert of each token, and a capture would not notice."""
 
     def through(self, tokens: Tensor, positions: Tensor, masks: Masks | None) -> tuple[Tensor, list[Tensor]]: ...
 
@@ -82,7 +69,7 @@ class Steady(Network, Protocol):
 class Target:
     """Runs one forward pass at a time over B rows; call `begin` once per batch of prompts.
 
-    `network` computes `model` in another way than its publisher's code.
+    `network` computes `model` in place of its publisher's code. Raises UserError for an unsupported architecture.
     """
 
     def __init__(self, model: Any, taps: Sequence[int] = (), network: Network | None = None) -> None:
@@ -96,11 +83,11 @@ class Target:
         self.taps: tuple[int, ...] = ()
         self.tap(taps)
         self._cache: KVCache | None = None
-        self.replays: Replays | None = None
+        self.graph_cache: GraphCache | None = None
         self.fallback: str | None = None
-        """What our own code does with this target, where that is why it is not computed by it; a verb comes first."""
+        """Why our own forward does not compute this target, as a phrase that begins with a verb; None if it does."""
         self.listener: Listener = NOBODY
-        """Is told of every pass."""
+        """Hears of every pass."""
 
     def tap(self, taps: Sequence[int]) -> None:
         """Record the outputs of these layers (0-based) from now on."""
@@ -109,12 +96,12 @@ class Target:
 
     @property
     def reads_trees(self) -> bool:
-        """Can it verify trees? Not with a recurrent state, which has a single past without branches."""
+        """Return True if it can verify trees: a recurrent state cannot, as it has a single past without branches."""
         return not recurrent_layers(self.config)
 
     @property
     def reads_in_parts(self) -> bool:
-        """May other rows be read while a prompt is? A recurrent state would go on with them."""
+        """Return True if prompts can be read in parts, between rounds of other rows; recurrent states would advance."""
         return not recurrent_layers(self.config)
 
     @property
@@ -128,13 +115,13 @@ class Target:
 
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
-        """From what the last norm says [..., H] to logits [..., V]."""
+        """Return the function from the last norm's output [..., H] to logits [..., V]."""
         return self.network.head
 
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
         """Make room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
-        capacity = capacity if self.replays is None else room_for(capacity)
+        capacity = capacity if self.graph_cache is None else bucket_of(capacity)
         if self._cache is not None and self._cache.serves(num_rows, capacity):
             self.network.clear()
             return
@@ -145,39 +132,26 @@ class Target:
         self._allocate(num_rows, capacity)
 
     def capture(self, shortest: int, longest: int) -> None:
-        """Passes that have been asked for before, over so many places; see `graphs.py`."""
-        if self.replays is not None and self.replays.prepare(self.cache.num_rows, shortest, longest, self._is_tapped):
+        """Capture passes that have been run before, over `shortest` to `longest` places (`graphs.py`)."""
+        graphs, num_rows = self.graph_cache, self.cache.num_rows
+        if graphs is not None and graphs.capture(num_rows, shortest, longest, self._is_tapped):
             self.cache.clear()
 
     def _is_tapped(self, key: Hashable) -> bool:
         return isinstance(key, tuple) and key[-1] == self.taps
 
     def release(self) -> None:
-        """The buffers are needed no more: the next `begin` makes its own, no larger than it needs."""
+        """Free the buffers: the next `begin` allocates its own, no larger than it needs."""
         self._cache = None
-        if self.replays is not None:
-            self.replays.forget()
+        if self.graph_cache is not None:
+            self.graph_cache.clear()
 
     def _allocate(self, num_rows: int, capacity: int) -> None:
         self._cache = KVCache(num_rows, capacity, self.device, like=self._cache)
-        if self.replays is not None:
-            self.replays.moved(capacity)
+        if self.graph_cache is not None:
+            self.graph_cache.reset(capacity)
         self.network.serve(self._cache, self.device)
-        # A window as large as the cache is the same as no window.
-        windows = attention_windows(self.config)
-        self._windows = {
-            kind: None if window is None or window >= capacity else window for kind, window in windows.items()
-        }
-        self._ready = {window: self._ready_mask(capacity, window) for window in {*self._windows.values()}}
-
-    def _ready_mask(self, capacity: int, window: int | None) -> Tensor:
-        """A mask [1, 1, width, capacity + width]; if all rows start together, that of any pass is a slice of it."""
-        width = min(capacity, 64)
-        steps = torch.arange(width, device=self.device)[:, None]
-        columns = torch.arange(-capacity, width, device=self.device)
-        hidden = columns > steps if window is None else (columns > steps) | (columns <= steps - window)
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[None, None]
+        self._masks = TargetMasks(attention_windows(self.config), capacity, self.model.dtype, self.device)
 
     @property
     def cache(self) -> KVCache:
@@ -186,17 +160,17 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, first: int = 0) -> Output:
-        """Read prompts, padded on the right; the padding lies beyond each row's length, so it is overwritten.
+        """Read prompts into rows `first` ...; returns logits [b, 1, V] at each end.
 
-        With `starts` they are parts of prompts, of which so many tokens have been read. They go to as many rows, from
-        row `first` on.
+        They are padded on the right; the padding lies beyond each row's length, so it is overwritten. With `starts`
+        they are parts of prompts, of which starts[i] tokens have been read already.
         """
         if len(prompts) == self.cache.num_rows and not any(starts or ()):
             self.network.clear()
         width = max(len(prompt) for prompt in prompts)
         rows = [[*prompt, *([prompt[-1]] * (width - len(prompt)))] for prompt in prompts]
         last = [len(prompt) - 1 for prompt in prompts]
-        # If the model allows it, the head is run only where some row ends, not over whole prompts.
+        # If the model allows it, the head runs only where some row ends, not over whole prompts.
         places = sorted(set(last)) if self.network.keeps_some_logits else list(range(width))
         # The index stays on the host, because the head may be on any device.
         output = self.forward(
@@ -220,89 +194,67 @@ class Target:
         whole_block: bool = False,
         first: int = 0,
     ) -> Output:
-        """Read tokens [B, N] from each row's start on; with `parents` they are an anchor and a tree below it.
+        """Read tokens [B, N] from each row's start on; with `parents` [B, N - 1] these are an anchor and a tree.
 
-        Fewer rows than the cache has are those from row `first` on, and the others stand still.
+        If these are fewer rows than the cache has, they are rows `first` ..., and the others stand still.
 
-        Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; without
-        it, all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it,
-        as block diffusion needs.
+        Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; otherwise
+        all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it, as
+        block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         self.listener.passed()
         cache, width = self.cache, tokens.shape[1]
         is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
-        if self.replays is not None and is_block:
-            output = self._replayed(self.replays, tokens, starts, parents)
+        if self.graph_cache is not None and is_block:
+            output = self._replayed(self.graph_cache, tokens, starts, parents)
             if output is not None:
                 return output
         cache.place(starts, width, first)
         positions = self._positions(parents)
-        masks = None if self._sees_all(width) else self._masks(starts, width, parents, whole_block)
+        needs_none = not self.network.needs_masks and self._masks.sees_all(cache, width)
+        masks = None if needs_none else self._masks.build(cache, starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
-        logits, tapped = self.network.read(tokens, positions, masks, keep_logits, counts, some)
-        return Output(logits.to(self.device), together(tapped, self.device))
+        logits, tapped = self.network.read(PassInputs(tokens, positions, masks, keep_logits, counts, some))
+        return Output(logits.to(self.device), concat_taps(tapped, self.device))
 
     def _replayed(
-        self, replays: Replays, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
+        self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
     ) -> Output | None:
-        """A pass over all rows that has been captured; None if it has not."""
+        """Return the output of a captured pass over all rows, or None if it has not been captured."""
         assert isinstance(self.network, Steady)
         inputs = [tokens, torch.tensor(starts), *([] if parents is None else [parents])]
         key = (tokens.shape[1], parents is not None, self.taps)
-        said = replays.run(key, self._steady, max(starts) + tokens.shape[1], *inputs)
-        return None if said is None else Output(self.network.logits(said[0]), together(said[1:], self.device))
+        said = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
+        return None if said is None else Output(self.network.logits(said[0]), concat_taps(said[1:], self.device))
 
     def _steady(
         self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Tokens [B, N] from starts [B] on: what the last layer says of them, and each tapped one."""
+        """Read tokens [B, N] from starts [B] on; returns outputs [B, N, H] of the last layer and of each tapped one."""
         assert isinstance(self.network, Steady)
         self.cache.place_at(starts, tokens.shape[1], num_places)
         positions = self._positions(parents)
-        hidden, tapped = self.network.through(tokens, positions, self._masks([], tokens.shape[1], parents, False))
+        masks = self._masks.build(self.cache, [], tokens.shape[1], parents)
+        hidden, tapped = self.network.through(tokens, positions, masks)
         return hidden, *tapped
 
     def _positions(self, parents: Tensor | None) -> Tensor:
-        """Of the tokens just placed [B, N]; of a tree, an anchor and its depths.
+        """Return the positions [B, N] of the tokens just placed; in a tree they follow from its depths.
 
-        Tokens beyond the context are cut off later and no other token sees them, but their position is looked up.
+        Tokens beyond the context are cut off later and seen by no other token, but their position must exist.
         """
         positions = self.cache.positions
         if parents is not None:
-            positions = positions[:, :1] + ancestors(parents).sum(dim=-1) - 1
+            positions = positions[:, :1] + depths(parents)
         return positions.clamp(max=self.context_length - 1)
 
     @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:
-        """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and is never read again)."""
+        """Keep the first counts[b] tokens of row b of the last pass (0: it has ended, and is never read again)."""
         self.network.commit(counts)
 
-    def _sees_all(self, width: int) -> bool:
-        """Does a network that can do without masks need none here?"""
-        alone = width == 1 and not self.cache.is_ragged and not any(self._ready)
-        return alone and not self.network.needs_masks
 
-    def _masks(self, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool) -> Masks:
-        """One mask, or one for each kind of layer if some have a window and others do not."""
-        if whole_block:
-            masks = {
-                window: causal_mask(self.cache, self.model.dtype, None, window, whole_block) for window in self._ready
-            }
-        else:
-            masks = {window: self._mask(starts, width, parents, window) for window in self._ready}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
-        return {kind: masks[window] for kind, window in self._windows.items()}
-
-    def _mask(self, starts: Sequence[int], width: int, parents: Tensor | None, window: int | None) -> Tensor:
-        cache, ready = self.cache, self._ready[window]
-        if parents is None and not cache.is_ragged and width <= ready.shape[2]:
-            left = cache.capacity - starts[0]
-            return ready[:, :, :width, left : cache.capacity + width].expand(len(starts), -1, -1, -1)
-        return causal_mask(cache, self.model.dtype, parents, window)
-
-
-def together(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Layer outputs [B, N, H], moved to one device and put side by side; None if there are none."""
+def concat_taps(tapped: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Return K layer outputs [B, N, H] on one device and side by side [B, N, K * H], or None if there are none."""
     return torch.cat([hidden.to(device) for hidden in tapped], dim=-1) if tapped else None

@@ -1,8 +1,8 @@
-"""The verify rule: how much of a draft the target's own choices confirm, and which token comes next.
+"""The verify rule: how much of a draft is accepted, and which token comes next. Pure functions of tensors.
 
-Pure functions of tensors. Deterministic drafts (greedy, any temperature) are kept while they equal the target's own
-choice, which is exact for the target by construction. Drafts that bring probabilities go through rejection sampling
-(Leviathan et al. 2023, algorithm 1; p is the target, q the draft).
+A deterministic draft (greedy, at any temperature of the target) is accepted while it equals the target's own choices,
+which is exact for the target by construction, and what the DFlash authors do. A draft that brings probabilities goes
+through rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; p is the target, q the draft).
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dflash_bench.engine.cache import ancestors, to_device
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.masks import ancestors
 from dflash_bench.engine.sampling import inverse_cdf
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter proposes for B rows: N tokens as a chain, or as a tree.
+    """The tokens [B, N] that a drafter proposes for B rows, as chains or as trees.
 
-    `parents` [B, N] holds each node's parent index, -1 for the anchor; parents come before children.
-    `probs` [B, N, V] is what the tokens were drawn from; None means they were chosen, not drawn. A node of a tree may
-    be drawn in the knowledge of its elder siblings (without replacement, say), and its probs are then those.
-    `lengths` says how many tokens of each row are real, first ones first; what pads the others is never kept. A
-    drafter with nothing for any row proposes None in place of a draft. `following` [B] are the tokens behind a draft
-    that is the answer itself: both are committed as they are, and the target is asked for nothing but to read them.
-    `wants_choices`: what the target chooses after each place is to come back with what it commits.
+    `parents` [B, N] holds each node's parent index, -1 for the anchor; parents come before children. None is a chain.
+    `probs` [B, N, V] are the distributions that the tokens were drawn from; None means they were chosen, not drawn. A
+    tree's node may be drawn given its elder siblings (without replacement, say); its probs are then conditional, too.
+    `lengths` says how many leading tokens of each row are real; padding is never accepted. A drafter with nothing for
+    any row proposes None in place of a draft.
+    `following` [B] is the token after a draft that is the answer itself: both are committed without being verified.
+    `wants_choices` asks for the target's choice after each place (`Committed.choices`).
     """
 
     tokens: Tensor
@@ -44,7 +45,7 @@ class Draft:
 
     @property
     def padding(self) -> Tensor | None:
-        """[B, N], true where a token is none; None where all are real."""
+        """Return [B, N], true where a token is padding, or None if all tokens are real."""
         if self.lengths is None or min(self.lengths) == self.width:
             return None
         ends = to_device(self.lengths, self.tokens.device)[:, None]
@@ -53,10 +54,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`path` [B, N + 1] lists, anchor first, the rows of the verified block that stay (num_accepted + 1 are valid).
+    """The outcome for a block [B, N + 1] of the anchor and N drafted tokens.
 
-    None is a chain, of which rows stay as they come. `choices` [B, N + 1] are the target's after each of the block's
-    rows, where it made them.
+    `path` [B, N + 1] lists the places of the block that are kept, anchor first; num_accepted [B] + 1 of them are valid.
+    None is a chain, whose first places are kept. `next_token` [B] is the target's own token after them, and `choices`
+    [B, N + 1] its choices after every place of the block, where the rule made them.
     """
 
     path: Tensor | None
@@ -66,12 +68,12 @@ class Verdict:
 
     @property
     def last(self) -> Tensor:
-        """[B], the last row of the block that stays: num_accepted, unless rows before it do not."""
+        """Return the place [B] of the block that is kept last: num_accepted, unless a tree skips places before it."""
         return self.num_accepted if self.path is None else self.path.gather(1, self.num_accepted[:, None])[:, 0]
 
 
 def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
-    """Keep the longest prefix of tokens [B, N] that equals the target's choices [B, N + 1]."""
+    """Accept the longest prefix of tokens [B, N] that equals the target's choices [B, N + 1]."""
     matches = tokens == choices[:, :-1]
     if padding is not None:
         matches &= ~padding
@@ -80,16 +82,16 @@ def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None)
 
 
 def take_unverified(tokens: Tensor, following: Tensor) -> Verdict:
-    """Keep all of tokens [B, N], and what stands behind them: the output is the drafter's, and no target's."""
+    """Accept all tokens [B, N] and the one that follows [B]: the output is the drafter's, and no target's."""
     return Verdict(None, torch.full_like(following, tokens.shape[1]), following)
 
 
 def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
-    """Keep the longest way down from the anchor that equals the target's choices; of equal ways the first.
+    """Accept the longest path down a tree [B, N] that equals the target's choices; of equally long ones the first.
 
-    Node i of the tree is row i + 1 of the block; choices [B, N + 1] holds the target's choice after each row. Where
-    choices are sampled, child c is followed with probability p(c), just as when children are tried one by one and a
-    refused one is struck from p (`verify_children` with q None): the same distribution, from one number per place.
+    Node i of the tree is place i + 1 of the block; choices [B, N + 1] are the target's after each place. Where choices
+    are sampled, child c is followed with probability p(c), as when children are tried one by one and a rejected one is
+    struck from p (`verify_children` with q None): the same distribution, with one random number per place.
     """
     ways = ancestors(parents)
     wrong = tokens != choices.gather(1, parents + 1)
@@ -102,7 +104,7 @@ def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tenso
 
 
 def _in_order(kept: Tensor) -> Tensor:
-    """The path of rows that are kept [B, N + 1]: parents come before children, so their own order is the path's."""
+    """Return the path [B, N + 1] of the places kept [B, N + 1] (boolean): parents come before children in a block."""
     return kept.int().argsort(dim=1, descending=True, stable=True)
 
 
@@ -111,18 +113,18 @@ def verify_sampled(
 ) -> Verdict:
     """Rejection sampling of tokens [B, N] drawn from q [B, N, V] against the target's p [B, N + 1, V].
 
-    A token is kept with probability min(1, p / q); the first one refused is replaced by a draw from max(p - q, 0),
-    and if all are kept the next token is a draw from p. `accept` [B, N] and `draw` [B, N + 1] are uniform in [0, 1);
-    the draw is made with the number of the place it is made for.
+    A token is accepted with probability min(1, p / q); the first rejected one is replaced by a draw from max(p - q, 0),
+    normalised, and if all are accepted the next token is a draw from p (Leviathan et al., algorithm 1). `accept` [B, N]
+    and `draw` [B, N + 1] are uniform in [0, 1); a draw uses the number of the place that it is made for.
     """
     p_token = p[:, :-1].gather(2, tokens[..., None])[..., 0]
     q_token = q.gather(2, tokens[..., None])[..., 0]
     kept = accept * q_token < p_token
     if padding is not None:
-        # Nothing was drawn there, so nothing is taken from p.
+        # Nothing was drawn there, so nothing is subtracted from p.
         kept, q = kept & ~padding, q.masked_fill(padding[..., None], 0)
     num_accepted = kept.cumprod(dim=1).sum(dim=1)
-    # One more row of zeros in q: after a fully kept draft the residual is p itself.
+    # One more row of zeros in q: after a fully accepted draft the residual is p itself.
     q = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p_next, q_next = p.gather(1, row)[:, 0], q.gather(1, row)[:, 0]
@@ -139,13 +141,13 @@ def verify_children(
     draw: Tensor,
     padding: Tensor | None = None,
 ) -> Verdict:
-    """Walk down a tree; of each node the children are tried one by one, in their order.
+    """Walk down a tree, trying the children of each node one by one, in their order (as SpecInfer, arXiv 2305.09781).
 
-    Child x is kept with probability min(1, p / q), and a refused one leaves max(p - q, 0), made to sum to 1, in place
-    of p to its younger siblings and, where all are refused, to the next token. q None takes every child for certain,
-    as EAGLE does: kept with probability p, and struck from p where refused. Shapes as for `verify_sampled`, but for
-    `accept` [B, N + 1]: the number of a node decides on all its children, since what a refusal leaves of it, scaled,
-    is uniform again.
+    Child x is accepted with probability min(1, p / q). A rejected child leaves max(p - q, 0), normalised, in place of p
+    for its younger siblings and, if all are rejected, for the next token. q None treats every child as certain, as
+    EAGLE does: it is accepted with probability p, and struck from p if rejected. Shapes are those of `verify_sampled`
+    except for `accept` [B, N + 1]: a node's number decides on all its children, because the part of it that a rejection
+    leaves, rescaled, is uniform again.
     """
     at = torch.zeros_like(tokens[:, 0])
     kept = torch.zeros_like(draw, dtype=torch.bool)
@@ -169,7 +171,7 @@ def verify_children(
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """What p has left where the draft's token is refused [B, V], not normalised."""
+    """Return max(p - q, 0) [B, V], not normalised: the distribution of the next token after a rejection."""
     residual = (p - q).clamp_(min=0)
-    # Where p equals q up to rounding nothing is left to draw from, and p is right.
+    # Where p equals q up to rounding, nothing is left to draw from, and p is right.
     return torch.where(residual.sum(dim=-1, keepdim=True) > 1e-8, residual, p)

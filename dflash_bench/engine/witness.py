@@ -1,10 +1,9 @@
-"""What a judge needs of a target, read by itself: weights, tokenizer, template and stop ids, straight from the files.
+"""The judge's own view of a target: weights, tokenizer, template and stop ids, read straight from the files.
 
-Whatever loads, lays out and computes the engine's target may be what is wrong, so the judge shares none of it: it has
-modules of its own, on which nothing of ours was ever hooked. Its weights are read anew: at once where memory allows,
-else layer by layer in each of its passes. Where neither is possible, it reads those that the engine's forward pass
-reads, and checksums taken before they were laid out, afterwards and at the end say whether they are still those that
-were loaded.
+The fault may be in the code that loads, lays out and computes the engine's target, so the judge shares none of it: it
+has modules of its own, never touched by our hooks. Its weights are read again: all at once if memory allows, else layer
+by layer in each of its passes. If neither is possible, it shares the weights of the engine's forward pass; checksums
+taken before they were laid out, afterwards and at the end show whether they are still those that were loaded.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from dflash_bench.models.weights import may_be_held_twice, twin
 
 OTHER_PROMPT = "the prompt is not what the template and tokenizer in the target's files make of the messages"
 ALWAYS = 1 << 30
-"""Bytes of weights that are always read twice."""
+"""Weights up to this many bytes are always read twice."""
 MARGIN = 8
-"""One part in so many of the free memory is left for what passes through the layers."""
+"""One part in this many of the free memory is left for activations."""
 BLOCK = 1024
-"""Columns of the matrix that a checksum takes the bytes of a tensor for."""
+"""Columns of the matrix as which a checksum reads the bytes of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """`tokenizer` is None where there are no files to read one from: then prompts are taken as they are."""
+    """Tokenizer and stop ids. `tokenizer` is None if there are no files to read it from; then prompts are trusted."""
 
     tokenizer: Any
     stop_ids: frozenset[int]
@@ -47,7 +46,7 @@ class Words:
 
 
 class Witness:
-    """Judges answers to chats. `weights` says which it reads: OWN_WEIGHTS, STREAMED_WEIGHTS or SHARED_WEIGHTS."""
+    """Judges answers to chats. `weights` is OWN_WEIGHTS, STREAMED_WEIGHTS or SHARED_WEIGHTS."""
 
     def __init__(
         self,
@@ -57,20 +56,20 @@ class Witness:
         shared: nn.Module | None = None,
         weights: str = OWN_WEIGHTS,
     ) -> None:
-        """Model and words are read when they are first needed; `shared` is the model whose weights others read, too."""
+        """`model` and `words` are read when first needed; `shared` is the model whose weights the engine reads, too."""
         self.max_new_tokens, self.weights = max_new_tokens, weights if shared is None else SHARED_WEIGHTS
         self.objections: dict[str, int] = {}
-        """What was wrong beyond tokens, and in how many questions to the judge."""
+        """What was wrong beyond tokens, and for how many answers."""
         self._model, self._words, self._shared = model, words, shared
         self._sums = {} if shared is None else checksums(shared)
 
     @cached_property
     def judge(self) -> Judge:
-        """Of answers to prompts of token ids. Raises UserError where its weights cannot be read."""
+        """The judge of answers to prompts of token ids. Raises UserError if its weights cannot be read."""
         return Judge(self._model(), self.words.stop_ids, self.max_new_tokens)
 
     def read(self) -> None:
-        """All that it needs, now."""
+        """Read everything that it needs now."""
         assert self.judge is not None
 
     @cached_property
@@ -78,7 +77,7 @@ class Witness:
         return self._words()
 
     def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]:
-        """The chat as transformers itself renders and tokenises it, by the template in the files."""
+        """Return the chat's token ids as transformers itself renders and tokenises it, by the template in the files."""
         tokenizer = self.words.tokenizer
         if tokenizer.chat_template is None:
             ids: list[int] = tokenizer("\n".join(message.content for message in messages))["input_ids"]
@@ -92,7 +91,7 @@ class Witness:
     def audit(
         self, messages: Sequence[Message], settings: Settings, prompt: Sequence[int], answer: Sequence[int]
     ) -> Divergence | None:
-        """As `Judge.audit`; `prompt` is what the engine makes of the messages, and must be the judge's own, too."""
+        """As `Judge.audit`; `prompt` is the engine's for these messages, and must equal the judge's own."""
         if (own := self._own(messages, settings, prompt)) is None:
             return Divergence(0)
         return self.judge.audit(own, answer, settings.repetition_penalty)
@@ -111,7 +110,7 @@ class Witness:
         return self.judge.divergence(own, plain, other, settings.repetition_penalty)
 
     def _own(self, messages: Sequence[Message], settings: Settings, prompt: Sequence[int]) -> list[int] | None:
-        """The judge's own prompt; None where the engine's is another."""
+        """Return the judge's own prompt, or None if the engine's differs."""
         own = list(prompt) if self.words.tokenizer is None else self.encode(messages, settings)
         if own == list(prompt):
             return own
@@ -119,14 +118,14 @@ class Witness:
         return None
 
     def changed(self) -> str | None:
-        """A shared weight that is no longer what it was; None where all are, and where nothing is shared."""
+        """Return the name of a shared weight that has changed, or None."""
         if self._shared is None:
             return None
         now = checksums(self._shared)
         return next((name for name, was in self._sums.items() if now[name] != was), None)
 
     def require_unchanged(self) -> None:
-        """Raises UserError where laying out the engine's network changed what the judge reads."""
+        """Raises UserError if laying out the engine's network changed the weights that the judge reads."""
         if name := self.changed():
             raise UserError(
                 f"{name} was changed when the engine laid out its weights, which the judge shares; this is a bug: "
@@ -134,8 +133,8 @@ class Witness:
             )
 
 
-def given(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: int) -> Witness:
-    """Of a model that was not loaded from files: it is asked itself, and nothing is known beside what is given."""
+def witness_of_model(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: int) -> Witness:
+    """Return the witness of a model that was not loaded from files: the model itself, as nothing else is known."""
     own = _bare(twin(model))
     return Witness(lambda: own, lambda: Words(None, stop_ids()), max_new_tokens, own)
 
@@ -143,13 +142,14 @@ def given(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: in
 def witness_of(
     models: Models, max_new_tokens: int, stop_ids: Callable[[], frozenset[int]], other_bytes: int = 0
 ) -> Witness:
-    """To be called before anything is laid out or hooked. `other_bytes` will be needed beside the weights.
+    """Return the witness of these models; call it before anything is laid out or hooked.
 
-    Models that were not loaded from files are judged by themselves, and end answers at `stop_ids`.
+    `other_bytes` of memory will be needed beside the weights. Models that were not loaded from files are judged by
+    themselves, and end answers at `stop_ids`.
     """
     source = models.source
     if source is None:
-        return given(models.target, stop_ids, max_new_tokens)
+        return witness_of_model(models.target, stop_ids, max_new_tokens)
     if has_room(models, source, other_bytes):
         return Witness(lambda: weights_in(source), lambda: words_in(source), max_new_tokens)
     if has_room_for_layers(models, source, other_bytes) and (streamed := streamed_from(source, models.target)):
@@ -159,7 +159,7 @@ def witness_of(
 
 
 def has_room(models: Models, source: Source, other_bytes: int) -> bool:
-    """Is there memory for the target's weights a second time, beside all else that the run needs?"""
+    """Return True if the target's weights fit a second time, beside everything else that the run needs."""
     dtype, how = models.target.dtype, source.placement
     target = memory.footprint_of(source.folder, dtype, how.trust_remote_code, how.quantize)
     if target.weights_bytes <= ALWAYS:
@@ -170,9 +170,9 @@ def has_room(models: Models, source: Source, other_bytes: int) -> bool:
 
 
 def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> bool:
-    """Is there memory for one layer at a time, with the embedding and all else that is in no layer?
+    """Is there memory for one layer at a time, with the embedding and everything else outside the layers?
 
-    Where it is not known how much is free, there is: that is a small part of what was loaded already.
+    If the free memory is unknown, yes: this is a small part of what was loaded already.
     """
     dtype, how = models.target.dtype, source.placement
     if how.spread or how.quantize is not None:
@@ -186,7 +186,7 @@ def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> boo
 
 
 def _fits(models: Models, source: Source, target: memory.Footprint, more_bytes: int) -> bool:
-    """Beside target, drafts and a second layout of the target's weights, if it will be made?"""
+    """Is there room for this beside target, drafts and, if it will be made, a second layout of the target's weights?"""
     assert source.free_bytes is not None
     drafts = sum(map(_bytes_of, models.drafts.values()))
     left = source.free_bytes - target.weights_bytes - drafts - more_bytes
@@ -196,17 +196,17 @@ def _fits(models: Models, source: Source, target: memory.Footprint, more_bytes: 
 
 
 def _bytes_of(model: nn.Module) -> int:
-    return sum(weight.nbytes for weight in model.parameters())
+    return memory.bytes_of(model.parameters())
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """By name what transformers never divides: the decoder layers."""
+    """Return the decoder layers, the modules that transformers never splits, by name."""
     kinds = {*(model._no_split_modules or ())}
     return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Without hooks that came with it."""
+    """Return the model without the hooks that came with it."""
     for module in model.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
@@ -214,7 +214,7 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def weights_in(source: Source) -> Any:
-    """A module of the publisher's class with the weights in the files. Raises UserError where they cannot be read."""
+    """Return a module of the publisher's class with the files' weights. Raises UserError if they cannot be read."""
     from transformers import AutoModelForCausalLM
 
     how = source.placement
@@ -225,7 +225,7 @@ def weights_in(source: Source) -> Any:
             trust_remote_code=how.trust_remote_code, **options,
         )  # fmt: skip
         if how.quantize is not None:
-            model = quantization.quantized(model, how.quantize, source.device)
+            model = quantization.quantize(model, how.quantize, source.device)
         elif not how.spread:
             model = model.to(source.device)
     except torch.OutOfMemoryError as error:
@@ -236,10 +236,10 @@ def weights_in(source: Source) -> Any:
 
 
 def streamed_from(source: Source, loaded: nn.Module) -> Any | None:
-    """As `weights_in`, but each layer is read from the files when a pass comes to it, and forgotten behind it.
+    """Like `weights_in`, but each layer is read from the files when a forward pass reaches it, and then dropped.
 
-    None where the files are not what the modules read (pickles, or experts that are stored one by one): then a second
-    copy of the weights would have to be written to the disk. `loaded` is another model of the same class.
+    Returns None if the modules cannot read the files directly (pickles, or experts stored one by one): transformers
+    would have to write a second copy of the weights to disk. `loaded` is another model of the same class.
     """
     from transformers import AutoModelForCausalLM
 
@@ -251,13 +251,13 @@ def streamed_from(source: Source, loaded: nn.Module) -> Any | None:
             trust_remote_code=source.placement.trust_remote_code, device_map=homes,
         )  # fmt: skip
     except UNREADABLE:
-        # They were read a moment ago, so that nothing else can be wrong with them.
+        # They were read a moment ago, so nothing else can be wrong with them.
         return None
     return model.eval()
 
 
 def _outside(module: nn.Module, layers: Mapping[str, nn.Module], prefix: str = "") -> Iterator[str]:
-    """The names of the largest modules without a layer in them."""
+    """Yield the names of the largest modules that contain no layer."""
     for name, child in module.named_children():
         if any(layer.startswith(f"{prefix}{name}.") for layer in layers):
             yield from _outside(child, layers, f"{prefix}{name}.")
@@ -266,7 +266,7 @@ def _outside(module: nn.Module, layers: Mapping[str, nn.Module], prefix: str = "
 
 
 def words_in(source: Source) -> Words:
-    """Raises UserError for a tokenizer that cannot be read."""
+    """Return tokenizer and stop ids of the files. Raises UserError if they cannot be read."""
     from transformers import AutoTokenizer
 
     try:
@@ -279,7 +279,7 @@ def words_in(source: Source) -> Words:
 
 
 def configured_stop(folder: Path) -> int | list[int] | None:
-    """What the files say ends an answer, beside the tokenizer's own."""
+    """Return the stop ids in the files, beside the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             said: Mapping[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -289,18 +289,18 @@ def configured_stop(folder: Path) -> int | list[int] | None:
 
 
 def checksums(model: nn.Module) -> dict[str, bytes]:
-    """Of each parameter and buffer, by its name; of its values in the order of rows, however they are stored."""
+    """Return a checksum of each parameter and buffer by name: of its values in row order, however they are stored."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: _checksum(tensor) for name, tensor in named}
 
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> bytes:
-    """Of a matrix of its bytes the sums of rows and of columns: rows in another order have the same columns."""
+    """Hash row sums and column sums of its bytes as a matrix: reordered rows would leave column sums the same."""
     total = hashlib.blake2b(digest_size=16)
     for part in _plain(tensor):
         flat = part.detach().contiguous().flatten()
-        # Bytes can be viewed as longer numbers only from such a place on.
+        # Bytes can be viewed as 64-bit numbers only from an aligned offset.
         flat = (flat.clone() if flat.storage_offset() * flat.itemsize % 8 else flat).view(torch.uint8)
         whole = len(flat) // (8 * BLOCK) * 8 * BLOCK
         block = flat[:whole].view(torch.int64).view(-1, BLOCK)
@@ -310,7 +310,7 @@ def _checksum(tensor: Tensor) -> bytes:
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """The plain tensors that a weight is made of: a quantised one has scales, too."""
+    """Yield the plain tensors that a weight consists of: a quantised one has scales, too."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _plain(getattr(tensor, name))

@@ -41,7 +41,7 @@ Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
 
-def rendered(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
+def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
     """The text of a chat. Raises UserError if the template fails."""
     chat = [{"role": message.role, "content": message.content} for message in messages]
     try:
@@ -53,11 +53,11 @@ def rendered(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str
     return str(text)
 
 
-def encoded(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[int]:
+def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[int]:
     """The tokens of a chat; without a template those of its messages, a line each. Raises UserError as `rendered`."""
     if tokenizer.chat_template is None:
         return list(tokenizer.encode("\n".join(message.content for message in messages)))
-    return list(tokenizer.encode(rendered(tokenizer, messages, thinking), add_special_tokens=False))
+    return list(tokenizer.encode(render(tokenizer, messages, thinking), add_special_tokens=False))
 
 
 def has_thinking(tokenizer: Any) -> bool:
@@ -124,7 +124,7 @@ def _outcome(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> str:
     _limit_memory()
     for name, messages in chats:
         try:
-            text = rendered(tokenizer, messages, thinking)
+            text = render(tokenizer, messages, thinking)
         except UserError as error:
             return f"prompt {name}: {error}"
         except MemoryError:
@@ -158,7 +158,7 @@ def decoder(folder: Path, trust_remote_code: bool = False) -> Decoder:
 
 def decoder_of(target: str, trust_remote_code: bool = False) -> Decoder | None:
     """The same of a target by its folder, GGUF file or hub id; None where its files are not on this disk."""
-    place = str(gguf.converted(Path(target))) if gguf.is_file(target) else target
+    place = str(gguf.converted_folder(Path(target))) if gguf.is_file(target) else target
     if not hub.is_here(place):
         return None
     return decoder(hub.folder_of(place) or hub.cached_folder(place), trust_remote_code)

@@ -52,7 +52,7 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
     if checkpoint.target_head and home is None:
         raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
     shared = targets.vocabulary_of(home) if home else {}
-    ready = adapted(checkpoint.with_head(shared[targets.HEAD]) if home else checkpoint, goal, shared)
+    ready = adapt(checkpoint.with_head(shared[targets.HEAD]) if home else checkpoint, goal, shared)
     notes = []
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
         ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
@@ -72,7 +72,7 @@ def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
         yield f"the name of its target, {written.trained_for}"
 
 
-def adapted(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:
+def adapt(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:
     """The checkpoint with the target's tensors if the format includes them, else without those that are copies."""
     tensors = dict(checkpoint.tensors)
     for name in SHARED[goal.kind]:

@@ -28,7 +28,7 @@ def is_file(reference: str) -> bool:
     return reference.endswith(".gguf") and Path(reference).expanduser().is_file()
 
 
-def converted(path: Path) -> Path:
+def converted_folder(path: Path) -> Path:
     """The folder in the cache that holds this file's model, made if it is not there. Raises UserError."""
     path = path.expanduser()
     with path.open("rb") as file:

@@ -177,7 +177,7 @@ def load(
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, drafts)
     fetched = {name: fetch(name, chosen.drafts[name]) for name in drafts}
-    place = str(gguf.converted(Path(chosen.target))) if gguf.is_file(chosen.target) else chosen.target
+    place = str(gguf.converted_folder(Path(chosen.target))) if gguf.is_file(chosen.target) else chosen.target
     checkpoint = hub.fetch(place, code=placement.trust_remote_code)
     targets.check(checkpoint.folder, placement)
     tokenizer = None

@@ -1,11 +1,13 @@
-"""How much memory a run will take, from configs and headers alone: weights, and the caches of keys and values.
+"""How much memory weights and caches take, predicted before anything is loaded.
 
-What passes through the layers while they compute comes on top: it depends on engine, attention and device.
+All predictions of memory are made here: for a run from the headers of its checkpoints, for a profile from a model on
+the `meta` device, and for servers from the sizes of files. What passes through the layers while they compute comes on
+top of a run's weights and caches: it depends on engine, attention and device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_bench.core.forwards import AttentionCost, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, loading, quantization, targets
 from dflash_bench.models import weights as models_weights
+from dflash_bench.models.architecture import attention_windows, recurrent_layers
 from dflash_bench.models.formats import medusa
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
+from dflash_bench.models.nets.layers import DraftShape
 from dflash_bench.models.weights import is_large, may_be_held_twice
 
 HEAD = "lm_head.weight"
 MOST_NODES = 63
 """As many as `ddtree:nodes=auto` chooses from."""
+SPARE = 1.05
+"""Times what was counted, for what was not: activations, and memory that falls between."""
+LIBRARIES = 0.5e9
+"""Bytes that the process takes with nothing loaded."""
+
+# What a network holds, counted from its parameters and its config.
+
+
+def size_of(model: Any) -> Size:
+    """Return what a pass of this target reads and multiplies, and what it stores; the model may be on `meta`."""
+    config = model.config.get_text_config()
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # what is shared, once
+    experts = [weight for name, weight in named.values() if "experts" in name.split(".")]
+    apart = {id(weight) for weight in experts} | ({id(embedding)} if embedding is not head else set())
+    read = [weight for _, weight in named.values() if id(weight) not in apart]
+    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
+    return Size(
+        weight_bytes=bytes_of(read),
+        matrix_elements=matrix_elements(read),
+        row_bytes=embedding.shape[1] * embedding.element_size(),
+        stored_bytes=bytes_of(weight for _, weight in named.values()),
+        num_experts=num_experts,
+        experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") if experts else 0,
+        expert_bytes=bytes_of(experts) // num_experts if experts else 0,
+        expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
+        attention=target_attention(config, head.element_size()),
+        state_bytes=_state_bytes(config),
+        num_layers=config.num_hidden_layers,
+        vocab_size=embedding.shape[0],
+        itemsize=head.element_size(),
+    )
+
+
+def _first(config: Any, *names: str) -> int:
+    return next(int(value) for name in names if (value := getattr(config, name, None)))
+
+
+def bytes_of(weights: Iterable[Any]) -> int:
+    """Return the memory of these parameters, with their scales where they are quantised."""
+    return sum(map(quantization.stored_bytes, weights))
+
+
+def matrix_elements(weights: Iterable[Any]) -> int:
+    """Return the elements of all matrices among these: norms and biases multiply nothing to speak of."""
+    return sum(quantization.num_elements(weight) for weight in weights if weight.ndim == 2)
+
+
+def target_attention(config: Any, itemsize: int) -> tuple[AttentionCost, ...]:
+    """Return a target's layers that keep keys and values, by kind; recurrent layers keep none."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    num_kv = getattr(config, "num_key_value_heads", None) or heads
+    windows = attention_windows(config)
+    kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
+    return tuple(
+        AttentionCost(num_layers, window, heads * head_dim, 2 * num_kv * head_dim * itemsize)
+        for kind, window in windows.items()
+        if (num_layers := kinds.count(kind))
+    )
+
+
+def draft_attention(config: DraftShape, num_layers: int, itemsize: int) -> AttentionCost:
+    """Return the attention of so many layers of a draft."""
+    heads, kv_heads = (number * config.head_dim for number in (config.num_heads, config.num_kv_heads))
+    return AttentionCost(num_layers, None, heads, 2 * kv_heads * itemsize)
+
+
+def token_bytes(attention: Iterable[AttentionCost]) -> int:
+    """Return the bytes of the keys and values of one token in all layers."""
+    return sum(kind.num_layers * kind.cache_bytes for kind in attention)
+
+
+def _state_bytes(config: Any) -> int:
+    """Return the size of all states of the gated delta rule: a matrix per head, in float32."""
+    if not (layers := recurrent_layers(config)):
+        return 0
+    heads, key, value = (
+        getattr(config, f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    return int(len(layers) * heads * key * value * 4)
+
+
+# A run: its target and drafts, from the headers of their files, and the caches of its methods.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +133,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryUse:
     """Bytes of a run whose longest row, with its answers, has so many tokens."""
 
     target_weights_bytes: int
@@ -58,7 +147,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """What a target and its drafts need: each method has a cache of its own, and drafts are held once."""
 
     target: Footprint
@@ -67,7 +156,7 @@ class Demand:
     """With the numbers of tokens that a preset sets."""
     rows: int = 1
 
-    def held(self, longest: int) -> Held:
+    def held(self, longest: int) -> MemoryUse:
         rounds = [(method, *self._round(method)) for method in self.methods]
         places = longest + 1 + max((drafted for _, drafted, _ in rounds), default=0)
         caches = [
@@ -75,7 +164,7 @@ class Demand:
             for method, drafted, scratch in rounds
             if method.draft is not None
         ]
-        return Held(
+        return MemoryUse(
             self.target.weights_bytes, self.rows * places * self.target.place_bytes,
             sum(draft.weights_bytes for draft in self.drafts.values()), self.rows * sum(caches),
         )  # fmt: skip
@@ -90,7 +179,7 @@ class Demand:
         none, one = (replace(self, rows=rows).held(longest).total for rows in (0, 1))
         return (num_bytes - none) // (one - none)
 
-    def packed(self, free_bytes: int) -> Demand:
+    def packed(self, free_bytes: int) -> MemoryDemand:
         """With a second layout of the target's weights, and then of the drafts', where there is room for that."""
         drafts = list(self.drafts.values())
         left = free_bytes - self.target.weights_bytes - sum(draft.weights_bytes for draft in drafts)
@@ -104,8 +193,8 @@ class Demand:
             drafts={name: _with_layout(one) for name, one in self.drafts.items()} if has_room else self.drafts,
         )
 
-    def without_drafts(self) -> Demand:
-        return Demand(self.target, {}, [method for method in self.methods if method.draft is None], self.rows)
+    def without_drafts(self) -> MemoryDemand:
+        return MemoryDemand(self.target, {}, [method for method in self.methods if method.draft is None], self.rows)
 
     def _round(self, method: Method) -> tuple[int, int]:
         return round_of(method, self.drafts[method.draft].config if method.draft else None)
@@ -144,7 +233,7 @@ def demand_of(
     dtype: torch.dtype | None,
     trusted: bool = False,
     quantize: str | None = None,
-) -> Demand:
+) -> MemoryDemand:
     """Folders of checkpoints; `dtype` None is the target's own; drafts are never quantised.
 
     Raises UserError for what cannot be read.
@@ -154,12 +243,7 @@ def demand_of(
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     shape = targets.shape_of(target)
     footprints = {name: _of_draft(name, folder, shape, dtype) for name, folder in drafts.items()}
-    return Demand(_of_language_model(target, dtype, trusted, quantize), footprints, methods)
-
-
-def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None) -> Footprint:
-    """Of a target. Raises UserError for what cannot be read."""
-    return _of_language_model(folder, dtype, trusted, quantize)
+    return MemoryDemand(footprint_of(target, dtype, trusted, quantize), footprints, methods)
 
 
 def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.dtype) -> Footprint:
@@ -167,38 +251,28 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     if weights == "medusa":
         return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
     if weights in loading.LANGUAGE_MODELS:
-        return replace(_of_language_model(folder, dtype), config=read_config(folder).get("block_diffusion"))
+        return replace(footprint_of(folder, dtype), config=read_config(folder).get("block_diffusion"))
     checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)[1]
     config = checkpoint.config
-    layers = config.num_layers if isinstance(config, DFlashConfig) else 1
+    attention = draft_attention(config, config.num_layers if isinstance(config, DFlashConfig) else 1, dtype.itemsize)
     tensors = _weights(checkpoint.tensors, dtype)
     if checkpoint.target_head:
         # Its rows of the target's head are copied out of that.
         tensors += (config.draft_vocab_size or 0) * config.hidden_size * dtype.itemsize
-    place = _place(layers, config.num_kv_heads, config.head_dim, dtype)
-    return Footprint(tensors, place, config, layout_bytes=_layout(checkpoint.tensors, tensors))
+    place_bytes = token_bytes([attention])
+    return Footprint(tensors, place_bytes, config, layout_bytes=_layout(checkpoint.tensors, tensors))
 
 
-def _of_language_model(
-    folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None
-) -> Footprint:
+def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None) -> Footprint:
+    """Return what a language model will take. Raises UserError for a checkpoint that cannot be read."""
     config = targets.config_of(folder, trusted)
     tensors = models_weights.read_tensors(folder, models_weights.only_maps)
     if getattr(config, "tie_word_embeddings", False):
         tensors.pop(HEAD, None)
-    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    # Layers with a recurrent state keep no keys, and as much for a short text as for a long one.
-    layers = sum(kind != "linear_attention" for kind in kinds)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    place, weights = _place(layers, heads, head_dim, dtype), _weights(tensors, dtype)
+    place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)
     if quantize is None:
         return Footprint(weights, place, layout_bytes=_layout(tensors, weights))
     return Footprint(_quantized(tensors, dtype, quantize), place, loading_bytes=weights)
-
-
-def _place(layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    return 2 * layers * heads * head_dim * dtype.itemsize
 
 
 def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
@@ -217,3 +291,57 @@ def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> 
     sizes = {name: quantization.predicted_bytes(name, tensor.shape, kind) for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in tensors.items() if sizes[name] is None}
     return _weights(plain, dtype) + sum(size for size in sizes.values() if size is not None)
+
+
+# A profile: by the size of a target, which may be cut to some of its layers.
+
+
+def needed_bytes(size: Size, draft_bytes: int, rows: int, context: int, widest: int) -> float:
+    """Memory for weights, cache, and the logits of the widest pass, which are also copied once as float32."""
+    cache = rows * ((context + widest) * token_bytes(size.attention) + size.state_bytes * (widest + 1))
+    logits = rows * widest * size.vocab_size * (size.itemsize + 4)
+    return SPARE * (size.stored_bytes + draft_bytes + cache + logits) + LIBRARIES
+
+
+def what_fits(size: Size, draft_bytes: int, rows: int, context: int, widest: int, free: float, may_cut: bool) -> str:
+    """The nearest smaller order that fits; empty if none does."""
+    if needed_bytes(size, draft_bytes, 1, 1, widest) > free:
+        layers = _most_layers(size, draft_bytes, widest, free) if may_cut else 0
+        return f"--layers {layers} fits" if layers else ""
+    fewer = max((n for n in range(1, rows) if needed_bytes(size, draft_bytes, n, context, widest) <= free), default=0)
+    shorter = _longest(size, draft_bytes, rows, widest, free)
+    offers = [f"--batch {fewer} --context {context}"] if fewer else []
+    offers += [f"--batch {rows} --context {shorter}"] if shorter else []
+    alone = _longest(size, draft_bytes, 1, widest, free)
+    return " or ".join(offers or [f"--batch 1 --context {alone}"]) + " fits"
+
+
+def _longest(size: Size, draft_bytes: int, rows: int, widest: int, free: float) -> int:
+    empty, one = (needed_bytes(size, draft_bytes, rows, context, widest) for context in (0, 1))
+    return max(0, int((free - empty) / (one - empty))) if one > empty else 0
+
+
+def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
+    """Embedding and head remain, once if they are one table."""
+    table = size.row_bytes * size.vocab_size
+    is_tied = size.stored_bytes == size.weight_bytes + size.num_experts * size.expert_bytes
+    outside = table if is_tied else 2 * table
+    a_layer = (size.stored_bytes - outside) / size.num_layers
+    left = free - needed_bytes(replace(size, stored_bytes=outside), draft_bytes, 1, 1, widest)
+    return max(0, int(left / (SPARE * a_layer)))
+
+
+# Servers: by their files alone, as what they make of these is their own business.
+
+
+def file_bytes(weights: Path) -> int:
+    """Return the size of a file of weights, or of those in a folder."""
+    if weights.is_file():
+        return weights.stat().st_size
+    files = [file for pattern in ("*.safetensors", "*.bin") for file in weights.glob(pattern)]
+    return sum(file.stat().st_size for file in files)
+
+
+def servers_bytes(target: Path, num_copies: int, drafts: Sequence[Path]) -> int:
+    """Return what so many copies of a target take together, with a draft in some of them."""
+    return num_copies * file_bytes(target) + sum(map(file_bytes, drafts))

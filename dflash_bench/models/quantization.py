@@ -45,7 +45,7 @@ def _has_fp8(device: str) -> bool:
     return device != "cpu" and torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
-def quantized(model: Any, kind: str, device: str) -> Any:
+def quantize(model: Any, kind: str, device: str) -> Any:
     """The same model on the device, where its linear layers are quantised one by one.
 
     Raises UserError for a network of whose weights most are in no linear layer.

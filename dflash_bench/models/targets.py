@@ -107,7 +107,7 @@ def find_draft(reference: str) -> Path:
 def find_target(name: str) -> Path:
     """A folder that holds a model, a GGUF file, a hub id, or the target of what `--model` knows."""
     if gguf.is_file(name):
-        return gguf.converted(Path(name))
+        return gguf.converted_folder(Path(name))
     folder = hub.folder_of(name)
     if folder and os.path.lexists(folder / "config.json"):
         return folder
@@ -284,7 +284,7 @@ def _check_stops(folder: Path, stops: object) -> None:
 
 def _placed(folder: Path, model: Any, device: str, quantize: str | None) -> Any:
     try:
-        return model.to(device) if quantize is None else quantization.quantized(model, quantize, device)
+        return model.to(device) if quantize is None else quantization.quantize(model, quantize, device)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{folder} does not fit on {device}; use --device-map auto, or a smaller --dtype") from error
 

@@ -218,7 +218,7 @@ def twin(model: AnyModule) -> AnyModule:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def laid_out(model: AnyModule) -> AnyModule:
+def lay_out(model: AnyModule) -> AnyModule:
     """A twin with the small weights of its linear layers copied in their faster order.
 
     Not those of quantised ones, which have an order of their own, nor what is shared with an embedding, which is read
@@ -238,7 +238,7 @@ def laid_out(model: AnyModule) -> AnyModule:
 
 
 @torch.no_grad()
-def joined(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+def join_weights(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Weights [rows, columns] or biases [rows] of each group one below another [groups, sum of rows, columns].
 
     Small matrices are copied, by columns. What stays in rows is held once: the parameters that were joined become parts

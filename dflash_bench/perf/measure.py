@@ -12,21 +12,20 @@ from torch import Tensor, nn
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.forwards import AttentionCost, Drafting, Forward, Hosting, Measured, Pass, Rates, Size
+from dflash_bench.core.forwards import DraftPass, DraftTiming, ForwardTiming, HostOverhead, ProfileData, Rates, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters import dflash, eagle3
-from dflash_bench.engine.forward.hf import attention_windows, recurrent_layers
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Limits, clock_for
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import pack_like
 from dflash_bench.engine.target import Target
+from dflash_bench.models import memory
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
-from dflash_bench.models.quantization import num_elements, stored_bytes
 
 # How fast is this device: how many bytes does it copy a second, and how much does it multiply?
 
@@ -79,7 +78,7 @@ def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 
 
 
 @torch.inference_mode()
-def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """In the given type; a device that computes faster in another type has other rates there."""
     kind = device.type if device.type in COPIED else "cpu"
     # Filled, because memory that was never written is not there yet.
@@ -92,70 +91,10 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
     return Rates(2 * COPIED[kind] / copied_s, 2 * size**3 / multiplied_s)
 
 
-# What a network holds, counted from its parameters: what each pass reads, and what it multiplies.
+# What each pass of a draft reads and multiplies.
 
 
-def size_of(model: Any) -> Size:
-    """Of a target, which may be on the `meta` device."""
-    config = model.config.get_text_config()
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # what is shared, once
-    experts = [weight for name, weight in named.values() if "experts" in name.split(".")]
-    apart = {id(weight) for weight in experts} | ({id(embedding)} if embedding is not head else set())
-    read = [weight for _, weight in named.values() if id(weight) not in apart]
-    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
-    return Size(
-        weight_bytes=_bytes(read),
-        matrix_elements=_elements(read),
-        row_bytes=embedding.shape[1] * embedding.element_size(),
-        stored_bytes=_bytes(weight for _, weight in named.values()),
-        num_experts=num_experts,
-        experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") if experts else 0,
-        expert_bytes=_bytes(experts) // num_experts if experts else 0,
-        expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
-        attention=tuple(_attention(config, head.element_size())),
-        state_bytes=_state_bytes(config),
-        num_layers=config.num_hidden_layers,
-        vocab_size=embedding.shape[0],
-        itemsize=head.element_size(),
-    )
-
-
-def _first(config: Any, *names: str) -> int:
-    return next(int(value) for name in names if (value := getattr(config, name, None)))
-
-
-def _bytes(weights: Iterable[Any]) -> int:
-    return sum(map(stored_bytes, weights))
-
-
-def _elements(weights: Iterable[Any]) -> int:
-    """Of matrices: norms and biases multiply nothing to speak of."""
-    return sum(num_elements(weight) for weight in weights if weight.ndim == 2)
-
-
-def _attention(config: Any, itemsize: int) -> Iterable[AttentionCost]:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    num_kv = getattr(config, "num_key_value_heads", None) or heads
-    windows = attention_windows(config)
-    kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
-    for kind, window in windows.items():
-        if num_layers := kinds.count(kind):
-            yield AttentionCost(num_layers, window, heads * head_dim, 2 * num_kv * head_dim * itemsize)
-
-
-def _state_bytes(config: Any) -> int:
-    """Of the gated delta rule: a matrix a head, in float32."""
-    if not (layers := recurrent_layers(config)):
-        return 0
-    heads, key, value = (
-        getattr(config, f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
-    )
-    return int(len(layers) * heads * key * value * 4)
-
-
-def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
+def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     """What drafting `num_drafts` tokens reads, with taking in `kept` tokens of the round before.
 
     `draft` is a DFlash draft in one step, or an EAGLE-3 draft that drafts a chain.
@@ -165,29 +104,27 @@ def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[P
     assert isinstance(draft, Eagle3Draft)
     layer = _part([draft.midlayer, draft.norm], draft, 1)
     head, fusing = _part([draft.lm_head], draft), _part([draft.fc], draft)
-    passes = [Pass(layer, kept), Pass(fusing, kept), Pass(head, 1, num_drafts)]
-    return (*passes, *([Pass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
+    passes = [DraftPass(layer, kept), DraftPass(fusing, kept), DraftPass(head, 1, num_drafts)]
+    return (*passes, *([DraftPass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
 
 
-def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[Pass, ...]:
+def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     head = draft.lm_head if draft.config.own_head else target.get_output_embeddings()
     layers: Any = draft.layers
     taking_in = [draft.fc, *(part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
     return (
-        Pass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
-        Pass(_part([head], draft), num_drafts),
-        Pass(_part(taking_in, draft), kept),
+        DraftPass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
+        DraftPass(_part([head], draft), num_drafts),
+        DraftPass(_part(taking_in, draft), kept),
     )
 
 
 def _part(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
-    """These modules of a draft, with so many layers of attention."""
-    config, itemsize = draft.config, draft.fc.weight.element_size()
+    """The size of these modules of a draft, with so many layers of attention."""
+    itemsize = draft.fc.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
-    kind = AttentionCost(
-        num_layers, None, config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim * itemsize
-    )
-    return Size(_bytes(weights), _elements(weights), attention=(kind,) if num_layers else (), itemsize=itemsize)
+    attention = (memory.draft_attention(draft.config, num_layers, itemsize),) if num_layers else ()
+    return Size(memory.bytes_of(weights), memory.matrix_elements(weights), attention=attention, itemsize=itemsize)
 
 
 # How long does a pass of the target take, by the number of tokens that it reads?
@@ -214,7 +151,7 @@ def some_tokens(target: Target, rows: int, width: int) -> Tensor:
     return (torch.arange(rows * width, device=target.device) * 7919 % target.vocab_size).view(rows, width)
 
 
-def reading(target: Target, rows: int, width: int, context: int) -> Callable[[], None]:
+def forward_timer(target: Target, rows: int, width: int, context: int) -> Callable[[], None]:
     """A pass, to be called again and again; `prepare` comes first."""
     tokens, starts = some_tokens(target, rows, width), [context] * rows
 
@@ -225,13 +162,13 @@ def reading(target: Target, rows: int, width: int, context: int) -> Callable[[],
     return read
 
 
-def ladder(
+def time_forwards(
     target: Target, rows: int, context: int, widths: Sequence[int] = WIDTHS, with_head: bool = False
-) -> list[Forward]:
+) -> list[ForwardTiming]:
     """A pass of each width; `with_head` measures in the same turns what of it the output head takes."""
     prepare(target, rows, context + max(widths))
-    calls = [reading(target, rows, width, context) for width in widths]
-    if target.replays is not None:
+    calls = [forward_timer(target, rows, width, context) for width in widths]
+    if target.graph_cache is not None:
         for call in calls:
             call()
         target.capture(context + 1, context + max(widths))
@@ -239,7 +176,7 @@ def ladder(
     seconds = medians_s([*calls, *heads], target.device)
     head_s = [min(head, whole) for head, whole in zip(seconds[len(calls) :], seconds, strict=False)]
     return [
-        Forward(rows, width, context, seconds[number], head_s[number] if with_head else None)
+        ForwardTiming(rows, width, context, seconds[number], head_s[number] if with_head else None)
         for number, width in enumerate(widths)
     ]
 
@@ -251,13 +188,13 @@ def _head(target: Target, rows: int, width: int) -> Callable[[], object]:
     return call
 
 
-def shortest(target: Target) -> float:
+def shortest_forward_s(target: Target) -> float:
     """Seconds of a pass over one token, of several the shortest."""
     context = context_of(target)
     prepare(target, 1, context + 1)
-    read = reading(target, 1, 1, context)
+    read = forward_timer(target, 1, 1, context)
     read()
-    if target.replays is not None:
+    if target.graph_cache is not None:
         target.capture(context + 1, context + 1)
         read()
     seconds = least_s(read, target.device)
@@ -269,13 +206,13 @@ def context_of(target: Target) -> int:
     return min(CONTEXT, target.context_length - max(WIDTHS))
 
 
-def curve_of(target: Target) -> dict[str, Any]:
+def forward_curve(target: Target) -> dict[str, Any]:
     """What a run keeps of its own target: a short ladder, and what `analysis` needs to say what it means."""
     context = context_of(target)
-    forwards = ladder(target, 1, context)
+    forwards = time_forwards(target, 1, context)
     target.release()
-    shortest_s = shortest(target)
-    rates = rates_of(target.device, target.model.dtype)
+    shortest_s = shortest_forward_s(target)
+    rates = measure_rates(target.device, target.model.dtype)
     return {
         "rows": 1,
         "context": context,
@@ -283,7 +220,7 @@ def curve_of(target: Target) -> dict[str, Any]:
         "least_s": min(shortest_s, forwards[0].seconds),
         "bandwidth": rates.bandwidth,
         "products": rates.products,
-        "size": asdict(size_of(target.model)),
+        "size": asdict(memory.size_of(target.model)),
     }
 
 
@@ -336,13 +273,13 @@ def free_bytes(device: torch.device) -> int | None:
 def measure(
     models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
     tell: Callable[[str], None], capture: str | None = None,
-) -> tuple[Measured, str]:  # fmt: skip
+) -> tuple[ProfileData, str]:  # fmt: skip
     """With how passes are captured. `is_cut` says that the target has lost layers: its head is measured apart then."""
     tell("measuring the device")
-    rates = rates_of(target.device, target.model.dtype)
-    forwards: list[Forward] = []
-    drafts: list[Drafting] = []
-    hosts: list[Hosting] = []
+    rates = measure_rates(target.device, target.model.dtype)
+    forwards: list[ForwardTiming] = []
+    drafts: list[DraftTiming] = []
+    hosts: list[HostOverhead] = []
     drafters = [(method, BUILDERS[method.name](models, target, method)) for method in methods]
     pack_like(target, [drafter for _, drafter in drafters], models.drafts.values())
     captured = capture_passes(target, [drafter for _, drafter in drafters], capture)
@@ -350,7 +287,7 @@ def measure(
     places = [(rows, context) for rows in workload.batches for context in workload.contexts]
     for rows, context in places:
         tell(f"measuring passes: batch {rows}, context {context}")
-        forwards += ladder(target, rows, context, widths, with_head=is_cut)
+        forwards += time_forwards(target, rows, context, widths, with_head=is_cut)
     for method, drafter in drafters:
         for rows, context in places:
             tell(f"measuring drafts: {method.label}, batch {rows}, context {context}")
@@ -360,9 +297,11 @@ def measure(
             ]
     for rows in workload.batches:
         tell(f"measuring rounds: batch {rows}")
-        hosts.append(Hosting("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
-        hosts += [Hosting(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters]
-    return Measured(rates, size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
+        hosts.append(HostOverhead("ar", rows, _outside_calls_s(target, NoDrafter(), rows)))
+        hosts += [
+            HostOverhead(method.label, rows, _outside_calls_s(target, drafter, rows)) for method, drafter in drafters
+        ]
+    return ProfileData(rates, memory.size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
 
 
 def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
@@ -376,7 +315,7 @@ def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> lis
 
 
 @torch.inference_mode()
-def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> Drafting:
+def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> DraftTiming:
     kept = min(KEPT, drafter.num_drafts + 1)
     target.tap(drafter.taps)
     prepare(target, rows, context + kept)
@@ -392,12 +331,12 @@ def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows
         drafter.observe(committed)
         drafter.propose()
 
-    if drafter.replays is not None:
+    if drafter.graph_cache is not None:
         draft()
         drafter.capture(context + 1, capacity)
     (seconds,) = medians_s([draft], target.device)
     passes = draft_passes(drafter.draft, target.model, drafter.num_drafts, kept)
-    return Drafting(method.label, drafter.num_drafts, rows, context, seconds, passes)
+    return DraftTiming(method.label, drafter.num_drafts, rows, context, seconds, passes)
 
 
 class _Watched:

@@ -9,21 +9,17 @@ from typing import Literal
 from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.paper import load_figures
 from dflash_bench.analysis.roofline import WELL_ABOVE, WidthCurve, bound, curve, least_s, least_s_of_draft, work
-from dflash_bench.core.forwards import Drafting, Forward, LinearCost, Measured, Size, fit
+from dflash_bench.core.forwards import DraftTiming, ForwardTiming, LinearCost, ProfileData, Size, fit
 from dflash_bench.core.methods import name_of
 
 Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "unclear"]
-SPARE = 1.05
-"""Times what was counted, for what was not: activations, and memory that falls between."""
-LIBRARIES = 0.5e9
-"""Bytes that the process takes with nothing loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A pass of the target beside its roofline."""
 
-    forward: Forward
+    forward: ForwardTiming
     num_bytes: float
     flops: float
     roofline_s: float
@@ -95,13 +91,13 @@ class ProfiledBatch:
     verdicts: tuple[RoundVerdict, ...]
 
 
-def places(measured: Measured, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
+def places(measured: ProfileData, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
     """`acceptance` by method: tokens a round, and where they are from."""
     known = dict.fromkeys((one.rows, one.context) for one in measured.forwards)
     return [_place(measured, *place, acceptance) for place in known]
 
 
-def _place(measured: Measured, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
+def _place(measured: ProfileData, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
     forwards = [one for one in measured.forwards if (one.rows, one.context) == (rows, context)]
     through = curve(forwards, measured.size, measured.rates)
     drafts = [one for one in measured.drafts if (one.rows, one.context) == (rows, context)]
@@ -117,13 +113,13 @@ def _place(measured: Measured, rows: int, context: int, acceptance: dict[str, tu
     return ProfiledBatch(rows, context, tuple(readings), through, tuple(rounds), tuple(verdicts))
 
 
-def _reading(measured: Measured, forward: Forward) -> Reading:
+def _reading(measured: ProfileData, forward: ForwardTiming) -> Reading:
     done = work(measured.size, forward.rows, forward.width, forward.context)
     rates = measured.rates
     return Reading(forward, done.num_bytes, done.flops, least_s(done, rates), bound(done, rates))
 
 
-def _rounds(measured: Measured, forwards: Sequence[Forward], drafts: Sequence[Drafting]) -> list[RoundCost]:
+def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Sequence[DraftTiming]) -> list[RoundCost]:
     """Of one method, at every width up to its own."""
     method, rows, context = drafts[0].method, drafts[0].rows, drafts[0].context
     hosts = {host.method: host.seconds for host in measured.hosts if host.rows == rows}
@@ -142,7 +138,7 @@ def _rounds(measured: Measured, forwards: Sequence[Forward], drafts: Sequence[Dr
     ]  # fmt: skip
 
 
-def _between(drafts: Sequence[Drafting]) -> LinearCost:
+def _between(drafts: Sequence[DraftTiming]) -> LinearCost:
     """Seconds of a draft by its tokens: the line through the shortest and the longest, level where there is one."""
     return fit([one.num_drafts for one in drafts], [one.seconds for one in drafts])
 
@@ -177,7 +173,7 @@ def what_binds(whole: RoundCost, through: WidthCurve, al: float | None) -> Bindi
     return largest
 
 
-def at_full_depth(measured: Measured, full: Size) -> Measured:
+def at_full_depth(measured: ProfileData, full: Size) -> ProfileData:
     """An estimate for a target of which only some layers were measured: its layers take as long as those that were.
 
     What is not the head counts as layers, embedding and masks too.
@@ -214,39 +210,3 @@ def published_acceptance(target: str, method: str, num_drafts: int) -> tuple[flo
     middle = values[len(values) // 2]
     spread = f"{values[0]:g} to {values[-1]:g} on {len({figure.dataset for figure in figures})} suites"
     return middle, f"published: median of {spread}; {'; '.join(sorted(sources))}"
-
-
-def needed_bytes(size: Size, draft_bytes: int, rows: int, context: int, widest: int) -> float:
-    """Memory for weights, cache, and the logits of the widest pass, which are also copied once as float32."""
-    a_token = sum(kind.num_layers * kind.cache_bytes for kind in size.attention)
-    cache = rows * ((context + widest) * a_token + size.state_bytes * (widest + 1))
-    logits = rows * widest * size.vocab_size * (size.itemsize + 4)
-    return SPARE * (size.stored_bytes + draft_bytes + cache + logits) + LIBRARIES
-
-
-def what_fits(size: Size, draft_bytes: int, rows: int, context: int, widest: int, free: float, may_cut: bool) -> str:
-    """The nearest smaller order that fits; empty if none does."""
-    if needed_bytes(size, draft_bytes, 1, 1, widest) > free:
-        layers = _most_layers(size, draft_bytes, widest, free) if may_cut else 0
-        return f"--layers {layers} fits" if layers else ""
-    fewer = max((n for n in range(1, rows) if needed_bytes(size, draft_bytes, n, context, widest) <= free), default=0)
-    shorter = _longest(size, draft_bytes, rows, widest, free)
-    offers = [f"--batch {fewer} --context {context}"] if fewer else []
-    offers += [f"--batch {rows} --context {shorter}"] if shorter else []
-    alone = _longest(size, draft_bytes, 1, widest, free)
-    return " or ".join(offers or [f"--batch 1 --context {alone}"]) + " fits"
-
-
-def _longest(size: Size, draft_bytes: int, rows: int, widest: int, free: float) -> int:
-    empty, one = (needed_bytes(size, draft_bytes, rows, context, widest) for context in (0, 1))
-    return max(0, int((free - empty) / (one - empty))) if one > empty else 0
-
-
-def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
-    """Embedding and head remain, once if they are one table."""
-    table = size.row_bytes * size.vocab_size
-    is_tied = size.stored_bytes == size.weight_bytes + size.num_experts * size.expert_bytes
-    outside = table if is_tied else 2 * table
-    a_layer = (size.stored_bytes - outside) / size.num_layers
-    left = free - needed_bytes(replace(size, stored_bytes=outside), draft_bytes, 1, 1, widest)
-    return max(0, int(left / (SPARE * a_layer)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_bench.analysis import roofline
 from dflash_bench.analysis.roofline import WidthCurve
-from dflash_bench.core.forwards import Measured
+from dflash_bench.core.forwards import ProfileData
 from dflash_bench.perf.verdict import ProfiledBatch, RoundCost, RoundVerdict
 from dflash_bench.report.tables import ABSENT, aligned, number
 
@@ -92,7 +92,7 @@ class Profiled:
     """A profile to be shown. `estimated` are the same places for the whole target, of which some layers were cut."""
 
     about: Mapping[str, Any]
-    measured: Measured
+    measured: ProfileData
     places: Sequence[ProfiledBatch]
     estimated: Sequence[ProfiledBatch] = ()
     notes: Sequence[str] = ()

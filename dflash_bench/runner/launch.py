@@ -13,9 +13,8 @@ from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.core.secrets import Arguments
-from dflash_bench.models import formats, gguf, presets, targets
+from dflash_bench.models import formats, gguf, memory, presets, targets
 from dflash_bench.models.convert import GGUF, convert
-from dflash_bench.models.memory import round_of
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import Resolved
 from dflash_bench.runner.setup import device_and_dtype, wanted_of
@@ -106,7 +105,7 @@ def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> i
     known = method if method.tag else method.with_count(counts.get(method.name))
     shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
     _, checkpoint = formats.read_checkpoint(draft, shape, headers_only=True)
-    return round_of(known, checkpoint.config)[0]
+    return memory.round_of(known, checkpoint.config)[0]
 
 
 def _length(resolved: Resolved, home: str) -> int:
@@ -119,7 +118,7 @@ def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_g
     """All servers run at a time, and the target here judges them."""
     import torch
 
-    needed = num_copies * _size(Path(home)) + sum(map(_size, drafts))
+    needed = memory.servers_bytes(Path(home), num_copies, drafts)
     free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)) if num_gpus else environment.free_bytes()
     if free is not None and needed > free:
         raise UserError(
@@ -127,14 +126,6 @@ def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_g
             f"target's weights and {needed / 1e9:.1f} GB with the drafts, and {free / 1e9:.1f} GB are free; measure "
             "fewer methods at a time, or start servers on other machines and give --server"
         )
-
-
-def _size(weights: Path) -> int:
-    """Bytes of a file of weights, or of those in a folder."""
-    if weights.is_file():
-        return weights.stat().st_size
-    files = [file for pattern in ("*.safetensors", "*.bin") for file in weights.glob(pattern)]
-    return sum(file.stat().st_size for file in files)
 
 
 def _as_gguf(weights: str, home: str | None, tell: Callable[[str], object]) -> Path:

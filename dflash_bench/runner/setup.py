@@ -168,17 +168,17 @@ def opened(
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
     """What forwards of this backend cost, measured now; None where its target is not in this process."""
     from dflash_bench.engine.backend import LocalBackend
-    from dflash_bench.perf.measure import curve_of
+    from dflash_bench.perf.measure import forward_curve
 
-    return curve_of(backend.target) if isinstance(backend, LocalBackend) else None
+    return forward_curve(backend.target) if isinstance(backend, LocalBackend) else None
 
 
 def pass_of(backend: Backend) -> dict[str, float]:
     """The shortest pass over one token, measured again when the run is at its end; empty as above."""
     from dflash_bench.engine.backend import LocalBackend
-    from dflash_bench.perf.measure import shortest
+    from dflash_bench.perf.measure import shortest_forward_s
 
-    return {"pass_at_end_s": shortest(backend.target)} if isinstance(backend, LocalBackend) else {}
+    return {"pass_at_end_s": shortest_forward_s(backend.target)} if isinstance(backend, LocalBackend) else {}
 
 
 def captured_of(backend: Backend) -> dict[str, float | int]:
@@ -283,7 +283,7 @@ def prepare(resolved: Resolved) -> PreparedRun:
     model, trusted = resolved.model, wanted.trust_remote_code
     fetched = {name: loading.fetch(name, model.drafts[name]) for name in resolved.drafts}
     drafts = {name: draft.folder for name, draft in fetched.items()}
-    place = str(gguf.converted(Path(model.target))) if gguf.is_file(model.target) else model.target
+    place = str(gguf.converted_folder(Path(model.target))) if gguf.is_file(model.target) else model.target
     target = hub.fetch(place, code=trusted)
     folder, of_hub = target.folder, {"target": target, **fetched}
     commits = {part: one.revision for part, one in of_hub.items() if "@" in one.revision}
@@ -295,7 +295,7 @@ def prepare(resolved: Resolved) -> PreparedRun:
         chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
 
     def size(messages: Sequence[Message]) -> int:
-        return max(len(chat.encoded(tokenizer, messages, mode)) for mode in modes)
+        return max(len(chat.encode(tokenizer, messages, mode)) for mode in modes)
 
     length = getattr(config, "max_position_embeddings", None) or 2**31
     padded = padding.padded(resolved.suites, resolved.request.context, size, length, resolved.max_new_tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.engine.forward.hf import final_norm
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.nets import dflash, eagle3
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dflash_bench.engine.forward.hf import final_norm
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.training import answers, prepare, session
 from dflash_bench.training.answers import AnswerRequest
 from dflash_bench.training.config import TrainRequest, check

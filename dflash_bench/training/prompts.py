@@ -142,7 +142,7 @@ def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tupl
     """Tokens of each chat, once, and its number: only of those that leave room for an answer."""
     kept: dict[tuple[int, ...], int] = {}
     for number, one in enumerate(chats):
-        text = chat.rendered(tokenizer, one.messages, thinking=False)
+        text = chat.render(tokenizer, one.messages, thinking=False)
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         if len(ids) <= LONGEST_SHARE * row_length:
             kept.setdefault(ids, number)
@@ -167,7 +167,7 @@ def turn_start(tokenizer: Any) -> str:
     """The chat up to where the user's text begins, as the template renders it. Raises UserError without a template."""
     if tokenizer.chat_template is None:
         raise UserError("the target has no chat template, so it cannot write a user's turn; give --prompts FILE")
-    start, found, _ = chat.rendered(tokenizer, [Message("user", _HERE)], False).partition(_HERE)
+    start, found, _ = chat.render(tokenizer, [Message("user", _HERE)], False).partition(_HERE)
     if not found:
         raise UserError("the chat template changes the user's text, so no turn can be continued; give --prompts FILE")
     return start

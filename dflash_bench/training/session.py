@@ -18,11 +18,11 @@ from dflash_bench.core.methods import Method, parse
 from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.drafters import dflash, eagle3, medusa
-from dflash_bench.engine.forward.hf import final_norm
-from dflash_bench.engine.loop import Accepted, al_pooled, by_position
+from dflash_bench.engine.loop import AcceptedAnswer, al_pooled, by_position
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.models import presets
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.loading import Models
@@ -53,11 +53,11 @@ DRAFTERS: dict[str, Callable[[Models, Target, Method], Drafter]] = {
 
 def answered(
     target: Target, method: str, draft: nn.Module, prompts: Sequence[Sequence[int]], limits: Limits
-) -> list[Accepted]:
+) -> list[AcceptedAnswer]:
     """Each prompt's answer at temperature 0, with what of the draft was accepted in each round."""
     weights = copy.deepcopy(draft).to(target.model.dtype).eval()
     models = Models(target.model, None, {method: weights}, {})
-    return loop.accepted(target, DRAFTERS[method](models, target, parse(method)), prompts, limits)
+    return loop.measure_acceptance(target, DRAFTERS[method](models, target, parse(method)), prompts, limits)
 
 
 # A fresh draft fitted to rows: its objective, its rate, its steps, and what the target accepts of it.

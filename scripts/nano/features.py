@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.forward.hf import decoder_layers
+from dflash_bench.models.architecture import decoder_layers
 from dflash_bench.training.data import Batch
 from nano.data import Sample, pack
 from nano.responses import Conversation

@@ -22,11 +22,11 @@ from dflash_bench.core import environment, files
 from dflash_bench.core.types import Message
 from dflash_bench.engine.backend import stop_ids
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.hf import final_norm
-from dflash_bench.engine.loop import accepted
+from dflash_bench.engine.loop import measure_acceptance
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.models import chat, loading
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.training import answers, prepare, session, trainer
 from dflash_bench.training.answers import AnswerPlan, AnswerRequest, Computed
@@ -83,7 +83,7 @@ class Ablations:
 
     def _prompt(self, task: Task) -> list[int]:
         tokenizer = self.models.tokenizer
-        text = chat.rendered(tokenizer, [Message("user", turns_of(task)[0])], thinking=False)
+        text = chat.render(tokenizer, [Message("user", turns_of(task)[0])], thinking=False)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def _reference(self) -> None:
@@ -136,7 +136,7 @@ class Ablations:
         prompts = [item.ids[: item.prompt_length].tolist() for item in held_out[:NUM_MEASURED]]
         drafter = DFlashDrafter(draft.eval(), self.target.embedding, self.target.head, block)
         limits = Limits(MAX_NEW_TOKENS, self.stops)
-        found = accepted(self.target, drafter, prompts, limits)
+        found = measure_acceptance(self.target, drafter, prompts, limits)
         draft.train()
         return [(sum(one.counts) + len(one.counts), len(one.counts)) for one in found]
 

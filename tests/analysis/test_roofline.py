@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dflash_bench.analysis.roofline import Work, bound, experts_read, least_s, least_s_of_draft, work
-from dflash_bench.core.forwards import AttentionCost, Pass, Rates, Size
+from dflash_bench.core.forwards import AttentionCost, DraftPass, Rates, Size
 
 DENSE = Size(
     weight_bytes=1000, matrix_elements=200, row_bytes=8,
@@ -58,4 +58,4 @@ def test_the_roofline_is_the_slower_of_both() -> None:
 
 def test_the_passes_of_a_draft_follow_each_other() -> None:
     layer, head = Size(weight_bytes=100, matrix_elements=25), Size(weight_bytes=400, matrix_elements=100)
-    assert least_s_of_draft([Pass(layer, 4), Pass(head, 1, times=3)], 1, 0, RATES) == 1 + 3 * 4
+    assert least_s_of_draft([DraftPass(layer, 4), DraftPass(head, 1, times=3)], 1, 0, RATES) == 1 + 3 * 4

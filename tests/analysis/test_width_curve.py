@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from dflash_bench.analysis.roofline import curve, regime, stored
-from dflash_bench.core.forwards import Forward, LinearCost, Rates, Size, fit
+from dflash_bench.core.forwards import ForwardTiming, LinearCost, Rates, Size, fit
 
 SIZE = Size(weight_bytes=1000, matrix_elements=250)
 RATES = Rates(bandwidth=1000.0, products=1e9)
@@ -15,8 +15,8 @@ RATES = Rates(bandwidth=1000.0, products=1e9)
 WIDTHS = (1, 2, 4, 8, 16)
 
 
-def forwards(line: LinearCost) -> list[Forward]:
-    return [Forward(1, width, 0, line.at(width)) for width in WIDTHS]
+def forwards(line: LinearCost) -> list[ForwardTiming]:
+    return [ForwardTiming(1, width, 0, line.at(width)) for width in WIDTHS]
 
 
 def test_a_known_line_is_found_again() -> None:
@@ -57,12 +57,12 @@ def test_a_curve_says_how_far_it_is_above_the_roofline_and_off_what_was_measured
     assert (through.regime, through.widest, through.rows, through.context) == ("fixed cost", 16, 1, 0)
     assert through.over_roofline == pytest.approx(5.0)
     assert through.misfit == pytest.approx(0)
-    crooked = [Forward(1, 1, 0, 1.0), Forward(1, 2, 0, 2.0), Forward(1, 3, 0, 1.0)]
+    crooked = [ForwardTiming(1, 1, 0, 1.0), ForwardTiming(1, 2, 0, 2.0), ForwardTiming(1, 3, 0, 1.0)]
     assert curve(crooked, SIZE, RATES).misfit == pytest.approx(1 / 3)
 
 
 def test_a_single_token_that_is_read_fast_shows_that_there_is_no_fixed_cost() -> None:
-    steps = [Forward(1, 1, 0, 2.2), *(Forward(1, width, 0, 5.4) for width in (2, 4, 8, 16))]
+    steps = [ForwardTiming(1, 1, 0, 2.2), *(ForwardTiming(1, width, 0, 5.4) for width in (2, 4, 8, 16))]
     through = curve(steps, SIZE, RATES)
     assert through.line.c0 > 4 and through.regime == "bandwidth"
 
@@ -88,8 +88,8 @@ def test_a_run_keeps_what_it_measured_and_an_older_one_has_none() -> None:
 
 def test_how_far_passes_are_off_leaves_out_that_one_token_has_a_way_of_its_own() -> None:
     seconds = {1: 2.2, 2: 5.4, 4: 5.4, 8: 5.4, 16: 5.4}
-    assert curve([Forward(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES).off == 0
+    assert curve([ForwardTiming(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES).off == 0
     noisy = curve(
-        [Forward(1, width, 0, taken * (1 + 0.1 * (width == 4))) for width, taken in seconds.items()], SIZE, RATES
+        [ForwardTiming(1, width, 0, taken * (1 + 0.1 * (width == 4))) for width, taken in seconds.items()], SIZE, RATES
     )
     assert 0.05 < noisy.off < 0.1

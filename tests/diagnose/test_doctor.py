@@ -22,7 +22,7 @@ from dflash_bench.diagnose.doctor import Diagnosis
 from dflash_bench.diagnose.examine import ChangeTrial
 from dflash_bench.diagnose.probes import DraftChange, Moved, changed, num_drafts_of
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.loop import Accepted
+from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.target import Target
 from dflash_bench.models import loading
 from dflash_bench.models.presets import NANO
@@ -39,7 +39,7 @@ def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosi
 @pytest.fixture
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target, what it says is kept, and not computed again for every draft that is tried."""
-    monkeypatch.setattr(examine, "accepted", recalled.accepted)
+    monkeypatch.setattr(examine, "measure_acceptance", recalled.accepted)
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
@@ -48,12 +48,12 @@ def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeyp
     real = examine.accepted
     seen: list[bool] = []
 
-    def both(*asked: Any) -> list[Accepted]:
+    def both(*asked: Any) -> list[AcceptedAnswer]:
         answers = real(*asked)
         seen.append(answers == recalled.accepted(*asked))
         return answers
 
-    monkeypatch.setattr(examine, "accepted", both)
+    monkeypatch.setattr(examine, "measure_acceptance", both)
     examined(method, limit=1, max_new_tokens=12)
     assert len(seen) > 10 and all(seen)
 
@@ -175,8 +175,8 @@ def change(name: str, kind: str = "kind") -> DraftChange:
     return DraftChange(kind, name, f"cause {name}", "remedy")
 
 
-def answers(*counts: tuple[int, ...]) -> list[Accepted]:
-    return [Accepted((), each) for each in counts]
+def answers(*counts: tuple[int, ...]) -> list[AcceptedAnswer]:
+    return [AcceptedAnswer((), each) for each in counts]
 
 
 def test_a_gain_by_chance_is_no_cause() -> None:
@@ -233,7 +233,7 @@ def test_loops_of_the_target_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gain_from_loops_is_none() -> None:
     def sample(tokens: list[int]) -> examine.Sample:
-        return examine.Sample("s", (Accepted(tuple(tokens), (3,)), Accepted(tuple(range(40)), (3,))))
+        return examine.Sample("s", (AcceptedAnswer(tuple(tokens), (3,)), AcceptedAnswer(tuple(range(40)), (3,))))
 
     sound, looping = sample([*range(50, 90)]), sample([5] * 40)
     others = [(change("template"), looping), (change("thinking"), sound)]

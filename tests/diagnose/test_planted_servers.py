@@ -27,7 +27,7 @@ from dflash_bench.diagnose.compare_counts import drafts_a_round, named
 from dflash_bench.diagnose.show import sentence
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.forward.native_drafts import LeanDFlash
+from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.presets import NANO
@@ -123,9 +123,9 @@ def unanchored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = LeanDFlash.context
+    context = NativeDFlash.context
 
-    def first(self: LeanDFlash, features: Tensor, tables: Any) -> Tensor:
+    def first(self: NativeDFlash, features: Tensor, tables: Any) -> Tensor:
         kept = self.key_norm.weight
         self.key_norm.weight = torch.stack([kept[0]] * len(kept))
         try:
@@ -133,7 +133,7 @@ def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             self.key_norm.weight = kept
 
-    monkeypatch.setattr(LeanDFlash, "context", first)
+    monkeypatch.setattr(NativeDFlash, "context", first)
 
 
 def offsets_as_ids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ def block_at(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def embedded(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = LeanDFlash.forward
-    monkeypatch.setattr(LeanDFlash, "forward", lambda self, rows, *more: forward(self, rows * factor, *more))
+    forward = NativeDFlash.forward
+    monkeypatch.setattr(NativeDFlash, "forward", lambda self, rows, *more: forward(self, rows * factor, *more))
 
 
 def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def next_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         read(self)
         self.cache.place(self.starts, self.block_size)
         hidden = self._through(self.block)
-        logits: Tensor = self.head(hidden[:, : self.num_slots])
+        logits: Tensor = self.head(hidden[:, : self.num_predicted])
         return logits
 
     monkeypatch.setattr(DFlashDrafter, "_read_block", moved)

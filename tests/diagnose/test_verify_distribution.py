@@ -20,7 +20,7 @@ from dflash_bench.diagnose.goodness_of_fit import compared, decided, verdicts
 from dflash_bench.diagnose.odds import Continuation, Odds, Spot, drawn, judged, judged_by, odds_of
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, NoDrafter
-from dflash_bench.engine.drafters.base import Picker
+from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -58,14 +58,14 @@ class Near:
     def __init__(self, table: TableTarget, rule: str, is_tree: bool = False) -> None:
         self.table, self.is_tree = table, is_tree
         self.noise = TableTarget(VOCAB, seed=7)
-        self.picker = Picker(rule, lambda ids: ids)
+        self.draft_sampler = DraftSampler(rule, lambda ids: ids)
         self.num_drafts = len(TREE_PARENTS) if is_tree else 6
 
     def begin(self, num_rows: int, capacity: int) -> None:
         pass
 
     def observe(self, committed: Committed) -> None:
-        self.texts, self.picker.sampler = committed.texts, committed.sampler
+        self.texts, self.draft_sampler.sampler = committed.texts, committed.sampler
 
     def logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         near = [self.table.logits_after(text) + 0.7 * self.noise.logits_after(text) for text in texts]
@@ -76,7 +76,7 @@ class Near:
             return self.tree()
         texts, tokens, probs = [list(text) for text in self.texts], [], []
         for i in range(self.num_drafts):
-            token, p = self.picker.pick(self.logits(texts), first=i)
+            token, p = self.draft_sampler.sample(self.logits(texts), first=i)
             tokens.append(token)
             probs.append(p)
             for text, new in zip(texts, token[:, 0].tolist(), strict=True):

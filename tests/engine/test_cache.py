@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.cache import KVCache, ancestors, causal_mask
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.masks import ancestors, causal_mask
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from test_decoding import STOP, answers, table, texts
 from test_drafters import DFLASH, PROMPTS, enlarged
 from toy import plain, run, tiny
 
-from dflash_bench.engine.adaptive import WIDTHS, AdaptiveLength, Costs, best_width, expected_tokens
+from dflash_bench.engine.adaptive import WIDTHS, AdaptiveLength, WidthCosts, best_width, expected_tokens
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter
 from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter
@@ -37,7 +37,7 @@ probability = st.floats(0.001, 1)
     st.floats(0.25, 4),
 )
 def test_the_width_chosen_has_the_most_expected_tokens_per_second(
-    rows: list[list[float]], seconds: list[float], trust: float
+    rows: list[list[float]], seconds: list[float], calibration: float
 ) -> None:
     """By the definition: a row gets one token, and drafted token k if it and those before it are kept."""
     widths = (1, 2, 4, 6)
@@ -45,10 +45,10 @@ def test_the_width_chosen_has_the_most_expected_tokens_per_second(
     for width, cost in zip(widths, seconds, strict=True):
         tokens = 0.0
         for row in rows:
-            tokens += 1 + sum(math.prod(p**trust for p in row[: k + 1]) for k in range(width))
+            tokens += 1 + sum(math.prod(p**calibration for p in row[: k + 1]) for k in range(width))
         rates.append(tokens / cost)
     scores = np.array([list(accumulate(map(math.log, row))) for row in rows])
-    chosen = best_width(expected_tokens(scores, widths, trust), np.array(seconds))
+    chosen = best_width(expected_tokens(scores, widths, calibration), np.array(seconds))
     assert rates[chosen] == pytest.approx(max(rates))
 
 
@@ -61,9 +61,9 @@ def test_with_a_margin_the_widest_is_chosen_that_is_hardly_slower() -> None:
     assert [best_width(expected, seconds, margin) for margin in (0.0, 0.01, 0.02, 0.05, 0.2)] == [1, 1, 2, 2, 3]
 
 
-def measured(fixed: float, slope: float, num_rounds: int, seed: int = 0) -> Costs:
+def measured(fixed: float, slope: float, num_rounds: int, seed: int = 0) -> WidthCosts:
     """Rounds of random widths, each a tenth longer or shorter than it should be, some held up for ten times as long."""
-    chance, costs = random.Random(seed), Costs((1, 3, 7, 15, 31))
+    chance, costs = random.Random(seed), WidthCosts((1, 3, 7, 15, 31))
     for _ in range(num_rounds):
         index = chance.randrange(5)
         seconds = (fixed + slope * costs.widths[index]) * chance.uniform(0.9, 1.1)
@@ -88,11 +88,11 @@ def test_old_rounds_are_forgotten() -> None:
 
 
 def test_two_widths_take_turns_at_the_start_and_another_is_looked_at_now_and_then() -> None:
-    costs = Costs((1, 3, 7, 15, 31))
+    costs = WidthCosts((1, 3, 7, 15, 31))
     looks = []
     for chosen in [4] * 100 + [0] * 100:
-        first = costs.first_look()
-        looks.append(costs.look(chosen) if first is None else first)
+        first = costs.explore_first()
+        looks.append(costs.explore(chosen) if first is None else first)
         costs.add(looks[-1], 1.0)
     assert looks[:9] == [4, 2, 4, 2, 4, 2, 4, 2, 4]
     assert [looks[8:100].count(index) for index in range(5)] == [0, 0, 2, 0, 90]
@@ -104,20 +104,20 @@ class Machine:
 
     def __init__(self, fixed: float, slope: float, power: float = 1.0, lags: bool = False) -> None:
         self.time, self.fixed, self.slope, self.power = 0.0, fixed, slope, power
-        self.pace = AdaptiveLength(15, lags, lambda: self.time)
+        self.adaptive = AdaptiveLength(15, lags, lambda: self.time)
         self.chance = random.Random(0)
 
     def round(self) -> tuple[int, int, list[float]]:
         """The width chosen, the tokens got, and what the draft said of each place."""
         sure = self.chance.choice([0.5, 0.97])
         scores = [math.log(sure) * (k + 1) for k in range(15)]
-        self.pace.start()
-        width = self.pace.choose(torch.tensor([scores]))
+        self.adaptive.start()
+        width = self.adaptive.choose(torch.tensor([scores]))
         kept = 0
         while kept < width and self.chance.random() < sure**self.power:
             kept += 1
         self.time += self.fixed + self.slope * width
-        self.pace.kept([kept + 1])
+        self.adaptive.learn([kept + 1])
         return width, kept + 1, scores
 
 
@@ -125,7 +125,7 @@ def run_rounds(machine: Machine, num_rounds: int) -> list[tuple[int, int, list[f
     rounds = []
     for i in range(num_rounds):
         if i % 20 == 0:
-            machine.pace.begin(1)
+            machine.adaptive.begin(1)
             # Between two answers anything may happen, and none of it is a round.
             machine.time += 1000
         rounds.append(machine.round())
@@ -148,7 +148,7 @@ def test_a_chosen_width_is_hardly_ever_worse_than_the_best_fixed_one(fixed: floa
 def test_trust_finds_how_much_the_draft_is_too_sure_of_itself(power: float) -> None:
     machine = Machine(1.0, 0.02, power)
     run_rounds(machine, 4000)
-    assert machine.pace.trust == pytest.approx(power, rel=0.3)
+    assert machine.adaptive.calibration == pytest.approx(power, rel=0.3)
 
 
 def test_an_expensive_width_is_cut_and_a_free_one_is_not() -> None:
@@ -171,7 +171,7 @@ def test_other_numbers_of_rows_have_costs_of_their_own() -> None:
         for _ in range(5):
             pace.start()
             pace.choose(torch.zeros(rows, 15))
-            pace.kept([2] * rows)
+            pace.learn([2] * rows)
     # Of the last round of a generation nobody knows how long it took.
     assert {rows: costs.num_rounds for rows, costs in pace.costs.items()} == {1: 8, 3: 4}
 
@@ -179,7 +179,7 @@ def test_other_numbers_of_rows_have_costs_of_their_own() -> None:
 def test_rows_that_have_ended_do_not_count() -> None:
     pace = AdaptiveLength(3, lags=False, now=lambda: 0.0)
     pace.begin(2)
-    pace.kept([4, 0])
+    pace.learn([4, 0])
     pace.start()
     pace.choose(torch.tensor([[math.log(0.5)] * 3, [0.0] * 3]))
     assert pace.expected is not None
@@ -210,7 +210,7 @@ def auto_ddtree(target: Target) -> AutoDDTreeDrafter:
 def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_rows: int, lags: bool) -> None:
     target, prompts = Target(tiny("qwen3")), RAGGED[:num_rows]
     drafter = make(target)
-    drafter.pace = AdaptiveLength(drafter.num_drafts, lags, erratic())
+    drafter.adaptive = AdaptiveLength(drafter.num_drafts, lags, erratic())
     drafted = set()
     for _ in range(2):
         out = run(target, drafter, prompts, 16)
@@ -224,7 +224,7 @@ def test_whatever_width_is_chosen_the_tokens_are_the_plain_ones(make: Any, num_r
 def test_drafts_that_are_often_right_are_cut_anywhere_and_stay_exact(num_rows: int, lags: bool) -> None:
     prompts = RAGGED[:num_rows]
     drafter = noisy_ddtree(AutoDDTreeDrafter, texts(prompts), 24)
-    drafter.pace = AdaptiveLength(drafter.num_drafts, lags, erratic())
+    drafter.adaptive = AdaptiveLength(drafter.num_drafts, lags, erratic())
     for _ in range(4):
         out = run(table(), drafter, prompts, stop_ids=frozenset({STOP}))
         assert out.tokens == answers(prompts)
@@ -246,7 +246,7 @@ def test_a_broken_draft_costs_speed_and_not_exactness(make: Any) -> None:
         next(drafter.draft.parameters()).fill_(torch.nan)
     for _ in range(3):
         assert run(target, drafter, PROMPTS, 12).tokens == plain(target, PROMPTS, 12)
-    assert math.isfinite(drafter.pace.trust)
+    assert math.isfinite(drafter.adaptive.calibration)
 
 
 def test_few_nodes_below_each_other_are_sent_as_a_chain() -> None:

@@ -128,11 +128,11 @@ class Noisy:
     """A block's logits are noise that often puts the right token first, else somewhere; no network is behind them."""
 
     def __init__(self, known: Sequence[Sequence[int]], num_slots: int, vocab_size: int) -> None:
-        self.known, self.num_slots, self.vocab_size = known, num_slots, vocab_size
+        self.known, self.num_predicted, self.vocab_size = known, num_slots, vocab_size
         self.scripted = Scripted(known, num_slots)
 
     def logits(self, generator: torch.Generator) -> Tensor:
-        right = torch.tensor(self.scripted.right(self.num_slots))
+        right = torch.tensor(self.scripted.right(self.num_predicted))
         logits = torch.randn(*right.shape, self.vocab_size, generator=generator)
         lift = 8 * torch.rand(right.shape, generator=generator)
         return logits.scatter_add_(2, right[..., None], lift[..., None])
@@ -145,13 +145,13 @@ def noisy_ddtree(kind: type[DDTreeDrafter], known: Sequence[Sequence[int]], node
     class Drafter(kind):  # type: ignore[valid-type, misc]
         def begin(self, num_rows: int, capacity: int) -> None:
             noise.scripted.begin(num_rows, capacity)
-            if hasattr(self, "pace"):
-                self.pace.begin(num_rows)
+            if hasattr(self, "adaptive"):
+                self.adaptive.begin(num_rows)
 
         def observe(self, committed: Committed) -> None:
             noise.scripted.observe(committed)
-            if hasattr(self, "pace"):
-                self.pace.kept(committed.counts)
+            if hasattr(self, "adaptive"):
+                self.adaptive.learn(committed.counts)
 
         def block_logits(self) -> Tensor:
             return noise.logits(generator)

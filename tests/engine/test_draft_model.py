@@ -155,5 +155,5 @@ def test_a_recurrent_model_cannot_draft() -> None:
 def test_options_reach_the_drafter() -> None:
     models = Models(tiny("qwen3"), None, {"draft-model": tiny("llama")}, {})
     built = build(models, Target(tiny("qwen3")), parse("draft-model:n=3,rule=rejection"))
-    assert built.num_drafts == 3 and built.picker.samples
+    assert built.num_drafts == 3 and built.draft_sampler.samples
     assert build(models, Target(tiny("qwen3")), parse("draft-model")).num_drafts == 7

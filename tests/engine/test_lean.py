@@ -14,7 +14,7 @@ from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine import selection
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.forward.native import Lean, why_not
+from dflash_bench.engine.forward.native import NativeForward, why_not
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 
@@ -105,7 +105,7 @@ def test_every_pass_says_what_the_publishers_code_says(kind: str, num_rows: int)
     model = copy.deepcopy(KINDS[kind]())
     assert why_not(model) is None
     expected = passes(Target(model), num_rows)
-    for theirs, ours in zip(expected, passes(Target(model, network=Lean(model)), num_rows), strict=True):
+    for theirs, ours in zip(expected, passes(Target(model, network=NativeForward(model)), num_rows), strict=True):
         assert torch.allclose(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4 * float(theirs.logits.abs().max()))
         assert ours.hidden is not None and theirs.hidden is not None and ours.hidden.shape == theirs.hidden.shape
         assert torch.allclose(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4 * float(theirs.hidden.abs().max()))
@@ -128,7 +128,7 @@ def test_decoding_gives_what_transformers_generates(kind: str) -> None:
 def test_in_bfloat16_it_is_as_near_to_float32_as_the_publishers_code(kind: str) -> None:
     exact = passes(Target(copy.deepcopy(KINDS[kind]())), 1)
     half = copy.deepcopy(KINDS[kind]()).to(torch.bfloat16)
-    theirs, ours = passes(Target(copy.deepcopy(half)), 1), passes(Target(half, network=Lean(half)), 1)
+    theirs, ours = passes(Target(copy.deepcopy(half)), 1), passes(Target(half, network=NativeForward(half)), 1)
     errors = [
         sum(float((said.hidden.float() - truth.hidden).norm() / truth.hidden.norm())
             for said, truth in zip(outputs, exact, strict=True) if said.hidden is not None and truth.hidden is not None)
@@ -141,7 +141,7 @@ def test_weights_in_rows_are_held_once_and_stay_the_models() -> None:
     model = copy.deepcopy(tiny("qwen3")).to(torch.bfloat16)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     size = sum(weight.untyped_storage().nbytes() for weight in unique(model))
-    first, second = Lean(model), Lean(model)
+    first, second = NativeForward(model), NativeForward(model)
     assert sum(weight.untyped_storage().nbytes() for weight in unique(model)) == size
     assert (
         first.layers[0].attention.qkv.weight.data_ptr()
@@ -195,11 +195,11 @@ def test_other_linear_layers_are_not_joined() -> None:
 
 
 def test_a_network_that_says_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Off(Lean):
+    class Off(NativeForward):
         def __init__(self, model: Any) -> None:
             super().__init__(model)
             self.norm.weight = self.norm.weight * 1.05
 
-    monkeypatch.setattr(selection, "Lean", Off)
+    monkeypatch.setattr(selection, "NativeForward", Off)
     with pytest.raises(UserError, match="computes this target differently"):
         target_of(copy.deepcopy(tiny("llama")), "native")

@@ -12,8 +12,9 @@ from test_drafters import DFLASH, EAGLE3
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_bench.engine.cache import KVCache, causal_mask, rotations
-from dflash_bench.engine.forward.native_drafts import LeanDFlash, LeanEagle3
+from dflash_bench.engine.cache import KVCache, rotations
+from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
+from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
@@ -66,7 +67,7 @@ def test_dflash_context_and_block_are_those_of_the_published_network(
     changes: dict[str, Any], dtype: torch.dtype, starts: list[int]
 ) -> None:
     network = randomised(DFlashDraft(replace(DFLASH, **changes)), dtype)
-    lean = LeanDFlash(randomised(DFlashDraft(network.config), dtype))
+    lean = NativeDFlash(randomised(DFlashDraft(network.config), dtype))
     rows, cache = len(starts), KVCache(len(starts), CONTEXT + WIDTH, CPU)
     cache.place(starts, CONTEXT - 5)
     tables = rotations(rotary(dtype), cache)
@@ -112,7 +113,7 @@ EAGLE3_KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", EAGLE3_KINDS)
 def test_an_eagle3_step_is_that_of_the_published_network(kind: str, dtype: torch.dtype, starts: list[int]) -> None:
     network = randomised(Eagle3Draft(replace(EAGLE3, **EAGLE3_KINDS[kind])), dtype)
-    lean = LeanEagle3(randomised(Eagle3Draft(network.config), dtype))
+    lean = NativeEagle3(randomised(Eagle3Draft(network.config), dtype))
     cache = KVCache(len(starts), CONTEXT + WIDTH, CPU)
     cache.place(starts, WIDTH)
     tables, mask = rotations(rotary(dtype), cache), causal_mask(cache, dtype)
@@ -134,7 +135,7 @@ def test_an_eagle3_step_is_that_of_the_published_network(kind: str, dtype: torch
 
 
 @pytest.mark.parametrize(
-    "make, lean", [(lambda: DFlashDraft(DFLASH), LeanDFlash), (lambda: Eagle3Draft(EAGLE3), LeanEagle3)]
+    "make, lean", [(lambda: DFlashDraft(DFLASH), NativeDFlash), (lambda: Eagle3Draft(EAGLE3), NativeEagle3)]
 )
 def test_the_network_it_was_made_from_stays_whole_and_nothing_is_held_twice(make: Any, lean: Any) -> None:
     # In float32 small weights are copied, by columns.
@@ -145,7 +146,7 @@ def test_the_network_it_was_made_from_stays_whole_and_nothing_is_held_twice(make
         assert torch.equal(tensor, before[name]), name
     places = {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
     for each in (one, lean(draft)):  # the second one finds them joined
-        for layer in each.layers if lean is LeanDFlash else [each.layer]:
+        for layer in each.layers if lean is NativeDFlash else [each.layer]:
             for linear in (layer.attention.qkv, layer.attention.output, layer.feed.gate_up, layer.feed.down):
                 assert linear.weight.untyped_storage().data_ptr() in places
     assert places == {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}

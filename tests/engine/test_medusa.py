@@ -17,10 +17,10 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.medusa import MedusaDrafter, build
-from dflash_bench.engine.forward.hf import final_norm
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads

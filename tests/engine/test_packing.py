@@ -13,9 +13,9 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.forward import packed as forward_packed
-from dflash_bench.engine.forward.native import Linear, packed
-from dflash_bench.engine.forward.packed import Packed, can_pack, packed_head
-from dflash_bench.engine.selection import in_words, target_of
+from dflash_bench.engine.forward.native import Linear, pack_linear
+from dflash_bench.engine.forward.packed import Packed, can_pack, pack_head
+from dflash_bench.engine.selection import network_name, target_of
 from dflash_bench.models import loading, presets, weights
 from dflash_bench.runner.setup import Wanted
 
@@ -46,8 +46,8 @@ def test_products_are_those_of_the_first_layout(
     weight, bias = torch.randn(700, 500).to(dtype), torch.randn(700).to(dtype) if has_bias else None
     x, stream = torch.randn(num_tokens, 500).to(dtype), torch.randn(num_tokens, 700).to(dtype)
     plain = Linear(weight.t(), bias)
-    second = packed(plain)
-    assert isinstance(second, Packed) and packed(second) is second
+    second = pack_linear(plain)
+    assert isinstance(second, Packed) and pack_linear(second) is second
     with torch.inference_mode():
         for ours, theirs in ((second(x), plain(x)), (second.added_to(stream, x), plain.added_to(stream, x))):
             assert ours.shape == theirs.shape and ours.dtype == dtype
@@ -58,9 +58,9 @@ def test_a_head_reads_tokens_of_several_rows() -> None:
     head = nn.Linear(512, 1000)
     x = torch.randn(3, 5, 512)
     with torch.inference_mode():
-        assert torch.allclose(packed_head(head)(x), head(x), atol=1e-4)
+        assert torch.allclose(pack_head(head)(x), head(x), atol=1e-4)
     small = nn.Linear(8, 8)
-    assert packed_head(small) is small
+    assert pack_head(small) is small
 
 
 @pytest.mark.usefixtures("all_are_large")
@@ -81,7 +81,7 @@ def test_every_method_gives_the_same_tokens_and_counts(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral"])
 def test_other_architectures_agree_with_transformers(kind: str) -> None:
     # `target_of` compares them, and refuses where they differ.
-    assert in_words(target_of(tiny(kind), "native", packs=True)) == "native, packed weights"
+    assert network_name(target_of(tiny(kind), "native", packs=True)) == "native, packed weights"
 
 
 @pytest.mark.usefixtures("all_are_large")
@@ -94,7 +94,7 @@ def test_a_layout_that_says_something_else_is_let_go(monkeypatch: pytest.MonkeyP
     can_pack(torch.zeros(1, 1))
     monkeypatch.setattr(Packed, "__call__", wrong)
     model = loading.load("nano", [], "cpu", torch.float32).target
-    assert in_words(target_of(model, packs=True)) == "transformers"
+    assert network_name(target_of(model, packs=True)) == "transformers"
     with pytest.raises(UserError, match="computes this target differently"):
         target_of(model, "native", packs=True)
 
@@ -106,8 +106,8 @@ def test_a_layout_that_says_something_else_is_let_go(monkeypatch: pytest.MonkeyP
 def test_memory_must_be_left_for_it(free_bytes: int | None, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_packed, "environment", _memory(free_bytes))
     model = loading.load("nano", [], "cpu", torch.float32).target
-    assert in_words(target_of(model, packs=True)) == network
-    assert in_words(target_of(model)) == "native"
+    assert network_name(target_of(model, packs=True)) == network
+    assert network_name(target_of(model)) == "native"
 
 
 def _memory(free_bytes: int | None) -> Any:

@@ -73,7 +73,7 @@ def other_stop_in_config(models: loading.Models) -> None:
 
 def damaged_joined(patch: pytest.MonkeyPatch) -> None:
     """Where small weights are joined in a copy, and where large ones stay the model's own."""
-    sound = native.joined
+    sound = native.join_weights
 
     @torch.no_grad()
     def damaged(groups: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -82,7 +82,7 @@ def damaged_joined(patch: pytest.MonkeyPatch) -> None:
             whole[:, ::3] *= 0.5
         return whole
 
-    patch.setattr(native, "joined", damaged)
+    patch.setattr(native, "join_weights", damaged)
 
 
 def lost_stop_ids(patch: pytest.MonkeyPatch) -> None:
@@ -91,12 +91,12 @@ def lost_stop_ids(patch: pytest.MonkeyPatch) -> None:
 
 def a_space_more(patch: pytest.MonkeyPatch) -> None:
     """Before each message: answers of nano hardly change, and the prompts do."""
-    rendered = chat.rendered
+    rendered = chat.render
 
     def faulty(tokenizer: Any, messages: Sequence[Any], thinking: bool) -> str:
         return rendered(tokenizer, [replace(one, content=" " + one.content) for one in messages], thinking)
 
-    patch.setattr(chat, "rendered", faulty)
+    patch.setattr(chat, "render", faulty)
 
 
 def first_token_lost(patch: pytest.MonkeyPatch) -> None:
@@ -193,14 +193,14 @@ def test_shared_weights_that_change_while_a_run_goes_on_end_it_and_nobody_reads_
 def test_shared_weights_that_are_damaged_where_they_are_joined_are_refused(tmp_path: Path) -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         shared(patch)
-        sound = native.joined
+        sound = native.join_weights
 
         @torch.no_grad()
         def faulty(groups: Sequence[Sequence[Tensor]]) -> Tensor:
             groups[0][0].data[0, 0:1] += 1
             return sound(groups)
 
-        patch.setattr(native, "joined", faulty)
+        patch.setattr(native, "join_weights", faulty)
 
     status, _, error = matrix.ended(Fault("damaged", plant), Way(), tmp_path / "run", limit=1)
     assert status == 2 and "was changed when the engine laid out its weights" in error

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from traced import traced
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Message
-from dflash_bench.engine import graphs
 from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
-from dflash_bench.engine.graphs import BUCKET, Replays, bucket_of
+from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
 from dflash_bench.models import loading, presets
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.option import check_options
@@ -35,11 +35,11 @@ def opened(labels: tuple[str, ...] = LABELS) -> LocalBackend:
     return open_backend(models, presets.preset("nano"), [parse(label) for label in labels], 32)
 
 
-def replaying(backend: LocalBackend, replays: Callable[[], Replays]) -> LocalBackend:
-    backend.target.replays = replays()
+def replaying(backend: LocalBackend, replays: Callable[[], GraphCache]) -> LocalBackend:
+    backend.target.graph_cache = replays()
     for drafter in backend.drafters.values():
-        if hasattr(drafter, "replays"):
-            drafter.replays = replays()
+        if hasattr(drafter, "graph_cache"):
+            drafter.graph_cache = replays()
     return backend
 
 
@@ -50,7 +50,7 @@ def usual() -> LocalBackend:
 
 @pytest.fixture(scope="module")
 def replayed() -> LocalBackend:
-    return replaying(opened(), lambda: Replays(graphs.traced))
+    return replaying(opened(), lambda: GraphCache(traced))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_answers_and_acceptance_are_those_of_computed_passes(
 
 
 def test_nothing_is_captured_while_an_answer_is_decoded(prompts: list[list[int]]) -> None:
-    backend = replaying(opened(("ar",)), lambda: Replays(graphs.traced))
+    backend = replaying(opened(("ar",)), lambda: GraphCache(traced))
     backend.generate_ids("ar", prompts[:1])
     assert backend.captured()["captured"] == backend.captured()["replayed"] == 0
     answer = backend.generate_ids("ar", prompts[:1])[0]
@@ -103,12 +103,12 @@ def with_an_old_buffer(_places: int, tokens: Tensor, starts: Tensor) -> tuple[Te
 
 
 @torch.inference_mode()
-def after_capture(function: Callable[..., tuple[Tensor, ...]], must: bool = False) -> tuple[Replays, object]:
-    replays, inputs = Replays(graphs.traced, must=must), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
-    replays.moved(BUCKET)
-    assert replays.run("key", function, 10, *inputs) is None
-    assert replays.prepare(1, 5, BUCKET, lambda _key: True)
-    return replays, replays.run("key", function, 10, *inputs)
+def after_capture(function: Callable[..., tuple[Tensor, ...]], must: bool = False) -> tuple[GraphCache, object]:
+    replays, inputs = GraphCache(traced, must=must), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
+    replays.reset(BUCKET)
+    assert replays.replay("key", function, 10, *inputs) is None
+    assert replays.capture(1, 5, BUCKET, lambda _key: True)
+    return replays, replays.replay("key", function, 10, *inputs)
 
 
 def test_a_sound_pass_is_replayed_with_the_values_of_the_call() -> None:

@@ -14,7 +14,7 @@ from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.rows import DecodingError
-from dflash_bench.engine.target import Target, together
+from dflash_bench.engine.target import Target, concat_taps
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
 KINDS: dict[str, Any] = {
@@ -106,9 +106,9 @@ def test_taps_are_the_hidden_states_of_these_layers_in_the_order_asked_for() -> 
 
 def test_taps_from_several_devices_come_together_on_one() -> None:
     parts = [torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, device="meta")]
-    joined = together(parts, torch.device("meta"))
+    joined = concat_taps(parts, torch.device("meta"))
     assert joined is not None and joined.shape == (1, 2, 6) and joined.device.type == "meta"
-    assert together([], torch.device("cpu")) is None
+    assert concat_taps([], torch.device("cpu")) is None
 
 
 def hooks(model: Any) -> int:

@@ -18,7 +18,7 @@ from toy import tiny
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafters.medusa import MedusaDrafter
-from dflash_bench.engine.forward.native_drafts import LeanDFlash, LeanEagle3
+from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.selection import target_of
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
@@ -116,7 +116,7 @@ def medusa_drafter(heads: MedusaHeads) -> MedusaDrafter:
 
 @pytest.mark.parametrize(
     ("make", "laid_out"),
-    [(dflash, LeanDFlash), (eagle3, LeanEagle3), (lambda: MedusaHeads(MedusaConfig(32, 97, 2)), medusa_drafter)],
+    [(dflash, NativeDFlash), (eagle3, NativeEagle3), (lambda: MedusaHeads(MedusaConfig(32, 97, 2)), medusa_drafter)],
 )
 def test_a_draft_that_was_laid_out_is_whole(make: Callable[[], Any], laid_out: Callable[[Any], Any]) -> None:
     draft = make()

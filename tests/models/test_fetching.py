@@ -66,7 +66,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gguf_file_is_a_target(written: Path) -> None:
     models = loading.load(Preset(str(written), {}), [], "cpu", torch.float32)
     assert models.tokenizer.encode("abca", add_special_tokens=False) == [6, 1]
-    folder = gguf.converted(written)
+    folder = gguf.converted_folder(written)
     assert folder.parent == presets.cache_folder() / "gguf" and targets.find_target(str(written)) == folder
     stored = load_file(folder / "model.safetensors")
     # Tied: the head is the embedding, and stands in the file once.
@@ -78,17 +78,17 @@ def test_a_gguf_file_is_a_target(written: Path) -> None:
 
 
 def test_a_file_is_converted_once_and_again_when_it_changes(written: Path) -> None:
-    first = gguf.converted(written)
+    first = gguf.converted_folder(written)
     (first / "mark").touch()
-    assert (gguf.converted(written) / "mark").exists()
+    assert (gguf.converted_folder(written) / "mark").exists()
     written.write_bytes(written.read_bytes() + b"\0")
-    assert gguf.converted(written) != first
+    assert gguf.converted_folder(written) != first
 
 
 def test_a_damaged_file_is_refused_and_nothing_is_kept(written: Path) -> None:
     written.write_bytes(written.read_bytes()[:500])
     with pytest.raises(UserError, match="is truncated or not a GGUF file"):
-        gguf.converted(written)
+        gguf.converted_folder(written)
     assert not any(presets.cache_folder().rglob("*.safetensors"))
 
 

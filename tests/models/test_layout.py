@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from dflash_bench.models.weights import MOST_ELEMENTS, by_columns, joined, laid_out, twin
+from dflash_bench.models.weights import MOST_ELEMENTS, by_columns, join_weights, lay_out, twin
 
 
 def is_by_columns(matrix: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ def some_model() -> nn.ModuleDict:
 
 def test_of_a_model_the_linear_layers_but_not_a_tied_head() -> None:
     model = some_model()
-    own = laid_out(model)
+    own = lay_out(model)
     assert is_by_columns(own["up"].weight) and own["head"].weight is own["embed"].weight is model["embed"].weight
     assert own["embed"].weight.is_contiguous()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in own.state_dict().items())
@@ -62,7 +62,7 @@ def test_what_is_hooked_to_a_twin_is_not_hooked_to_the_model_and_weights_are_sha
 def test_small_ones_are_joined_in_a_copy_by_columns_and_stay_what_they_were(size: tuple[int, ...]) -> None:
     groups = [[torch.randn(rows, 3) for rows in size] for _ in range(2)]
     before = [(part.data_ptr(), part.stride()) for group in groups for part in group]
-    whole = joined(groups)
+    whole = join_weights(groups)
     assert torch.equal(whole, torch.stack([torch.cat(group) for group in groups]))
     assert all(is_by_columns(stacked) for stacked in whole)
     assert [(part.data_ptr(), part.stride()) for group in groups for part in group] == before
@@ -73,30 +73,30 @@ def test_small_ones_are_joined_in_a_copy_by_columns_and_stay_what_they_were(size
 def test_large_ones_are_held_once_as_contiguous_parts_of_what_is_joined(size: tuple[int, ...]) -> None:
     groups = [[torch.randn(rows, MOST_ELEMENTS // 10 + 1) for rows in size] for _ in range(2)]
     expected = torch.stack([torch.cat(group) for group in groups])
-    whole = joined(groups)
+    whole = join_weights(groups)
     assert torch.equal(whole, expected) and whole.is_contiguous()
     for stacked, group in zip(whole, groups, strict=True):
         assert torch.equal(torch.cat(group), stacked)
         assert all(part.is_contiguous() for part in group)
         assert {part.untyped_storage().data_ptr() for part in group} == {whole.untyped_storage().data_ptr()}
         # One group alone stands together too, and is left where it is.
-        again = joined([group])[0]
+        again = join_weights([group])[0]
         assert (again.data_ptr(), again.stride()) == (stacked.data_ptr(), stacked.stride())
-    assert joined(groups).data_ptr() == whole.data_ptr()
+    assert join_weights(groups).data_ptr() == whole.data_ptr()
 
 
 def test_weights_beside_each_other_in_another_order_are_joined_anew() -> None:
     whole = torch.arange(40.0).view(10, 4)
     first, second, other = whole[:4], whole[4:], torch.zeros(6, 4)
-    assert torch.equal(joined([[second, first]])[0], torch.cat([whole[4:], whole[:4]]))
+    assert torch.equal(join_weights([[second, first]])[0], torch.cat([whole[4:], whole[:4]]))
     query, key, value = torch.randn(4, 3), torch.randn(2, 3), torch.randn(2, 3)
-    joined([[query, key, value]])
-    assert torch.equal(joined([[key, query]])[0], torch.cat([key, query]))
+    join_weights([[query, key, value]])
+    assert torch.equal(join_weights([[key, query]])[0], torch.cat([key, query]))
     apart = torch.arange(40.0).view(10, 4)
-    assert torch.equal(joined([[apart[:4], other]])[0], torch.cat([apart[:4], other]))
+    assert torch.equal(join_weights([[apart[:4], other]])[0], torch.cat([apart[:4], other]))
 
 
 def test_biases_are_joined_too() -> None:
     groups = [[torch.randn(3), torch.randn(2)] for _ in range(2)]
     expected = torch.stack([torch.cat(group) for group in groups])
-    assert torch.equal(joined(groups), expected) and joined(groups).data_ptr() == groups[0][0].data_ptr()
+    assert torch.equal(join_weights(groups), expected) and join_weights(groups).data_ptr() == groups[0][0].data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,29 @@ import tiny
 import torch
 
 from dflash_bench.core import methods
+from dflash_bench.core.forwards import AttentionCost, Size
 from dflash_bench.core.types import Message
 from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.models import presets
 from dflash_bench.models.loading import Models, load
-from dflash_bench.models.memory import Demand, Footprint, demand_of, round_of
+from dflash_bench.models.memory import (
+    Footprint,
+    MemoryDemand,
+    demand_of,
+    needed_bytes,
+    round_of,
+    servers_bytes,
+    size_of,
+    token_bytes,
+    what_fits,
+)
 
 NANO = presets.preset("nano")
+SIZE = Size(
+    weight_bytes=1000, matrix_elements=250, row_bytes=4, stored_bytes=1400, num_layers=2, vocab_size=100,
+    attention=(AttentionCost(2, None, 8, 16),),
+)  # fmt: skip
 LABELS = (
     "ar", "dflash", "dflash:block=4", "dflash:3", "dflash+ngram", "ddtree", "ddtree:nodes=auto", "eagle3",
     "eagle3-tree", "eagle3-tree:nodes=20,top_k=4,depth=3", "draft-model", "medusa:nodes=30", "ngram", "suffix",
@@ -30,7 +46,7 @@ def chosen(*labels: str) -> list[methods.Method]:
     return [method.with_count(counts.get(method.name)) for method in map(methods.parse, labels)]
 
 
-def demand(*labels: str, dtype: torch.dtype | None = torch.float32) -> Demand:
+def demand(*labels: str, dtype: torch.dtype | None = torch.float32) -> MemoryDemand:
     some = chosen(*labels)
     drafts = {method.draft: Path(NANO.drafts[method.draft]) for method in some if method.draft}
     return demand_of(Path(NANO.target), drafts, some, dtype)
@@ -45,7 +61,9 @@ def opened() -> tuple[Models, LocalBackend]:
 
 def test_by_hand() -> None:
     model = Footprint(weights_bytes=1000, place_bytes=10)
-    needed = Demand(model, {"draft-model": Footprint(100, 2)}, [methods.parse("ar"), methods.parse("draft-model:4")])
+    needed = MemoryDemand(
+        model, {"draft-model": Footprint(100, 2)}, [methods.parse("ar"), methods.parse("draft-model:4")]
+    )
     held = needed.held(50)
     # One for the token after the last, four that are drafted; and in the draft's own cache another four to draft in.
     assert (held.target_cache_bytes, held.draft_cache_bytes) == (55 * 10, 59 * 2)
@@ -59,30 +77,30 @@ def test_by_hand() -> None:
 
 def test_two_drafts_of_one_method_and_one_draft_of_two_methods() -> None:
     model, draft = Footprint(1000, 10), Footprint(100, 2)
-    one = Demand(model, {"draft-model": draft}, [methods.parse("draft-model:4"), methods.parse("draft-model:2")])
+    one = MemoryDemand(model, {"draft-model": draft}, [methods.parse("draft-model:4"), methods.parse("draft-model:2")])
     held = one.held(0)
     assert (held.draft_weights_bytes, held.draft_cache_bytes) == (100, 2 * (9 + 5))
     both = {"draft-model": draft, "draft-model@b": draft}
-    two = Demand(model, both, [methods.parse("draft-model:4"), methods.parse("draft-model@b:4")]).held(0)
+    two = MemoryDemand(model, both, [methods.parse("draft-model:4"), methods.parse("draft-model@b:4")]).held(0)
     assert (two.draft_weights_bytes, two.draft_cache_bytes) == (200, 2 * 2 * 9)
 
 
 def test_a_second_layout_is_counted_where_there_is_room_for_it() -> None:
     model, draft = Footprint(1000, 10, layout_bytes=1000), Footprint(100, 2, layout_bytes=100)
-    one = Demand(model, {"draft-model": draft}, [methods.parse("draft-model:4")])
+    one = MemoryDemand(model, {"draft-model": draft}, [methods.parse("draft-model:4")])
     # Four times the layout must be left when the weights are there: 1,100 of weights and 4,000.
     assert one.packed(5099) == one
     packed = one.packed(5100).held(0)
     assert (packed.target_weights_bytes, packed.draft_weights_bytes) == (2000, 200)
-    target_alone = Demand(model, {"draft-model": Footprint(100, 2, layout_bytes=3000)}, one.methods).packed(5100)
+    target_alone = MemoryDemand(model, {"draft-model": Footprint(100, 2, layout_bytes=3000)}, one.methods).packed(5100)
     assert target_alone.held(0).draft_weights_bytes == 100
     # nano's weights are small.
     assert demand("dflash").packed(10**12) == demand("dflash")
 
 
 def test_rows_multiply_caches_and_nothing_else() -> None:
-    one = Demand(Footprint(1000, 10), {}, [methods.parse("ar")])
-    four = Demand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)
+    one = MemoryDemand(Footprint(1000, 10), {}, [methods.parse("ar")])
+    four = MemoryDemand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)
     assert (one.held(9).total, four.held(9).total) == (1100, 1400)
     assert [four.most_rows_within(num_bytes, 9) for num_bytes in (1499, 1500, 1099, 900)] == [4, 5, 0, -1]
 
@@ -123,13 +141,13 @@ def test_caches_are_as_large_as_predicted(label: str, opened: tuple[Models, Loca
     prompt = backend.encode([Message("user", "Add 3 and 4.")])
     assert not backend.generate_ids(label, [prompt])[0].error
     held = demand(label).held(len(prompt) + 8)
-    assert held.target_cache_bytes == size_of(backend.target.cache)
+    assert held.target_cache_bytes == stored_in(backend.target.cache)
     drafter: Any = backend.drafters[label]
     cache = drafter.model.cache if label == "draft-model" else getattr(drafter, "cache", None)
-    assert held.draft_cache_bytes == (size_of(cache) if cache else 0)
+    assert held.draft_cache_bytes == (stored_in(cache) if cache else 0)
 
 
-def size_of(cache: KVCache) -> int:
+def stored_in(cache: KVCache) -> int:
     return sum(buffer.nbytes for pair in cache._layers.values() for buffer in pair)
 
 
@@ -145,3 +163,37 @@ def test_a_head_that_is_rows_of_the_targets_is_held_all_the_same(tmp_path: Path)
         for place in (tmp_path / "slim", folder / "eagle3")
     )
     assert slim == whole
+
+
+def test_headers_and_the_loaded_model_predict_the_same(opened: tuple[Models, LocalBackend]) -> None:
+    size, from_headers = size_of(opened[0].target), demand("ar").target
+    assert (size.stored_bytes, token_bytes(size.attention)) == (from_headers.weights_bytes, from_headers.place_bytes)
+
+
+def test_memory_is_weights_cache_and_logits() -> None:
+    cache, logits = 3 * (50 + 4) * 2 * 16, 3 * 4 * 100 * 8
+    assert needed_bytes(SIZE, 600, 3, 50, 4) == pytest.approx(1.05 * (1400 + 600 + cache + logits) + 0.5e9)
+
+
+def test_what_fits_is_the_largest_that_does() -> None:
+    size = replace(SIZE, weight_bytes=10**9 - 40, stored_bytes=10**9, attention=(AttentionCost(2, None, 8, 5000),))
+    free = needed_bytes(size, 0, 2, 1000, 4)
+    assert what_fits(size, 0, 4, 1000, 4, free, True) == "--batch 2 --context 1000 or --batch 4 --context 497 fits"
+    assert needed_bytes(size, 0, 4, 497, 4) <= free < needed_bytes(size, 0, 4, 499, 4)
+    assert what_fits(size, 0, 1, 9000, 4, free, True) == "--batch 1 --context 2004 fits"
+
+
+def test_too_many_layers_are_answered_with_how_many_fit() -> None:
+    size = replace(SIZE, num_layers=10, row_bytes=10**6, vocab_size=100, weight_bytes=2 * 10**9, stored_bytes=2 * 10**9)
+    free = 0.5e9 + 1.05 * (10**8 + 4 * 1.9e8) + 2e6
+    assert what_fits(size, 0, 1, 10, 4, free, True) == "--layers 4 fits"
+    assert what_fits(size, 0, 1, 10, 4, free, False) == ""
+    assert what_fits(size, 0, 1, 10, 4, 1e6, True) == ""
+
+
+def test_servers_take_what_their_files_do(tmp_path: Path) -> None:
+    for name, size in {"a.safetensors": 100, "b.safetensors": 20, "config.json": 7}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    file = tmp_path / "draft.gguf"
+    file.write_bytes(bytes(5))
+    assert servers_bytes(tmp_path, 3, [file, tmp_path]) == 3 * 120 + 5 + 120

@@ -21,9 +21,8 @@ from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.judge import CEILINGS
 from dflash_bench.models import presets, quantization, targets
 from dflash_bench.models.loading import Models, load
-from dflash_bench.models.memory import demand_of
+from dflash_bench.models.memory import demand_of, size_of
 from dflash_bench.models.targets import Placement
-from dflash_bench.perf.measure import size_of
 from dflash_bench.runner.setup import Wanted, device_and_dtype
 
 QUESTION = [Message("user", "Tom has 7 apples and buys 5 more. How many apples does he have?")]
@@ -80,7 +79,7 @@ def test_experts_would_stay_as_they_are() -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
     with pytest.raises(UserError, match="most weights of a qwen3_moe target are not in any; leave it out"):
-        quantization.quantized(Qwen3MoeForCausalLM(config), "int8", "cpu")
+        quantization.quantize(Qwen3MoeForCausalLM(config), "int8", "cpu")
 
 
 # With the packages

@@ -8,9 +8,10 @@ import toy
 import transformers
 
 from dflash_bench.core.forwards import AttentionCost
+from dflash_bench.models.memory import size_of
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.perf.measure import draft_passes, size_of
+from dflash_bench.perf.measure import draft_passes
 
 # Of `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
 TABLE = 97 * 32

@@ -9,12 +9,12 @@ import pytest
 from dflash_bench.analysis.roofline import curve
 from dflash_bench.core.forwards import (
     AttentionCost,
-    Drafting,
-    Forward,
-    Hosting,
+    DraftPass,
+    DraftTiming,
+    ForwardTiming,
+    HostOverhead,
     LinearCost,
-    Measured,
-    Pass,
+    ProfileData,
     Rates,
     Size,
 )
@@ -22,11 +22,9 @@ from dflash_bench.perf.verdict import (
     RoundCost,
     at_full_depth,
     is_alike,
-    needed_bytes,
     places,
     published_acceptance,
     what_binds,
-    what_fits,
 )
 
 SIZE = Size(
@@ -38,7 +36,7 @@ FAST, FIXED = LinearCost(1.2, 0.01), LinearCost(10.0, 0.01)
 
 
 def through(line: LinearCost) -> object:
-    return curve([Forward(1, width, 0, line.at(width)) for width in (1, 8, 16)], SIZE, RATES)
+    return curve([ForwardTiming(1, width, 0, line.at(width)) for width in (1, 8, 16)], SIZE, RATES)
 
 
 def whole(draft: float = 0.1, verify: float = 1.1, host: float = 0.05, **changes: float) -> RoundCost:
@@ -78,7 +76,7 @@ def test_what_stands_most_between_a_round_and_the_best_it_could_be(
 
 def crooked(line: LinearCost, off: float) -> object:
     seconds = {width: line.at(width) * (1 + off * sign) for width, sign in ((1, 1), (8, -1), (16, 1))}
-    return curve([Forward(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES)
+    return curve([ForwardTiming(1, width, 0, taken) for width, taken in seconds.items()], SIZE, RATES)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +93,11 @@ def test_what_binds_is_unclear_where_the_fit_does_not_allow_more(one: RoundCost,
     assert what_binds(one, through(FAST), al) != "unclear"  # type: ignore[arg-type]
 
 
-def measured() -> Measured:
-    forwards = tuple(Forward(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in (1, 2, 4, 8))
+def measured() -> ProfileData:
+    forwards = tuple(ForwardTiming(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in (1, 2, 4, 8))
     layer = Size(weight_bytes=100, matrix_elements=25)
-    drafts = tuple(Drafting("eagle3", num, 1, 9, 0.2 * num, (Pass(layer, 1, num),)) for num in (1, 7))
-    return Measured(RATES, SIZE, forwards, drafts, (Hosting("ar", 1, 0.01), Hosting("eagle3", 1, 0.02)))
+    drafts = tuple(DraftTiming("eagle3", num, 1, 9, 0.2 * num, (DraftPass(layer, 1, num),)) for num in (1, 7))
+    return ProfileData(RATES, SIZE, forwards, drafts, (HostOverhead("ar", 1, 0.01), HostOverhead("eagle3", 1, 0.02)))
 
 
 def test_rounds_of_every_width_up_to_the_draft_s_own() -> None:
@@ -129,27 +127,6 @@ def test_full_depth_multiplies_layers_and_not_the_head() -> None:
     assert is_alike(SIZE, full)
     mixed = replace(full, attention=(AttentionCost(5, None, 8, 16), AttentionCost(5, 128, 8, 16)))
     assert not is_alike(SIZE, mixed)
-
-
-def test_memory_is_weights_cache_and_logits() -> None:
-    cache, logits = 3 * (50 + 4) * 2 * 16, 3 * 4 * 100 * 8
-    assert needed_bytes(SIZE, 600, 3, 50, 4) == pytest.approx(1.05 * (1400 + 600 + cache + logits) + 0.5e9)
-
-
-def test_what_fits_is_the_largest_that_does() -> None:
-    size = replace(SIZE, weight_bytes=10**9 - 40, stored_bytes=10**9, attention=(AttentionCost(2, None, 8, 5000),))
-    free = needed_bytes(size, 0, 2, 1000, 4)
-    assert what_fits(size, 0, 4, 1000, 4, free, True) == "--batch 2 --context 1000 or --batch 4 --context 497 fits"
-    assert needed_bytes(size, 0, 4, 497, 4) <= free < needed_bytes(size, 0, 4, 499, 4)
-    assert what_fits(size, 0, 1, 9000, 4, free, True) == "--batch 1 --context 2004 fits"
-
-
-def test_too_many_layers_are_answered_with_how_many_fit() -> None:
-    size = replace(SIZE, num_layers=10, row_bytes=10**6, vocab_size=100, weight_bytes=2 * 10**9, stored_bytes=2 * 10**9)
-    free = 0.5e9 + 1.05 * (10**8 + 4 * 1.9e8) + 2e6
-    assert what_fits(size, 0, 1, 10, 4, free, True) == "--layers 4 fits"
-    assert what_fits(size, 0, 1, 10, 4, free, False) == ""
-    assert what_fits(size, 0, 1, 10, 4, 1e6, True) == ""
 
 
 def test_an_acceptance_that_was_published_for_the_pair() -> None:

@@ -14,12 +14,12 @@ from dflash_bench import report
 from dflash_bench.analysis.roofline import curve
 from dflash_bench.core.forwards import (
     AttentionCost,
-    Drafting,
-    Forward,
-    Hosting,
+    DraftPass,
+    DraftTiming,
+    ForwardTiming,
+    HostOverhead,
     LinearCost,
-    Measured,
-    Pass,
+    ProfileData,
     Rates,
     Size,
 )
@@ -60,7 +60,9 @@ def test_an_older_run_has_no_curve() -> None:
 
 
 def test_a_line_that_is_none_says_how_far_off_it_is() -> None:
-    crooked = curve([Forward(1, 1, 0, 1.0), Forward(1, 2, 0, 2.0), Forward(1, 3, 0, 1.0)], SIZE, RATES)
+    crooked = curve(
+        [ForwardTiming(1, 1, 0, 1.0), ForwardTiming(1, 2, 0, 2.0), ForwardTiming(1, 3, 0, 1.0)], SIZE, RATES
+    )
     assert "off by up to 33%" in words.formula(crooked)
 
 
@@ -122,9 +124,11 @@ def test_the_sentence_says_what_binds_and_what_it_costs(verdict: RoundVerdict, e
 
 
 def profiled(layers: int = 2) -> Profiled:
-    forwards = tuple(Forward(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in WIDTHS)
-    draft = Drafting("dflash", 15, 1, 9, 0.5, (Pass(SIZE, 16),))
-    measured = Measured(RATES, SIZE, forwards, (draft,), (Hosting("ar", 1, 0.01), Hosting("dflash", 1, 0.02)))
+    forwards = tuple(ForwardTiming(1, width, 9, 1 + 0.1 * width, head_s=0.4) for width in WIDTHS)
+    draft = DraftTiming("dflash", 15, 1, 9, 0.5, (DraftPass(SIZE, 16),))
+    measured = ProfileData(
+        RATES, SIZE, forwards, (draft,), (HostOverhead("ar", 1, 0.01), HostOverhead("dflash", 1, 0.02))
+    )
     about = {
         "model": "m", "target": "org/m", "methods": ["dflash"], "layers": 2, "all_layers": layers,
         "random_weights": True, "device": "cpu", "dtype": "float32", "threads": 1, "engine": "transformers",

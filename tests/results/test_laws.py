@@ -19,7 +19,7 @@ import pytest
 from runs import listed
 
 from dflash_bench.core.types import CEILINGS, Generation
-from dflash_bench.engine.backend import LocalBackend, PromptRounds
+from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.results import laws, parts, store, validity
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
@@ -331,7 +331,7 @@ def test_bookkeeping_that_is_broken_gives_failed_rows(
     # Without the runner's own clock and counter, which would be the first to object.
     monkeypatch.setattr(stopwatch, "alone", lambda *_, **__: None)
     monkeypatch.setattr(stopwatch.Stopwatch, "columns", lambda *_, **__: {})
-    monkeypatch.setattr(PromptRounds, "generation", broken(PromptRounds.generation))
+    monkeypatch.setattr(RequestTrace, "generation", broken(RequestTrace.generation))
     assert fake.main(monkeypatch, *WORDS) == 1
     rows = [row for row in store.load(Path("run"))[1] if row.method in methods]
     errors = {row.generation.error for row in rows}

@@ -14,7 +14,7 @@ from rows import generation
 from runs import listed
 
 from dflash_bench.core.types import Generation, Record, TimedGeneration
-from dflash_bench.engine.backend import PromptRounds
+from dflash_bench.engine.backend import RequestTrace
 from dflash_bench.engine.rows import HostClock
 from dflash_bench.engine.target import Target
 from dflash_bench.results import store
@@ -88,8 +88,8 @@ def without_end(said: Generation) -> Generation:
 def test_what_a_backend_says_otherwise_than_the_runner_heard_it_is_a_failed_row(
     main: Main, monkeypatch: pytest.MonkeyPatch, change: Change, methods: set[str], why: str
 ) -> None:
-    sound = PromptRounds.generation
-    monkeypatch.setattr(PromptRounds, "generation", lambda *args: change(sound(*args)))
+    sound = RequestTrace.generation
+    monkeypatch.setattr(RequestTrace, "generation", lambda *args: change(sound(*args)))
     assert_denied(main, methods, why)
 
 
@@ -140,8 +140,8 @@ def too_late(span: tuple[float, float]) -> tuple[float, float]:
 def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
     main: Main, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any], why: str
 ) -> None:
-    sound = getattr(PromptRounds, name)
-    monkeypatch.setattr(PromptRounds, name, lambda *args: change(sound(*args)))
+    sound = getattr(RequestTrace, name)
+    monkeypatch.setattr(RequestTrace, name, lambda *args: change(sound(*args)))
     assert_denied(main, {"ar", "dflash"}, why, "--concurrency", "2")
 
 

@@ -191,7 +191,7 @@ def engine(main: Main) -> dict[str, list[int]]:
     tokenizer = targets.tokenizer_of(NANO / "target", False)
     turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
     return {
-        json.dumps(chat.encoded(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
+        json.dumps(chat.encode(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
             *record.generation.token_ids
         ]
         for record in store.load(Path("engine"))[1]

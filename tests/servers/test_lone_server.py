@@ -125,7 +125,7 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
     tokenizer = targets.tokenizer_of(NANO / "target", False)
     turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
     right = {
-        json.dumps(chat.encoded(tokenizer, [Message("user", turns[row.prompt_id])], False)): [*row.generation.token_ids]
+        json.dumps(chat.encode(tokenizer, [Message("user", turns[row.prompt_id])], False)): [*row.generation.token_ids]
         for row in store.load(Path("engine"))[1]
         if row.method == "ar"
     }

@@ -221,7 +221,7 @@ def test_later_turns_follow_the_targets_own_answers(target: Path, tmp_path: Path
                 (turns[item.prompt_number][0], answer, turns[item.prompt_number][1]),
             )
         ]
-        text = chat.rendered(models.tokenizer, messages, thinking=False)
+        text = chat.render(models.tokenizer, messages, thinking=False)
         assert item.ids[: item.prompt_length].tolist() == models.tokenizer.encode(text, add_special_tokens=False)
         assert item.chat == before.chat and item.is_later_turn and not before.is_later_turn
     assert third[0].chat == greedy[0].chat

@@ -1,1 +1,1 @@
-"""What is proposed in a round? One file a method; the loop judges whatever they say."""
+"""Drafters propose the tokens of a round. One file per method; the loop verifies whatever they propose."""

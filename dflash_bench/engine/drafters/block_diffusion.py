@@ -1,7 +1,7 @@
 """Block diffusion: a language model that fills in blocks of masks by itself, without a target (arXiv 2509.26328).
 
-Every pass guesses all tokens of a block that are still masked, and keeps those that it is sure of, at least the surest
-one. A finished block is committed as it is: nothing verifies it, so the output is this model's own and lossy.
+Every pass predicts all tokens of a block that are still masked, and fixes the confident ones, at least the most
+confident. A finished block is committed as it is: nothing verifies it, so the output is this model's own, and lossy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def build(models: Models, _target: Target, method: Method) -> BlockDiffusionDraf
 
 
 class BlockDiffusionDrafter:
-    """`threshold` is the probability from which a guess is kept.
+    """`threshold` is the least probability at which a prediction is fixed.
 
-    Place k of a block predicts token k + 1, as in any causal LM: a block of B places reads the anchor and B - 1 tokens,
-    and gives B.
+    Slot k of a block predicts token k + 1, as in any causal LM: a block of K slots reads the anchor and K - 1 tokens,
+    and predicts K.
     """
 
     taps: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class BlockDiffusionDrafter:
         for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
             self.starts[row] = start + count
         if committed.anchor is not None:
-            self.block[committed.slots, 0] = committed.anchor
+            self.block[committed.row_slice, 0] = committed.anchor
 
     def propose(self) -> Draft:
         self.block[:, 1:] = self.mask_token_id
@@ -68,13 +68,13 @@ class BlockDiffusionDrafter:
             answer = guesses.where(kept, answer)
             missing &= ~kept
             self.block[:, 1:] = answer.masked_fill(missing, self.mask_token_id)[:, :-1]
-            # How many passes a block takes depends on its tokens: each asks the device once whether it was the last.
+            # The number of passes depends on the tokens, so each pass asks the device whether it was the last.
             if not missing.any():
                 break
         return Draft(answer[:, :-1], following=answer[:, -1])
 
     def _guess(self) -> tuple[Tensor, Tensor]:
-        """One pass over the block: a token for each place [B, N], and its probability."""
+        """Run one pass over the block; returns a token for each slot [B, K], and its probability [B, K]."""
         self.num_passes += 1
         logits = self.reader.forward(self.block, self.starts, whole_block=True).logits
         if self.sampler is None or self.sampler.greedy:
@@ -88,5 +88,5 @@ class BlockDiffusionDrafter:
 
 
 def _sure_enough(sureness: Tensor, threshold: float) -> Tensor:
-    """Of probabilities [B, N] those from the threshold on, and each row's highest."""
+    """Return [B, K], true where probabilities [B, K] reach the threshold or are their row's highest."""
     return (sureness >= threshold) | (sureness == sureness.amax(dim=1, keepdim=True))

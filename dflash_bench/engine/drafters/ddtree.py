@@ -1,8 +1,8 @@
 """DDTree: the best tree that one DFlash block offers (DDTree, algorithm 1).
 
-The slots of a block are predicted apart from each other, so a node is a token for each of the first slots, and scores
-the sum of their log-probabilities. The paper pops the best nodes from a heap; here they are sorted level by level on
-the device, which gives the same nodes in the same order: no node scores above its parent.
+The slots of a block are predicted independently, so a node at depth d is a choice of tokens for the first d slots, and
+its score is the sum of their log-probabilities. The paper pops the best nodes from a heap; here they are sorted level
+by level on the device, which gives the same nodes in the same order, as no node scores above its parent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.adaptive import AdaptiveLength
-from dflash_bench.engine.drafters.dflash import DFlashDrafter, PacedDrafter
+from dflash_bench.engine.drafters.dflash import AdaptiveDrafter, DFlashDrafter
 from dflash_bench.engine.forward.packed import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.memory import MOST_NODES
 from dflash_bench.models.nets.dflash import DFlashDraft
-
-MOST_NODES = 63
-"""As many as nodes=auto chooses from."""
 
 
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
@@ -44,7 +41,7 @@ def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
 
 
 class DDTreeDrafter(DFlashDrafter):
-    """`nodes` below the anchor, of at most `top_k` candidates a slot; with top_k 1 the tree is DFlash's own chain."""
+    """`nodes` below the anchor, from at most `top_k` candidates per slot; with top_k 1 it is DFlash's own chain."""
 
     def __init__(
         self,
@@ -58,68 +55,52 @@ class DDTreeDrafter(DFlashDrafter):
         super().__init__(draft, embedding, head, block_size)
         vocab_size = self.config.draft_vocab_size or self.config.vocab_size
         self.top_k = min(top_k or nodes, nodes, vocab_size)
-        self.tree = Levels.of(self.num_slots, nodes, self.top_k, self.device)
+        self.tree = Levels.of(self.num_predicted, nodes, self.top_k, self.device)
         self.num_drafts = self.tree.num_nodes
         self.chain = torch.arange(-1, self.num_drafts - 1, device=self.device)
 
     def propose(self) -> Draft:
         nodes, tokens = self.whole_tree()
-        # With one token a place the tree is a chain, which needs no mask, and nothing is moved in the cache.
+        # With one token per slot the tree is a chain, which needs no mask, and nothing is moved in the cache.
         return Draft(tokens, None if self.top_k == 1 else nodes.parents)
 
     def whole_tree(self) -> tuple[Nodes, Tensor]:
-        """All nodes, and their tokens as the target knows them [B, num_drafts]."""
-        logits = self.block_logits().float()
-        best, ids = logits.topk(self.top_k)
-        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
-        # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
-        nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
-        return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
+        """Return all nodes, and their tokens as target ids [B, num_drafts]."""
+        nodes, tokens = best_tree(self.block_logits(), self.top_k, self.tree)
+        return nodes, self.draft.target_ids(tokens)
 
 
-class AutoDDTreeDrafter(PacedDrafter, DDTreeDrafter):
-    """CaDDTree (arXiv 2606.01813): of the best `nodes` as many, best first, as pay (`engine/adaptive.py`)."""
-
-    def __init__(
-        self,
-        draft: DFlashDraft,
-        embedding: nn.Module,
-        head: Product,
-        nodes: int,
-        top_k: int | None = None,
-        block_size: int | None = None,
-    ) -> None:
-        super().__init__(draft, embedding, head, nodes, top_k, block_size)
-        self.pace = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu")
+class AutoDDTreeDrafter(AdaptiveDrafter, DDTreeDrafter):
+    """CaDDTree (arXiv 2606.01813): of the best `nodes`, submits as many, best first, as pay (`engine/adaptive.py`)."""
 
     def propose(self) -> Draft:
-        self.pace.start()
+        self.adaptive.start()
         nodes, tokens = self.whole_tree()
-        width = self.pace.choose(nodes.scores)
+        width = self.adaptive.choose(nodes.scores)
         tokens, parents = tokens[:, :width], nodes.parents[:, :width]
-        # Few nodes are often a chain, one below another. Only a CPU can tell at no cost.
-        is_chain = self.top_k == 1 or (not self.pace.lags and bool((parents == self.chain[:width]).all()))
+        # Few nodes often form a chain. Only on a CPU can this be checked at no cost.
+        is_chain = self.top_k == 1 or (not self.adaptive.lags and bool((parents == self.chain[:width]).all()))
         return Draft(tokens, None if is_chain else parents)
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Which nodes can be among the best `num_nodes` of a block, whatever the probabilities are.
+    """The nodes that can be among the best `num_nodes` of a block, whatever the probabilities are.
 
     At each depth a candidate is a pair (i, j): the i-th best node above, continued by the slot's j-th best token. Every
-    pair (i' <= i, j' <= j) scores no less, so one with (i + 1) * (j + 1) > num_nodes is never needed.
+    pair (i' <= i, j' <= j) scores no less, so a pair with (i + 1) * (j + 1) > num_nodes is never needed.
     """
 
     above: tuple[Tensor, ...]
-    """Per depth, i of each pair."""
+    """For each depth, i of each pair."""
     sizes: tuple[int, ...]
     """How many candidates are kept at each depth."""
     firsts: tuple[int, ...]
-    """The number of each depth's first candidate, counted through all depths."""
+    """The index of each depth's first candidate among those of all depths."""
     parents: Tensor
-    """Of all candidates, the number of the node above among all that are kept; -1 is the anchor."""
+    """For each candidate, the index of its parent among all nodes that are kept; -1 is the anchor."""
     choices: Tensor
-    """Of all candidates, slot * top_k + j."""
+    """For each candidate, slot * top_k + j."""
     num_nodes: int
 
     @classmethod
@@ -142,9 +123,9 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The best nodes of each row, best first, so that parents come before children; all [B, N].
+    """The best nodes of each row, best first, so that parents come before children; all fields are [B, N].
 
-    `choices` numbers the tokens of all slots (slot * top_k + rank), `scores` are sums of log-probabilities.
+    `choices` index the candidates of all slots (slot * top_k + rank), `scores` are sums of log-probabilities.
     """
 
     choices: Tensor
@@ -152,8 +133,18 @@ class Nodes:
     scores: Tensor
 
 
+def best_tree(logits: Tensor, top_k: int, levels: Levels) -> tuple[Nodes, Tensor]:
+    """Return the best nodes and their token ids [B, N], given logits [B, L, V] of L slots predicted independently."""
+    logits = logits.float()
+    best, ids = logits.topk(top_k)
+    log_q = best - logits.logsumexp(dim=-1, keepdim=True)
+    # The order relies on no node scoring above its parent, whether by rounding or by a broken weight.
+    nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), levels)
+    return nodes, ids.flatten(1).gather(1, nodes.choices)
+
+
 def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:
-    """The best nodes of log_q [B, L, K], each slot's tokens in falling order.
+    """Return the best nodes, given log_q [B, L, K], the log-probabilities of each slot's K best tokens, best first.
 
     Of equal scores the shallower node comes first, then the one with the better parent, then the better token.
     """
@@ -167,7 +158,7 @@ def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:
         scores.append(score)
         kept.append(order[:, :size] + levels.firsts[depth])
     best, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
-    # Where each node of the levels goes to. A parent goes before its children: it scores no less, and stands above.
+    # The new place of each node. A parent goes before its children: it scores no less, and is shallower.
     place = order.argsort(dim=1)
     order, best = order[:, : levels.num_nodes], best[:, : levels.num_nodes]
     nodes = torch.cat(kept, dim=1).gather(1, order)

@@ -1,8 +1,8 @@
-"""DFlash with prompt lookup: where a long piece of the text comes again, what followed it is drafted without a pass.
+"""DFlash with prompt lookup: where a long piece of text repeats, its continuation is drafted without a pass.
 
-If the last `match` tokens of every row that is still being decoded stood in its text before, up to `copy` tokens that
-followed them are drafted, and the draft network rests; else it drafts its block for all rows. It reads everything that
-is committed either way, so its context stays whole.
+If the last `match` tokens of every row that is still being decoded occurred in its text before, up to `copy` tokens
+that followed them are drafted, and the draft network rests; otherwise it drafts its block for all rows. Either way it
+reads all committed tokens, so that its context is complete.
 """
 
 from __future__ import annotations

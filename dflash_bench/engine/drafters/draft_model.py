@@ -1,7 +1,6 @@
-"""A small causal LM drafts token by token, as in speculative sampling's first form (arXiv 2211.17192, section 2).
+"""A small causal LM drafts token by token, as in the first form of speculative decoding (arXiv 2211.17192, section 2).
 
-It reads with the same engine as the target does (`engine/target.py`), so that its cache, its positions and its masks
-are the target's own.
+It runs on the same engine as the target (`engine/target.py`): cache, positions and masks are computed in the same way.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import Picker
-from dflash_bench.engine.selection import alike
+from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.selection import target_like
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 
 
 def build(models: Models, target: Target, method: Method) -> ModelDrafter:
-    model = alike(target, models.draft_of(method))
+    model = target_like(target, models.draft_of(method))
     if not model.reads_trees:
         kind = model.config.model_type
         raise UserError(f"--draft {method.draft}: a {kind} model has recurrent layers and cannot draft; use another")
@@ -30,14 +29,14 @@ def build(models: Models, target: Target, method: Method) -> ModelDrafter:
 
 
 class ModelDrafter:
-    """`vocab_size` is the target's: of the same tokenizer, but perhaps padded to another size."""
+    """Drafts with a second `Target`. `vocab_size` is the target's: same tokenizer, but perhaps padded differently."""
 
     taps: tuple[int, ...] = ()
 
     def __init__(self, model: Target, vocab_size: int, num_drafts: int, rule: str = "match") -> None:
         self.model, self.num_drafts = model, num_drafts
         self.num_ids = min(vocab_size, model.model.get_input_embeddings().weight.shape[0])
-        self.picker = Picker(rule, lambda ids: ids)
+        self.draft_sampler = DraftSampler(rule, lambda ids: ids)
         self.starts: list[int] = []
 
     def begin(self, num_rows: int, capacity: int) -> None:
@@ -49,7 +48,7 @@ class ModelDrafter:
     def observe(self, committed: Committed) -> None:
         if committed.anchor is None:
             return
-        self.picker.sampler = committed.sampler
+        self.draft_sampler.sampler = committed.sampler
         if committed.is_prompt:
             prompts = [text[:-1] for text in committed.texts]
             self.model.prefill(
@@ -57,12 +56,12 @@ class ModelDrafter:
             )
         for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
             self.starts[row] = start + count
-        self.last[committed.slots] = self._last(committed)
+        self.last[committed.row_slice] = self._last(committed)
 
     def _last(self, committed: Committed) -> Tensor:
-        """Each row's anchor and the token before it [B, 2].
+        """Return each row's anchor and the token before it [B, 2].
 
-        Where everything was accepted, the draft has not read the token before the anchor yet; elsewhere it reads it
+        If the whole draft was accepted, the model has not read the token before the anchor yet; otherwise it reads it
         again, which changes nothing.
         """
         flat = [token for text in committed.texts for token in (text[max(len(text) - 2, 0)], text[-1])]
@@ -74,7 +73,7 @@ class ModelDrafter:
         block, starts = self.last, [max(start, 1) - 1 for start in self.starts]
         for i in range(self.num_drafts):
             logits = self.model.forward(block.clamp(max=self.num_ids - 1), starts).logits
-            tokens, drawn_from = self.picker.pick(logits[:, -1:, : self.num_ids], first=i)
+            tokens, drawn_from = self.draft_sampler.sample(logits[:, -1:, : self.num_ids], first=i)
             self.tokens[:, i : i + 1] = block = tokens
             if drawn_from is not None:
                 probs.append(drawn_from)

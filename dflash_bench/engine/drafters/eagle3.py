@@ -1,7 +1,7 @@
-"""EAGLE-3 drafting, as a chain: a one-layer network steps token by token on its own output.
+"""EAGLE-3 drafting, as a chain: a one-layer network steps token by token on its own output (arXiv 2503.01840, 3.1).
 
-After each verification it first reads the committed tokens again with the target's real features, which overwrites
-what it had made up, then proposes `num_drafts` tokens greedily.
+After each verification it first reads the committed tokens again with the target's real features, which overwrites the
+features that it made up itself, then proposes `num_drafts` tokens greedily.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.cache import causal_mask, rotations, to_device
+from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter
-from dflash_bench.engine.forward.native_drafts import LeanEagle3
+from dflash_bench.engine.forward.native_drafts import NativeEagle3
+from dflash_bench.engine.masks import causal_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -29,7 +30,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
         super().__init__(draft, num_drafts)
-        self.network = LeanEagle3(draft)
+        self.network = NativeEagle3(draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.num_drafts = num_drafts
 
@@ -42,6 +43,7 @@ class Eagle3Drafter(CachedDrafter):
         self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.device)
 
     def observe(self, committed: Committed) -> None:
+        """Read the committed tokens with the target's features [B, M, K * H]; keep the last output of each row."""
         assert committed.hidden is not None
         read = self._step(committed.tokens, self.network.fuse(committed.hidden), committed.starts, committed.first)
         last = [max(count, 1) - 1 for count in committed.counts]
@@ -52,7 +54,7 @@ class Eagle3Drafter(CachedDrafter):
         if len(last) == len(self.rows):
             self.hidden = hidden
         else:
-            self.hidden[committed.slots] = hidden
+            self.hidden[committed.row_slice] = hidden
         self.advance(committed)
 
     def propose(self) -> Draft:
@@ -66,19 +68,19 @@ class Eagle3Drafter(CachedDrafter):
         return Draft(self.tokens)
 
     def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
-        """Token x_{t+1} goes with the feature of t, at position t."""
+        """Read tokens [B, N] and features [B, N, H], x_{t+1} with feature of t at position t; returns [B, N, H]."""
         if tokens.shape[1] == 1 and (said := self.replayed(self._steady, starts, tokens, hidden)) is not None:
             return said[0]
         self.cache.place(starts, tokens.shape[1], first)
         return self._through(tokens, hidden)
 
     def _steady(self, num_places: int, tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
-        """`_through` where all that changes is in tensors."""
+        """As `_through`, placed by tensors alone, so that it can be captured."""
         self.cache.place_at(starts, tokens.shape[1], num_places)
         return (self._through(tokens, hidden),)
 
     def _through(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Tokens [B, N] and features [B, N, H] where they were placed -> the network's output [B, N, H]."""
+        """Read tokens [B, N] and features [B, N, H] where they were placed; returns the network's output [B, N, H]."""
         alone = tokens.shape[1] == 1 and not self.cache.is_ragged
         mask = None if alone else causal_mask(self.cache, hidden.dtype)
         tables = rotations(self.rotary, self.cache)

@@ -1,7 +1,8 @@
-"""EAGLE-3 drafting as a tree that grows where the draft is sure (EAGLE-2, arXiv 2406.16858, sections 4.1 and 4.2).
+"""EAGLE-3 drafting as a tree that grows where the draft is confident (EAGLE-2, arXiv 2406.16858, 4.1 and 4.2).
 
-Level by level the best `top_k` nodes by cumulative log-probability, the frontier, go through the network together, and
-each brings `top_k` children. In the end the best nodes of all levels are verified in one pass of the target.
+Expansion (4.1): level by level, the best `top_k` nodes by cumulative log-probability, the frontier, go through the
+network together, and each adds `top_k` children. Reranking (4.2): the best nodes of all levels are verified in one pass
+of the target.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.masks import FrontierMask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -32,16 +34,16 @@ def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:
 
 
 class Eagle3TreeDrafter(Eagle3Drafter):
-    """`num_drafts` nodes below the anchor; `steps` passes of the frontier, so that they lie up to steps + 1 deep.
+    """`num_drafts` nodes below the anchor, from `steps` passes of the frontier: they lie up to steps + 1 deep.
 
-    With top_k 1 it is the chain of steps + 1 tokens. What the frontier writes to the draft's cache stands behind the
-    longest row, at the same places for all rows, and is seen by its own descendants only.
+    With top_k 1 it is the chain of steps + 1 tokens. The frontier writes to the draft's cache behind the longest row,
+    at the same places for all rows, and is seen by its own descendants only (`masks.FrontierMask`).
     """
 
     def __init__(
         self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int, top_k: int = 10, steps: int = 7
     ) -> None:
-        # A node stands behind its ancestors and its better siblings: few nodes make no tree that is deeper or wider.
+        # A kept node's ancestors and better siblings are kept too, which limits depth and width for few nodes.
         self.top_k = k = min(top_k, num_drafts, draft.config.draft_vocab_size)
         self.steps = min(steps, num_drafts - 1)
         self.num_found = k + self.steps * k * k
@@ -50,23 +52,19 @@ class Eagle3TreeDrafter(Eagle3Drafter):
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         super().allocate(num_rows, capacity)
-        k, hidden = self.top_k, self.hidden
-        hides = torch.finfo(hidden.dtype).min
-        self.room = hidden.new_zeros(num_rows, 1, k, capacity)
-        self.unseen = hidden.new_full((num_rows, 1, self.num_scratch), hides)
-        self.oneself = torch.full_like(self.room[0, 0, :, :k], hides).fill_diagonal_(0)
-        self.columns = torch.arange(capacity, device=self.device)
+        self.mask = FrontierMask(num_rows, self.top_k, self.num_scratch, capacity, self.hidden)
         self.no_score = torch.zeros(num_rows, 1, device=self.device)
-        # Every node found, in the order of finding, so that parents come before children; and the frontier among them.
+        # All nodes found, in the order of finding, so that parents come before children; and which are the frontier.
         self.scores = torch.zeros(num_rows, self.num_found, device=self.device)
         self.found = torch.zeros(num_rows, self.num_found, dtype=torch.long, device=self.device)
         self.frontier = torch.zeros(num_rows, max(1, self.num_scratch), dtype=torch.long, device=self.device)
 
     def propose(self) -> Draft:
         k, first = self.top_k, 0
-        self._open()
-        # The anchor stands for a frontier of one node, which has been read with the target's features.
-        out, score, seen = self.hidden, self.no_score, self.unseen
+        self.end, self.start = max(self.starts), to_device(self.starts, self.device)[:, None]
+        self.mask.open(self.starts, self.start)
+        # The anchor is the first frontier: one node, which has been read with the target's features.
+        out, score = self.hidden, self.no_score
         for step in range(self.steps + 1):
             scores, tokens = self._children(out, score)
             last = first + scores.shape[1]
@@ -76,43 +74,37 @@ class Eagle3TreeDrafter(Eagle3Drafter):
             score, best = scores.topk(k)
             self.frontier[:, step * k : (step + 1) * k] = best + first
             parent = (best // k)[..., None]
-            seen = seen.take_along_dim(parent, dim=1)
-            seen[..., step * k : (step + 1) * k] = self.oneself
-            out = self._read(tokens.gather(1, best), out.take_along_dim(parent, dim=1), seen, step)
+            out = self._read(tokens.gather(1, best), out.take_along_dim(parent, dim=1), parent, step)
             first = last
         return self._best()
 
-    def _open(self) -> None:
-        """Every node sees its row's past, and nothing up to where the longest row ends."""
-        self.end = max(self.starts)
-        self.start = to_device(self.starts, self.device)[:, None]
-        past = self.room[..., : self.end].zero_()
-        if min(self.starts) < self.end:
-            behind = self.columns[: self.end] >= self.start
-            past.masked_fill_(behind[:, None, None], torch.finfo(past.dtype).min)
+    def _read(self, tokens: Tensor, hidden: Tensor, parent: Tensor, step: int) -> Tensor:
+        """Read the frontier [B, k] with the outputs of its parents [B, k, H]; returns its own outputs [B, k, H].
 
-    def _read(self, tokens: Tensor, hidden: Tensor, seen: Tensor, step: int) -> Tensor:
-        """The frontier [B, k] with its parents' outputs; `seen` [B, k, scratch] shows each node its own way."""
+        `parent` [B, k, 1] numbers the parents in the frontier before this one.
+        """
         place = self.end + step * self.top_k
         self.cache.place([place] * len(self.starts), self.top_k)
-        mask = self.room[..., : self.cache.visible]
-        mask[:, 0, :, self.end :] = seen[..., : self.cache.visible - self.end]
+        mask = self.mask.grow(parent, step, self.cache.visible)
         tables = self.rotary.at(self.start + step)
         return self.network.forward(self.embedding(tokens), hidden, tables, mask, self.cache)
 
     def _children(self, out: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-        """Of nodes [B, M], the best children: cumulative log-probabilities and target ids, both [B, M * k]."""
+        """Return the best k children of nodes with outputs [B, M, H] and scores [B, M]: scores and ids [B, M * k].
+
+        Scores are cumulative log-probabilities, ids the target's.
+        """
         logits = self.network.logits(out).float()
         ids = logits.topk(self.top_k).indices
         log_probs = logits.log_softmax(dim=-1).gather(-1, ids)
-        # A child never outscores its parent, not by rounding and not by a broken weight: `_best` relies on it.
+        # `_best` relies on no child scoring above its parent, whether by rounding or by a broken weight.
         log_probs = log_probs.clamp_(max=0).nan_to_num_(nan=-torch.inf)
         return (score[..., None] + log_probs).flatten(1), self.draft.target_ids(ids).flatten(1)
 
     def _best(self) -> Draft:
-        """The best nodes found, parents before children."""
+        """Return the best nodes found as a draft, parents before children."""
         k = self.top_k
-        # Where child and parent score the same, a stable order takes the parent first: no node is without its parent.
+        # Where child and parent score the same, a stable order takes the parent first, so no node loses its parent.
         order = self.scores.argsort(dim=1, descending=True, stable=True)
         kept = order[:, : self.num_drafts].sort(dim=1).values
         parent = self.frontier.gather(1, (kept - k).clamp_(min=0) // k)

@@ -1,15 +1,15 @@
-"""Lookahead decoding (arXiv 2402.02057): the target guesses several places ahead by itself, and its guesses are drafts.
+"""Lookahead decoding (arXiv 2402.02057, section 3): the target predicts several places ahead by itself, as drafts.
 
-Beside its next token, each pass works on a window of guesses: W columns, one a place further on than the other, and
+Beside its next token, each pass works on a window of guesses: W columns, each one place further on than the last, and
 N - 1 levels, each a Jacobi step on the one before. A guess sees the first level up to its column and its own column up
-to its level. The N-grams that come out of the columns go into a pool; those that begin with the anchor, at most G, are
-verified in the same pass.
+to its level. The N-grams along the columns go into a pool; those that begin with the anchor, at most G, are verified in
+the same pass.
 
 The paper's mask is a tree: the first level is a chain below the anchor, and each column's other levels hang off its
-place in that chain. So the window is verified like any draft, and what it guessed right is accepted where it stands,
-which the paper leaves to the next round. Two more things differ: above temperature 0 guesses are drawn as the answer
-is, where the paper's are the best tokens, and the pool's N-grams share what they begin with. As in the authors' code
-the window moves by one place a round, however many tokens were accepted, and begins with tokens of the prompt.
+place in that chain. So the window is verified like any draft, and correct guesses are accepted where they stand, which
+the paper leaves to the next round. Two more things differ: above temperature 0 guesses are drawn as the answer is,
+where the paper takes the best tokens, and N-grams of the pool share prefixes in the tree. As in the authors' code the
+window moves by one place per round, however many tokens were accepted, and begins with tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dflash_bench.models.loading import Models
 
 
 class NgramPool:
-    """By first token, the rests of the N-grams that were seen last, at most `size`."""
+    """The N-grams seen last, at most `size` for each first token."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -45,9 +45,9 @@ class NgramPool:
 
 
 class Window:
-    """Guesses of one row. `levels[0]` has no column for the anchor, which is known; the others have.
+    """The guesses of one row. `levels[0]` has no column for the anchor, which is known; the other levels have one.
 
-    Until all levels are there each round adds one; the first begins as much longer, since a round costs it a place.
+    Each round adds a level until all exist; the first level begins longer, because each such round shortens it.
     """
 
     def __init__(self, prompt: Text, width: int, size: int, pool: NgramPool) -> None:
@@ -56,7 +56,7 @@ class Window:
         self.ends: list[int] = []
 
     def hang_into(self, trie: Trie) -> None:
-        """Add the window to a tree; of each column the last node stays known."""
+        """Add the window to a tree, and remember the last node of each column."""
         place, self.ends = -1, []
         for column in range(len(self.levels[0]) + 1):
             if column:
@@ -67,7 +67,7 @@ class Window:
             self.ends.append(node)
 
     def advance(self, anchor: int, choices: Text) -> None:
-        """By what the target chose after the anchor that the window hung off, and after each node of the tree."""
+        """Move the window, given the target's choices after the anchor it hung off and after each node of the tree."""
         guesses = [choices[node + 1] for node in self.ends]
         if len(self.levels) < self.size - 1:
             self.levels = [level[1:] for level in (*self.levels, guesses)]
@@ -80,7 +80,7 @@ class Window:
 
 
 class LookaheadDrafter(HostDrafter):
-    """W, N and G of the paper: the window's width, the length of its N-grams, and how many of them are tried."""
+    """`width`, `size` and `num_guesses` are the paper's W, N and G: window, length of N-grams, N-grams verified."""
 
     def __init__(self, width: int, size: int, num_guesses: int, device: torch.device) -> None:
         self.width, self.size, self.num_guesses = width, size, num_guesses
@@ -111,7 +111,7 @@ class LookaheadDrafter(HostDrafter):
 
 
 def max_nodes(width: int, size: int, num_guesses: int) -> int:
-    """Of a tree: the N-grams, and the window, which may be largest while it is being filled."""
+    """Return the largest size of a tree: its N-grams and the window, which may be largest while it is being filled."""
     window = max(levels * (width + size - 1 - levels) - 1 for levels in range(1, size))
     return num_guesses * (size - 1) + window
 

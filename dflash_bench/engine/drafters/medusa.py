@@ -1,8 +1,8 @@
-"""Medusa: heads on the target's last hidden state guess the next tokens apart from each other (arXiv 2401.10774).
+"""Medusa: heads on the target's last hidden state predict later tokens independently (arXiv 2401.10774, section 2.1).
 
-Their best tokens become a tree, verified in one pass. The paper fixes the tree's shape beforehand, from what was
-accepted on a calibration set; here each round takes the nodes with the highest joint probability, as DDTree does. The
-paper's typical acceptance changes the target's distribution and is left out: the tree is verified exactly.
+Their best tokens become a tree, verified in one pass. The paper fixes the tree's shape beforehand, by acceptance on a
+calibration set; here each round takes the nodes with the highest joint probability, as DDTree does. The paper's typical
+acceptance changes the target's distribution and is left out: the tree is verified exactly.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.ddtree import Levels, best_nodes
-from dflash_bench.engine.forward.hf import final_norm
+from dflash_bench.engine.drafters.ddtree import Levels, best_tree
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.medusa import MedusaHeads
-from dflash_bench.models.weights import laid_out
+from dflash_bench.models.weights import lay_out
 
 
 def build(models: Models, target: Target, method: Method) -> MedusaDrafter:
@@ -35,15 +35,15 @@ def build(models: Models, target: Target, method: Method) -> MedusaDrafter:
 
 
 class MedusaDrafter:
-    """`nodes` below the anchor, of at most `top_k` tokens a head; with top_k 1 the tree is a chain.
+    """`nodes` below the anchor, from at most `top_k` tokens per head; with top_k 1 the tree is a chain.
 
-    `norm` is the target's last: taps are read before it, and the heads were trained behind it.
+    `norm` is the target's last norm: taps are read before it, and the heads were trained on its output.
     """
 
     def __init__(
         self, heads: MedusaHeads, norm: nn.Module, last_layer: int, num_heads: int, nodes: int, top_k: int
     ) -> None:
-        self.heads, self.norm, self.num_heads = laid_out(heads).eval(), norm, num_heads
+        self.heads, self.norm, self.num_heads = lay_out(heads).eval(), norm, num_heads
         self.taps: tuple[int, ...] = (last_layer,)
         self.device = next(heads.parameters()).device
         self.top_k = min(top_k, nodes, heads.config.vocab_size)
@@ -55,22 +55,19 @@ class MedusaDrafter:
         self.hidden: Tensor | None = None
 
     def observe(self, committed: Committed) -> None:
-        """The hidden state of the token before the anchor, which gave the anchor."""
+        """Keep the hidden state [B, H] of the token before the anchor, from which the target chose the anchor."""
         assert committed.hidden is not None
         last = [max(count, 1) - 1 for count in committed.counts]
         hidden = self.norm(committed.hidden[self.rows[: len(last)], to_device(last, self.device)])
         if self.hidden is None or len(last) == len(self.rows):
             self.hidden = hidden
         else:
-            self.hidden[committed.slots] = hidden
+            self.hidden[committed.row_slice] = hidden
 
     def propose(self) -> Draft:
         logits = self.heads(self.hidden, self.num_heads).float()
         if self.top_k == 1:
-            # One way down: a chain needs no mask of its own, and nothing has to be moved in the cache.
+            # A chain needs no mask of its own, and nothing has to be moved in the cache.
             return Draft(logits[:, : self.num_drafts].argmax(dim=-1))
-        best, ids = logits.topk(self.top_k)
-        log_q = best - logits.logsumexp(dim=-1, keepdim=True)
-        # No node may score above its parent, not by rounding and not by a broken weight: the order relies on it.
-        nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), self.tree)
-        return Draft(ids.flatten(1).gather(1, nodes.choices), nodes.parents)
+        nodes, tokens = best_tree(logits, self.top_k, self.tree)
+        return Draft(tokens, nodes.parents)

@@ -1,8 +1,8 @@
-"""Prompt lookup: if the text's last tokens have stood in it before, draft what followed them there.
+"""Prompt lookup: if the text's last tokens occurred in it before, draft the tokens that followed them there.
 
 After Saxena's prompt lookup decoding (2023) and vLLM's `ngram`: the longest suffix of prompt and answer, from `max`
-tokens down to `min`, and of its earlier places the latest. There are no weights and no pass of a network; it pays
-where an answer repeats its prompt or itself.
+tokens down to `min`, at its latest earlier occurrence. There are no weights and no pass of a network; it pays where an
+answer repeats its prompt or itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_bench.models.loading import Models
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text stood last, for n from `longest` down to `shortest`."""
+    """The last occurrence of each n-gram in a growing text, for n from `longest` down to `shortest`."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.sizes = range(longest, shortest - 1, -1)
@@ -25,7 +25,7 @@ class NGramIndex:
         self._num_read = 0
 
     def read(self, text: Text) -> None:
-        """Only what is new is read. The n-grams at the very end, which nothing follows yet, wait for next time."""
+        """Add the new n-grams of a text, except those at its very end, which nothing follows yet."""
         for end in range(self._num_read + 1, len(text)):
             for size in self.sizes:
                 if size <= end:
@@ -33,7 +33,7 @@ class NGramIndex:
         self._num_read = len(text) - 1
 
     def continuation(self, text: Text, limit: int) -> Text:
-        """What followed the longest suffix that stood here before; nothing where none did."""
+        """Return up to `limit` tokens that followed the longest suffix that occurred before, or none."""
         for size in self.sizes:
             end = self._ends.get(tuple(text[-size:]))
             if end is not None:

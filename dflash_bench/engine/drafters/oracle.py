@@ -1,7 +1,7 @@
-"""Drafts the plain answer itself: what the engine would give with a draft that is always right.
+"""Drafts the baseline answer itself: the engine's speed with a draft that is always right.
 
-It measures the engine, not a draft. The backend lets it decode plainly first, outside the clock (`foresee`); above
-temperature 0 with the same random numbers, so that the answer it knows is the one that will be drawn.
+It measures the engine, not a draft. The backend lets it decode plainly first, untimed (`foresee`); above temperature 0
+with the same random numbers, so that the answer it knows is the one that will be drawn.
 """
 
 from __future__ import annotations

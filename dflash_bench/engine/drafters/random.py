@@ -1,4 +1,4 @@
-"""Drafts random tokens: what the engine would give with a draft that is always wrong. It measures the engine."""
+"""Drafts random tokens: the engine's speed with a draft that is always wrong. It measures the engine, not a draft."""
 
 from __future__ import annotations
 

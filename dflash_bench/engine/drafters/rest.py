@@ -1,11 +1,11 @@
-"""REST (arXiv 2311.08252): drafts a tree of what followed the text's last tokens in a datastore of other texts.
+"""REST (arXiv 2311.08252, section 3): drafts a tree of continuations found in a datastore of other texts.
 
 The longest suffix of prompt and answer that occurs in the datastore, from `max` tokens down to `min`, is looked up by
-binary search in its suffix array. Of what follows its occurrences the most frequent pieces make the tree, as the paper
-builds it, each node before its children.
+binary search in its suffix array. The most frequent continuations of its occurrences make the tree, as in the paper,
+each node before its children.
 
-A datastore that holds answers to the prompts it is measured with knows what it is to predict: acceptance then says
-nothing about other prompts. Build it from other texts.
+A datastore that holds answers to the prompts it is measured with knows the tokens that it is to predict: acceptance
+then says nothing about other prompts. Build it from other texts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dflash_bench.models.datastore import END, Datastore, Places
 from dflash_bench.models.loading import Models
 
 MOST_OCCURRENCES = 4096
-"""Of a piece that occurs more often, so many occurrences are counted, spread evenly."""
+"""The most occurrences that are counted; of more, this many, spread evenly."""
 
 
 class RestDrafter(HostDrafter):
-    """`nodes` in a tree, which is at most `depth` deep."""
+    """Drafts trees of up to `nodes` nodes and `depth` levels."""
 
     def __init__(
         self, store: Datastore, nodes: int, depth: int, longest: int, shortest: int, device: torch.device
@@ -49,9 +49,9 @@ class RestDrafter(HostDrafter):
 
 
 def most_frequent(store: Datastore, ends: Places, num_nodes: int, depth: int) -> Trie:
-    """The continuations at these places, the most frequent first; of equals the shorter, then the lesser token."""
+    """Return the continuations at these places as a tree, the most frequent first; of equals the shorter ones first."""
     trie, numbers = Trie(), count()
-    # Below each node in the heap: how often it occurs, and where its occurrences go on.
+    # (-count, level, number, parent, token, places where its occurrences continue)
     heap: list[tuple[int, int, int, int, int, Places]] = []
 
     def push(parent: int, level: int, places: Places) -> None:
@@ -68,7 +68,7 @@ def most_frequent(store: Datastore, ends: Places, num_nodes: int, depth: int) ->
 
 
 def _following(store: Datastore, places: Places) -> Iterator[tuple[int, int, Places]]:
-    """Each token that stands at these places, how often, and the places behind it."""
+    """Yield each token that stands at these places, its count, and the places after it."""
     there = store.tokens[places]
     for token, times in zip(*(values.tolist() for values in np.unique(there, return_counts=True)), strict=True):
         if token != END:
@@ -80,7 +80,7 @@ def _spread(places: Places) -> Places:
 
 
 def build(models: Models, target: Target, method: Method) -> RestDrafter:
-    """Raises UserError without a datastore, and for one that does not fit."""
+    """Raises UserError if there is no datastore, or one that does not fit the model."""
     if (path := method.option("datastore")) is None:
         raise UserError(
             f"method {method.label} needs a datastore; write rest:datastore=FILE, which build-datastore makes"

@@ -1,4 +1,4 @@
-"""Drafts by the longest suffix seen before, in the prompt and in earlier answers, held in a suffix tree."""
+"""Suffix decoding: drafts from suffix trees over a row's own text and the run's earlier answers (arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dflash_bench.engine.drafters.base import HostDrafter, Text
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 
-# How often every piece of some texts occurs, up to a length: a suffix tree that grows token by token.
+# The suffix tree: counts every piece of some texts, up to a length, and grows token by token.
 #
-# A node is a piece; its children are the pieces that are one token longer. A piece that occurs once has no node: in its
-# parent stands the place of its last token, and what follows it is read from the text. So the tree is about as large as
+# A node is a piece; its children are the pieces that are one token longer. A piece that occurs once has no node: its
+# parent holds the place of its last token, and its continuation is read from the text. So the tree is about as large as
 # the texts, and a new token costs as many steps as there are suffixes that have occurred before.
 
 
 END = -1
-"""Stands behind each text; no piece goes over it."""
+"""Follows each text; no piece extends across it."""
 
 
 class Node:
@@ -36,8 +36,10 @@ Place: TypeAlias = Node | int
 
 
 class SuffixTree:
-    """Pieces of at most `depth` tokens. `suffixes[k]` is the last k tokens of the text that is being read, for every
-    k for which these occurred before."""
+    """Pieces of at most `depth` tokens.
+
+    `suffixes[k]` is the last k tokens of the text being read, for every k for which these occurred before.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -62,7 +64,7 @@ class SuffixTree:
         self.suffixes = suffixes
 
     def _grown(self, at: int, length: int) -> Node:
-        """The node of a piece that occurs for the second time; the first time it ended `at` this place."""
+        """Return a node for a piece that occurs for the second time; the first time it ended `at` this place."""
         node = Node()
         node.count = 1
         if length < self.depth and self.tokens[at + 1] != END:
@@ -70,7 +72,7 @@ class SuffixTree:
         return node
 
     def add(self, text: Sequence[int]) -> range:
-        """A text of its own; returns its places, by which it can be taken out again."""
+        """Add a separate text; returns its places, by which it can be removed."""
         first = len(self.tokens)
         for token in text:
             self.append(token)
@@ -79,7 +81,7 @@ class SuffixTree:
         return range(first, first + len(text))
 
     def remove(self, places: range) -> None:
-        """As if the text had never been added."""
+        """Remove the text at these places, as if it had never been added."""
         for first in places:
             node = self.root
             for at in range(first, min(first + self.depth, places.stop)):
@@ -92,25 +94,28 @@ class SuffixTree:
                 node = child
 
     def after(self, place: Place, token: int) -> Place | None:
-        """The piece that is longer by this token, if it occurs."""
+        """Return the piece that is longer by this token, or None if it does not occur."""
         if isinstance(place, Node):
             return place.children.get(token)
         following = place + 1
         return following if following < len(self.tokens) and self.tokens[following] == token else None
 
     def follow(self, suffixes: Sequence[Place], token: int) -> list[Place]:
-        """`suffixes` of some other text, after its next token."""
+        """Return the `suffixes` of some other text after its next token."""
         longer: list[Place] = [self.root]
         for place in suffixes[: self.depth]:
             following = self.after(place, token)
             if following is None:
-                # What is longer ends with this piece, and does not occur either.
+                # Longer suffixes end with this piece, and do not occur either.
                 break
             longer.append(following)
         return longer
 
     def likely(self, place: Place) -> Iterator[tuple[int, float]]:
-        """The most frequent continuation: each token with its share of what follows there. Of equals, the latest."""
+        """Yield the most frequent continuation, token by token, with each token's share of what follows there.
+
+        Of equally frequent tokens it takes the latest.
+        """
         while True:
             if isinstance(place, int):
                 place += 1
@@ -130,22 +135,19 @@ class SuffixTree:
             place = place.children[token]
 
 
-# Suffix decoding (arXiv 2411.04975): drafts from suffix trees over a row's own text and the run's earlier answers.
-#
-# For every suffix of the text that occurred before, in either tree, the most frequent continuation is followed as long
-# as its estimated probability, the product of its tokens' frequencies, is at least `threshold`, and for at most
-# `factor` tokens for each token that matched (the paper's alpha). The one with the highest expected number of accepted
-# tokens is drafted, as a chain; the paper's tree of several continuations is left out.
+# The drafter. For every suffix of the text that occurred before, in either tree, the most frequent continuation is
+# followed as long as its estimated probability, the product of its tokens' frequencies, is at least `threshold`, and
+# for at most `factor` tokens per matched token (the paper's alpha). The continuation with the highest expected number
+# of accepted tokens is drafted, as a chain; the paper's tree of several continuations is left out.
 #
 # With earlier answers the acceptance depends on which prompts came before, and in which order; the tokens at
-# temperature 0 do not. A prompt's answers are never in the tree while it is decoded again (warm-up, repeats, other
-# settings), nor are answers to a prompt that it begins with or that begins with it. Of each prompt the last answer is
-# kept. A run starts with no earlier answers, and so does the rest of a run that is resumed. Reading them is on the
-# clock.
+# temperature 0 do not. A prompt's own answers are never in the tree while it is decoded again (warm-up, repeats, other
+# settings), nor are answers to a prompt that is a prefix of it or that it is a prefix of. The last answer to each
+# prompt is kept. A run starts without earlier answers, and so does the rest of a resumed run. Reading them is timed.
 
 
 class Earlier:
-    """Answers by prompt, in one tree, but for those that would tell a row its own answer."""
+    """Answers by prompt, in one tree, without those that would reveal a row's own answer."""
 
     def __init__(self, depth: int) -> None:
         self.tree = SuffixTree(depth)
@@ -157,7 +159,7 @@ class Earlier:
         self.answers[tuple(prompt)] = answer
 
     def prepare(self, prompts: Iterable[Text]) -> None:
-        """The tree holds every answer that these prompts may draw on together, and no other."""
+        """Make the tree hold every answer that all of these prompts may draw on, and no other."""
         prompts = list(prompts)
         hidden = {known for known in self.answers for prompt in prompts if _alike(known, tuple(prompt))}
         for known in hidden:
@@ -172,13 +174,13 @@ class Earlier:
 
 
 def _alike(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Does one begin with the other? A chat's next turn does, and in some templates the same question with thinking."""
+    """Return True if one is a prefix of the other, as with a chat's next turn or the same question with thinking."""
     length = min(len(first), len(second))
     return first[:length] == second[:length]
 
 
 class _Row:
-    """A text being decoded: the tree of itself, and where its suffixes lie in that of earlier answers."""
+    """A text being decoded: its own tree, and where its suffixes are in the tree of earlier answers."""
 
     def __init__(self, depth: int, earlier: SuffixTree | None) -> None:
         self.tree = SuffixTree(depth)
@@ -186,7 +188,7 @@ class _Row:
         self.match_again()
 
     def match_again(self) -> None:
-        """The tree of earlier answers is another."""
+        """Find the suffixes in a tree of earlier answers that has changed."""
         self.matches: list[Place] = [self.earlier.root] if self.earlier else []
         if self.earlier:
             for token in self.tree.tokens:
@@ -199,7 +201,7 @@ class _Row:
                 self.matches = self.earlier.follow(self.matches, token)
 
     def candidates(self) -> Iterable[tuple[SuffixTree, int, Place]]:
-        """Every suffix that occurred before, with its length, the longest of each tree first."""
+        """Yield every suffix that occurred before as (tree, length, piece), the longest of each tree first."""
         for tree, suffixes in ((self.tree, self.tree.suffixes), (self.earlier, self.matches)):
             if tree is not None:
                 for length in range(len(suffixes) - 1, 0, -1):
@@ -207,7 +209,7 @@ class _Row:
 
 
 class SuffixDrafter(HostDrafter):
-    """`earlier` says whether answers of this run to other prompts are drawn on."""
+    """`earlier`: draw on this run's answers to other prompts, too."""
 
     def __init__(
         self, num_drafts: int, threshold: float, depth: int, factor: float, earlier: bool, device: torch.device
@@ -234,7 +236,7 @@ class SuffixDrafter(HostDrafter):
         self.rows[row] = _Row(self.depth, self.earlier.tree if self.earlier else None)
 
     def _keep(self, row: int) -> None:
-        """The list of the row's last answer, which the loop went on writing to, holds all of it by now."""
+        """Keep the row's last answer: the loop has appended all of it to the list by now."""
         if self.earlier and row in self._decoded:
             prompt, text = self._decoded.pop(row)
             self.earlier.keep(prompt, text[len(prompt) :])
@@ -254,7 +256,7 @@ class SuffixDrafter(HostDrafter):
         return best
 
     def _speculate(self, tree: SuffixTree, length: int, place: Place) -> tuple[list[int], float]:
-        """Tokens, and how many of them one may expect to be accepted."""
+        """Return a continuation and the expected number of its tokens that are accepted."""
         tokens: list[int] = []
         probability, score = 1.0, 0.0
         limit = min(self.num_drafts, int(self.factor * length), self.depth - length)

@@ -1,7 +1,7 @@
-"""Drafts tokens that are right at rates one sets: what the engine would give with a draft of that quality.
+"""Drafts tokens that are right at given rates: the engine's speed with a draft of that quality.
 
-`rates=0.9/0.8/0.5` drafts three tokens a round: the first is right in 90 % of rounds, the second in 80 % of those in
-which the first was, and so on. Like the oracle it knows the plain answer, and measures the engine, not a draft.
+`rates=0.9/0.8/0.5` drafts three tokens per round: the first is right in 90 % of rounds, the second in 80 % of those in
+which the first is, and so on. Like the oracle it knows the baseline answer, and measures the engine, not a draft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SyntheticDrafter(OracleDrafter):
 
 
 def rates_of(method: Method) -> list[float]:
-    """Raises UserError for what is not a list of probabilities, A/B/C."""
+    """Return the method's rates. Raises UserError unless they are a list of probabilities, A/B/C."""
     text = str(method.option("rates"))
     try:
         rates = [float(part) for part in text.split("/")]

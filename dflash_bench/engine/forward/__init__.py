@@ -1,1 +1,1 @@
-"""One forward pass of a target or a draft: by transformers, or by our own kernels' order of work."""
+"""Forward passes of targets and drafts: by transformers, or by our own code."""

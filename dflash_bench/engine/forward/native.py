@@ -1,4 +1,9 @@
-"""The target's forward by our own code: its layers, and which checkpoints it covers."""
+"""The target's forward pass by our own code: the usual decoder layer with little between its matrix products.
+
+Projections that read the same input are joined (`models/weights.py`), and query heads that share keys are rows of one
+attention problem. Covered architectures differ only in norms, biases, windows, activations, experts and rotary angles.
+The model itself stays usable. Shapes: B rows of N tokens, hidden size H, heads of size D, G query heads per key head.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,11 @@ from torch.linalg import vector_norm
 from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, silu
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.hf import decoder_layers, final_norm
-from dflash_bench.engine.forward.packed import Packed, Product, can_pack, packed_head
-from dflash_bench.models.weights import joined, laid_out
-
-# The usual decoder layer, of targets and of drafts, with little between its matrix products.
-#
-# Projections that read the same input are joined, and the model stays whole (`models/weights.py`). Query heads that
-# share keys are rows of one attention problem.
-
+from dflash_bench.engine.forward.hf import PassInputs
+from dflash_bench.engine.forward.packed import Packed, Product, can_pack, pack_head
+from dflash_bench.engine.masks import Masks, fold_kinds
+from dflash_bench.models.architecture import decoder_layers, final_norm
+from dflash_bench.models.weights import join_weights, lay_out
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -34,16 +35,16 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Norm:
-    """Divides x [..., D] by its root mean square, and multiplies it by `weight` [D] or [heads, D].
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight, for x [..., D] and `weight` [D] or [heads, D].
 
-    Where the weight is of a wider type than x, it rounds once, after the weight, as Gemma does.
+    If the weight is of a wider type than x, the result is rounded once, after the weight, as Gemma does.
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
         """`dtype` is that of x."""
         size = weight.shape[-1]
         self.weight, self.eps, self.is_wide = weight.detach(), eps, weight.dtype != dtype
-        # On a CPU torch's own is made of six operations. Of float32, three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
+        # On a CPU torch's own takes six operations. In float32 three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
         self.is_short = weight.device.type == "cpu" and dtype == torch.float32
         if self.is_short:
             self.weight = self.weight * size**0.5
@@ -61,7 +62,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A view of weights, transposed once [in, out], and their bias [out]."""
+    """A linear layer: a view of weights, transposed once [in, out], and their bias [out]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -70,19 +71,19 @@ class Linear:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def added_to(self, x: Tensor, update: Tensor) -> Tensor:
-        """The residual stream x after the projection of `update`, in one call."""
+        """Return x [B * N, H] plus the projection of `update` [B * N, in], in one call."""
         return torch.addmm(x if self.bias is None else x + self.bias, update, self.weight)
 
 
-def packed(linear: Linear | Packed) -> Linear | Packed:
-    """In its second layout, if that is faster."""
+def pack_linear(linear: Linear | Packed) -> Linear | Packed:
+    """Return the layer in its second layout, if that is faster (`packed.py`)."""
     if isinstance(linear, Packed) or not can_pack(linear.weight):
         return linear
     return Packed(linear.weight.t(), linear.bias)
 
 
 class NativeFeedForward(Protocol):
-    """Reads the normed stream [tokens, H]."""
+    """A feed-forward over the normed stream [B * N, H]."""
 
     def __call__(self, normed: Tensor) -> Tensor: ...
 
@@ -93,6 +94,8 @@ class NativeFeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gated:
+    """down(activation(gate(x)) * up(x)), with gate and up joined."""
+
     gate_up: Linear | Packed
     down: Linear | Packed
     activation: Callable[[Tensor], Tensor]
@@ -104,7 +107,7 @@ class Gated:
         return self.down.added_to(x, self._wide(normed))
 
     def packed(self) -> Gated:
-        return replace(self, gate_up=packed(self.gate_up), down=packed(self.down))
+        return replace(self, gate_up=pack_linear(self.gate_up), down=pack_linear(self.down))
 
     def _wide(self, normed: Tensor) -> Tensor:
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
@@ -113,7 +116,7 @@ class Gated:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The publisher's module: which experts a token goes to, and their products, are its own business."""
+    """A mixture of experts, computed by the publisher's module."""
 
     module: Any
 
@@ -129,18 +132,18 @@ class Experts:
 
 
 def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-    """Norms heads [..., N, heads, D] and rotates them by their positions, in place."""
+    """Norm heads [..., N, heads, D] and rotate them by their positions, in place."""
     normed = heads if norm is None else norm(heads)
     torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1], out=heads)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """From the normed stream to what its heads saw; `output` is left to the caller, who adds to the stream."""
+    """Attention up to its heads' results; `output` is applied by the caller, who adds it to the stream."""
 
     qkv: Linear | Packed
     head_norm: Norm | None
-    """Of queries and keys, [heads, D]."""
+    """The norm of queries and keys, [query and key heads, D]."""
     output: Linear | Packed
     num_heads: int
     num_kv: int
@@ -150,13 +153,13 @@ class Attention:
     def __call__(
         self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        """Normed [B * N, H] of tokens that have their places in the cache -> [B * N, heads * D].
+        """Return the heads' results [B * N, heads * D] for normed inputs [B * N, H], placed in the cache.
 
-        `shape` is (B, N), the mask is `folded`, and `index` the layer's in the cache.
+        `shape` is (B, N), the mask is folded (`masks.fold_heads`), and `index` the layer's in the cache.
         """
         rows, width = shape
         mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
-        # Queries, keys and values side by side: what is done to queries and keys is done once, and in place.
+        # Queries, keys and values lie side by side, so queries and keys are normed and rotated in one go, in place.
         turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
         pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
@@ -168,16 +171,17 @@ class Attention:
         return attended.reshape(rows * width, -1)
 
     def packed(self) -> Attention:
-        return replace(self, qkv=packed(self.qkv), output=packed(self.output))
+        return replace(self, qkv=pack_linear(self.qkv), output=pack_linear(self.output))
 
-    def folded(self, mask: Tensor | None) -> Tensor | None:
-        """A mask [B, 1, N or 1, visible], repeated for the query heads that share keys [B, 1, G * N or 1, visible]."""
-        return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, self.num_heads // self.num_kv, 1)
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.num_heads // self.num_kv
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`after_attention` and `after_feed` norm what is added to the stream, as Gemma 3 does."""
+    """A decoder layer. `after_attention` and `after_feed` norm the terms added to the stream, as in Gemma 3."""
 
     kind: str
     input_norm: Norm
@@ -190,21 +194,23 @@ class Layer:
     def __call__(
         self, index: int, x: Tensor, shape: torch.Size, tables: Tables, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        """The stream [B * N, H] behind this layer; the rest as for `Attention`."""
+        """Return the residual stream [B * N, H] after this layer; arguments as in `Attention`."""
         attended = self.attention(index, self.input_norm(x), shape, tables, mask, cache)
         return self.fed(self.mixed(x, attended))
 
     def packed(self) -> Layer:
-        """With its large weights in their second layout (`packed.py`)."""
+        """Return the layer with its large weights in their second layout (`packed.py`)."""
         return replace(self, attention=self.attention.packed(), feed=self.feed.packed())
 
     def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the stream x [B * N, H] plus attention's output, given the heads' results [B * N, heads * D]."""
         output = self.attention.output
         if self.after_attention is None:
             return output.added_to(x, attended)
         return x + self.after_attention(output(attended))
 
     def fed(self, x: Tensor) -> Tensor:
+        """Return the stream x [B * N, H] plus the feed-forward's output."""
         normed = self.feed_norm(x)
         return self.feed.added_to(x, normed) if self.after_feed is None else x + self.after_feed(self.feed(normed))
 
@@ -218,7 +224,7 @@ def layer_of(
     scale: float | None = None,
     qkv: Linear | None = None,
 ) -> Layer:
-    """`scale` is that of attention scores, if not one over the root of a head's size; `qkv` where it is joined."""
+    """Lay out a module's layer. `scale` is that of attention scores (default: D^-0.5); give `qkv` if it is joined."""
     attention, mlp = layer.self_attn, layer.mlp
     is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
     feed: NativeFeedForward = Experts(mlp)
@@ -247,9 +253,9 @@ def layer_of(
 
 
 def linear_of(*parts: nn.Linear) -> Linear:
-    """Weights and biases one below another."""
-    weight = joined([[part.weight for part in parts]])[0]
-    bias = None if parts[0].bias is None else joined([[part.bias for part in parts]])[0]
+    """Return one layer with the outputs of all parts, one after another."""
+    weight = join_weights([[part.weight for part in parts]])[0]
+    bias = None if parts[0].bias is None else join_weights([[part.bias for part in parts]])[0]
     return Linear(weight.t(), bias)
 
 
@@ -268,7 +274,7 @@ def _is_gemma(module: Any) -> bool:
 
 
 def _scale(module: Any) -> Tensor:
-    """What is multiplied with: Gemma stores how much it differs from 1, and adds that in float32."""
+    """Return the factor of a norm: Gemma stores its difference from 1, and adds that in float32."""
     weight: Tensor = module.weight.detach()
     return 1 + weight.float() if _is_gemma(module) else weight
 
@@ -277,20 +283,14 @@ def _eps(module: Any) -> float:
     return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
 
 
-# The target's network computed by us: the usual decoder layer, with nothing between its matrix products.
-#
-# Covers architectures that differ only in norms, biases, windows, activations, experts and rotary angles; their weights
-# are the checkpoint's (`native.py`). A token that sees all of the cache needs no mask.
-
-
 COVERED = ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 TABLES = ("default", "linear", "llama3", "yarn")
-"""Rotary angles that depend on the position alone, and not on how long the text is."""
+"""Kinds of rotary angles that depend on the position alone, and not on the length of the text."""
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def why_not(model: Any) -> str | None:
-    """What keeps `model` from being computed here; None if nothing does."""
+    """Return why `model` cannot be computed by this code, or None if it can."""
     config = model.config
     if config.model_type not in COVERED:
         return f"{config.model_type} is not among {', '.join(COVERED)}"
@@ -314,14 +314,14 @@ def _activation(config: Any) -> str:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """One, or one for each kind of layer."""
+    """Return the model's kinds of rotary angles: a config has one, or one per kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     several = [entry for entry in parameters.values() if isinstance(entry, Mapping)] or [parameters]
     return {entry.get("rope_type", "default") for entry in several}
 
 
-class Lean:
-    """Of a `model` that is covered."""
+class NativeForward:
+    """Computes a `model` that `why_not` does not refuse. A token that sees the whole cache needs no mask."""
 
     needs_masks = False
     keeps_some_logits = True
@@ -330,7 +330,7 @@ class Lean:
         config = model.config
         self.embedding: Any = model.get_input_embeddings()
         head = model.get_output_embeddings()
-        self.head: Product = head if head.weight is self.embedding.weight else laid_out(head)
+        self.head: Product = head if head.weight is self.embedding.weight else lay_out(head)
         self.norm, self.rotary = norm_of(final_norm(model)), model.get_decoder().rotary_emb
         layers = decoder_layers(model)
         window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
@@ -347,15 +347,15 @@ class Lean:
         self._order: tuple[int, ...] = ()
 
     def pack(self) -> None:
-        """Large weights get a second layout (`packed.py`); what is changed in the first one counts no more."""
+        """Give large weights a second layout (`packed.py`); changes to the first one have no effect any more."""
         self.layers = [layer.packed() for layer in self.layers]
-        self.head, self.is_packed = packed_head(self.head), True
+        self.head, self.is_packed = pack_head(self.head), True
 
     def tap(self, taps: Sequence[int]) -> None:
         self._order, self._taps = tuple(taps), frozenset(taps)
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
-        """Write into this cache from now on, with tables of angles for all of its places."""
+        """Write into this cache from now on; prepares rotary tables for all of its places."""
         self.cache = cache
         positions = torch.arange(cache.capacity, device=device)[None]
         probe = torch.empty(0, dtype=self.embedding.weight.dtype, device=device)
@@ -368,35 +368,26 @@ class Lean:
         pass
 
     def commit(self, counts: Sequence[int]) -> None:
-        """What lies beyond a row's end is overwritten."""
+        """Do nothing: keys and values beyond a row's end are overwritten."""
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        masks: Tensor | Mapping[str, Tensor] | None,
-        keep: int | Tensor,
-        counts: Sequence[int] | None,
-        rows: slice | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, N or fewer, V], and what each tapped layer said [B, N, H]; the cache knows the rows."""
-        x, tapped = self.through(tokens, positions, masks)
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache knows the rows."""
+        x, tapped = self.through(inputs.tokens, inputs.positions, inputs.masks)
+        keep = inputs.keep_logits
         return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of what the last layer said [B, N, H]."""
+        """Return logits [B, N, V] for outputs [B, N, H] of the last layer."""
         return self.head(self.norm(x))
 
-    def through(
-        self, tokens: Tensor, positions: Tensor, masks: Tensor | Mapping[str, Tensor] | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """What the last layer said [B, N, H], and each tapped one; it asks the host for nothing but shapes."""
+    def through(self, tokens: Tensor, positions: Tensor, masks: Masks | None) -> tuple[Tensor, list[Tensor]]:
+        """Return outputs [B, N, H] of the last layer and of each tapped one; asks the host for nothing but shapes."""
         shape = tokens.shape
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
         }
-        folded = self._folded(masks)
-        # All tokens of all rows one below another, [B * N, H]; only attention asks which row a token is of.
+        folded = fold_kinds(masks, self._tables, self.layers[0].attention.group)
+        # All tokens of all rows below one another, [B * N, H]; only attention needs to know their rows.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables[layer.kind], folded[layer.kind], self.cache)
@@ -404,15 +395,8 @@ class Lean:
                 tapped[index] = x.view(*shape, -1)
         return x.view(*shape, -1), [tapped[i] for i in self._order]
 
-    def _folded(self, masks: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor | None]:
-        """By kind of layer."""
-        kinds, fold = dict.fromkeys(layer.kind for layer in self.layers), self.layers[0].attention.folded
-        if isinstance(masks, Mapping):
-            return {kind: fold(masks[kind]) for kind in kinds}
-        return dict.fromkeys(kinds, fold(masks))
-
 
 def _signed(cos: Tensor, sin: Tensor) -> Tables:
-    """The first half of the sines has the minus sign of (left, right) -> (-right, left)."""
+    """Return the tables with the minus sign of (left, right) -> (-right, left) in the first half of the sines."""
     left, right = sin.chunk(2, dim=-1)
     return cos, torch.cat([-left, right], dim=-1)

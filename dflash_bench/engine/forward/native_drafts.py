@@ -1,4 +1,7 @@
-"""The forwards of DFlash and EAGLE-3 drafts by our own code."""
+"""The forward passes of DFlash and EAGLE-3 drafts by our own code, laid out as the target's is (`native.py`).
+
+They give the same results as the networks they are made from (`models/nets`), up to rounding; those stay usable.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,29 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.native import Linear, Norm, Tables, layer_of, linear_of, norm_of, packed, turn
-from dflash_bench.engine.forward.packed import Packed, Product, packed_head
+from dflash_bench.engine.forward.native import Linear, Norm, Tables, layer_of, linear_of, norm_of, pack_linear, turn
+from dflash_bench.engine.forward.packed import Packed, Product, pack_head
+from dflash_bench.engine.masks import fold_heads
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
-from dflash_bench.models.weights import joined, laid_out
-
-# The DFlash network laid out for decoding, as the target's is (`native.py`).
+from dflash_bench.models.weights import join_weights, lay_out
 
 
-class LeanDFlash:
-    """Gives the same results as the network it is made from, up to rounding; that network stays usable."""
+class NativeDFlash:
+    """A DFlash draft: `context` for the target's features, `forward` for a block."""
 
     def __init__(self, draft: DFlashDraft) -> None:
         config, layers = draft.config, list[Any](draft.layers)
         self.num_layers, self.head_dim = config.num_layers, config.head_dim
         attention = [layer.self_attn for layer in layers]
-        # Keys and values of the context are one product for all layers, so these lie behind one another.
+        # Keys and values of the context are one product for all layers, so their weights lie behind one another.
         projections = [[a.q_proj, a.k_proj, a.v_proj] for a in attention]
         num_queries = config.num_heads * config.head_dim
-        weights = joined([[linear.weight for linear in group] for group in projections])
+        weights = join_weights([[linear.weight for linear in group] for group in projections])
         self.kv_weight, self.kv_bias = weights[:, num_queries:].mT, None
         biases: Sequence[Tensor | None] = [None] * len(layers)
         if config.attention_bias:
-            joined_biases = joined([[linear.bias for linear in group] for group in projections])
+            joined_biases = join_weights([[linear.bias for linear in group] for group in projections])
             self.kv_bias, biases = joined_biases[:, None, num_queries:], list(joined_biases)
         k_norms = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
         self.key_norm = Norm(k_norms, config.rms_norm_eps, k_norms.dtype)
@@ -44,11 +46,14 @@ class LeanDFlash:
         ]
 
     def pack(self) -> None:
-        """Large weights get a second layout (`packed.py`); the context's stay, of which few are read at a time."""
-        self.fc, self.layers = packed(self.fc), [layer.packed() for layer in self.layers]
+        """Give large weights a second layout (`packed.py`), except the context's, which are read for few tokens."""
+        self.fc, self.layers = pack_linear(self.fc), [layer.packed() for layer in self.layers]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
-        """`DFlashDraft.context`, as the cache stores it: [layers, 2, B, kv_heads, N, D]."""
+        """Return keys and values of features [B, N, K * Ht] as the cache stores them [layers, 2, B, kv_heads, N, D].
+
+        As `DFlashDraft.context`: c = norm(fc(features)), and per layer k = RoPE(norm(W_k c)), v = W_v c (paper, 4.1).
+        """
         rows, width = features.shape[:2]
         context = self.context_norm(self.fc(features.flatten(0, 1))).expand(self.num_layers, -1, -1)
         bias, weight = self.kv_bias, self.kv_weight
@@ -58,35 +63,32 @@ class LeanDFlash:
         return both.permute(0, 3, 1, 4, 2, 5)
 
     def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """As `DFlashDraft.forward`, over the places of a cache; the mask is [B, 1, N or 1, visible]."""
+        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; mask [B, 1, N or 1, visible] or None."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
-        mask = self.layers[0].attention.folded(mask)
+        mask = fold_heads(mask, self.layers[0].attention.group)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables, mask, cache)
         return self.norm(x).view(embedded.shape)
 
 
-# The EAGLE-3 network laid out for decoding, as the target's is (`native.py`).
-
-
-class LeanEagle3:
-    """Gives the same results as the network it is made from, up to rounding; that network stays usable."""
+class NativeEagle3:
+    """An EAGLE-3 draft: `fuse` for the target's features, `forward` for a step, `logits` for its head."""
 
     def __init__(self, draft: Eagle3Draft) -> None:
         self.config = config = draft.config
         self.layer = layer_of(draft.midlayer, "full", config.num_heads, config.num_kv_heads, "silu")
         self.hidden_norm, self.norm = norm_of(draft.midlayer.hidden_norm), norm_of(draft.norm)
-        self.head: Product = laid_out(draft.lm_head)
+        self.head: Product = lay_out(draft.lm_head)
         self.fc: Linear | Packed = linear_of(draft.fc)
         self.input_norm = norm_of(draft.input_norm) if config.norm_before_fc else None
         self.fc_norms = [norm_of(norm) for norm in draft.fc_norm] if config.fc_norm else []
 
     def pack(self) -> None:
-        """Large weights get a second layout (`packed.py`)."""
-        self.fc, self.layer, self.head = packed(self.fc), self.layer.packed(), packed_head(self.head)
+        """Give large weights a second layout (`packed.py`)."""
+        self.fc, self.layer, self.head = pack_linear(self.fc), self.layer.packed(), pack_head(self.head)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """As `Eagle3Draft.fuse`."""
+        """As `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
         flat = features.flatten(0, 1)
         if self.input_norm is not None:
             flat = self.input_norm(flat)
@@ -96,14 +98,14 @@ class LeanEagle3:
         return self.fc(flat).view(*features.shape[:2], -1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """As `Eagle3Draft.forward`, over the places of a cache; the mask is [B, 1, N, visible]."""
+        """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; the mask is [B, 1, N, visible] or None."""
         shape, flat, layer = hidden.shape[:2], hidden.flatten(0, 1), self.layer
         normed = self.hidden_norm(flat)
         pair = torch.cat([layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
-        attended = layer.attention(0, pair, shape, tables, layer.attention.folded(mask), cache)
+        attended = layer.attention(0, pair, shape, tables, fold_heads(mask, layer.attention.group), cache)
         x = layer.fed(layer.mixed(normed if self.config.norm_before_residual else flat, attended))
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Eagle3Draft.logits`."""
+        """As `Eagle3Draft.logits`: [..., H] -> [..., Vd]."""
         return self.head(hidden if self.config.norm_output else self.norm(hidden))

@@ -1,8 +1,8 @@
 """Large weights in a second layout, for a CPU: oneDNN's, which reads them faster than torch's usual product does.
 
-Measured on one core of an AMD EPYC with weights of SmolLM2-135M, which no cache holds, over torch's usual product: 1.1
-to 1.5 times as fast for one token, 1.5 to 2.5 times for 2 to 16 tokens, in float32 and bfloat16 alike. Small weights
-have a faster order already (`models/weights.py`).
+Measured on one core of an AMD EPYC with the weights of SmolLM2-135M, which fit into no cache: 1.1 to 1.5 times as fast
+as torch's usual product for one token, 1.5 to 2.5 times for 2 to 16 tokens, in float32 and bfloat16 alike. Small
+weights have a faster order already (`models/weights.py`).
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from dflash_bench.core import environment
 from dflash_bench.models.weights import is_large, may_be_held_twice
 
 NUM_TOKENS = 16
-"""For which the layout is chosen; it serves other numbers almost as well, one chosen for a single token does not."""
+"""The number of tokens that the layout is chosen for; other numbers are almost as fast, unless chosen for one."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 Product = Callable[[Tensor], Tensor]
 
 
 class Packed:
-    """A linear layer [out, in] in its second layout; `weight` is the first one, which others still read."""
+    """A linear layer [out, in] in its second layout; `weight` is the first layout, which others still read."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
         self.layout = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), NUM_TOKENS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Return [..., out] for x [..., in]."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.layout, self.bias, "none", [], "")
         return out
 
     def added_to(self, x: Tensor, update: Tensor) -> Tensor:
-        """The residual stream x after the projection of `update`, in one call."""
+        """Return x [..., out] plus the projection of `update` [..., in], in one call."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(update, x, self.layout, self.bias, "add")
         return out
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Not small ones, and not where this torch has no oneDNN, or that does not know the type on this processor."""
+    """Return True for large weights of a type that oneDNN supports in this torch on this processor."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or not is_large(weight.shape):
         return False
     return weight.dtype in _known()
@@ -52,7 +52,7 @@ _types: set[torch.dtype] | None = None
 
 
 def _known() -> set[torch.dtype]:
-    """Types of which a product comes out right here: these operations are torch's own, and may change."""
+    """Return the dtypes whose product is right here; the operations are internal to torch, and may change."""
     global _types
     if _types is None:
         _types = {dtype for dtype in DTYPES if _works(dtype)}
@@ -69,8 +69,8 @@ def _works(dtype: torch.dtype) -> bool:
         return False
 
 
-def packed_head(head: Any) -> Product:
-    """An output head in its second layout, or as it is."""
+def pack_head(head: Any) -> Product:
+    """Return an output head in its second layout, or as it is if it cannot be packed."""
     if type(head) is not nn.Linear or not can_pack(head.weight):
         product: Product = head
         return product
@@ -78,7 +78,7 @@ def packed_head(head: Any) -> Product:
 
 
 def has_room(*models: nn.Module) -> bool:
-    """Is there so much memory that the large weights of these may be held twice?"""
+    """Return True if there is enough memory to hold the large weights of these models twice."""
     weights = {weight.data_ptr(): weight for model in models for weight in model.parameters()}.values()
     if not any(can_pack(weight) for weight in weights):
         return False

@@ -1,4 +1,4 @@
-"""Rolls back the state of gated delta net layers (Qwen3.5, Qwen3-Next), which unlike a cache cannot just be shortened.
+"""Rolls back the states of gated delta net layers (Qwen3.5, Qwen3-Next), which cannot be shortened like a KV cache.
 
 Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If only a part
 of the block is accepted, we recompute the state from the old one and the keys, values and gates of those tokens:
@@ -45,14 +45,14 @@ class KeptTokens:
         return cls(counts[0] if same else to_device(counts, device), max(counts))
 
     def close(self, gate: Tensor) -> Tensor:
-        """The gates [B, N, heads], set to zero after each row's last kept token."""
+        """Return the gates [B, N, heads], zero after each row's last kept token."""
         if isinstance(self.counts, int):
             return gate
         dropped = torch.arange(gate.shape[1], device=gate.device) >= self.counts.to(gate.device)[:, None]
         return gate.masked_fill(dropped[:, :, None], 0)
 
     def window(self, inputs: Tensor, size: int) -> Tensor:
-        """From inputs [B, C, size + N], the `size` that end with each row's last kept token."""
+        """Return of inputs [B, C, size + N] the `size` ones that end with each row's last kept token."""
         if isinstance(self.counts, int):
             return inputs[:, :, self.counts : self.counts + size].contiguous()
         places = self.counts.to(inputs.device)[:, None, None] + torch.arange(size, device=inputs.device)
@@ -60,7 +60,7 @@ class KeptTokens:
 
 
 class Recurrence:
-    """The states of a model's recurrent layers, and what is needed to recompute them for the last block."""
+    """The states of a model's recurrent layers, and the inputs needed to recompute them for the last block."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int], device: torch.device) -> None:
         self.device = device
@@ -80,8 +80,10 @@ class Recurrence:
 
     @contextmanager
     def reading(self, width: int, counts: Sequence[int] | None, rows: slice | None = None) -> Iterator[None]:
-        """Wrap a pass over `width` tokens per row; give `counts` if it is already known how many of them each row
-        keeps. With `rows` these alone are read, from nothing, and the others keep their states."""
+        """Wrap a pass over `width` tokens per row; `counts` says how many of them each row keeps, if that is known.
+
+        With `rows`, only these are read, beginning without a state, and the others keep theirs.
+        """
         self.known = None if counts is None else KeptTokens.of(counts, self.device)
         assert rows is None or counts is not None, "what begins a row is not rolled back"
         self._width = width
@@ -96,11 +98,11 @@ class Recurrence:
 
     @property
     def is_final(self) -> bool:
-        """True if nothing of this pass will be rolled back: the counts are known, or there is only one token."""
+        """Return True if nothing of this pass will be rolled back: counts are known, or there is only one token."""
         return self.known is not None or self._width == 1
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Row b keeps the first counts[b] tokens of the last pass (0: it has ended, and its state is not used)."""
+        """Keep the first counts[b] tokens of row b of the last pass (0: it has ended, and its state is not used)."""
         if self.is_final or all(count in (0, self._width) for count in counts):
             return
         kept = KeptTokens.of(counts, self.device)
@@ -138,13 +140,13 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.inputs: Tensor | None = None
 
     def set_aside(self) -> tuple[Tensor, Tensor]:
-        """The states of all rows; what is read next begins with none."""
+        """Return the states of all rows and begin without a state."""
         whole = self.conv_states[0], self.recurrent_states[0]
         self.clear()
         return whole
 
     def put_back(self, whole: tuple[Tensor, Tensor], rows: slice | None) -> None:
-        """The states of all rows, with what was read since in place of these rows'."""
+        """Restore the states of all rows, but for these rows, which keep what was read since."""
         for states, all_rows in zip((self.conv_states, self.recurrent_states), whole, strict=True):
             all_rows[rows] = states[0]
             states[0] = all_rows
@@ -153,7 +155,7 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         pass
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
-        """Takes new inputs [B, C, N] of the convolution; returns the old ones followed by these."""
+        """Take new inputs [B, C, N] of the convolution; returns the old ones followed by these [B, C, kernel + N]."""
         before = self.conv_states[0]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
@@ -182,10 +184,10 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 
 
 def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool) -> Tensor:
-    """The state [B, heads, Dk, Dv] after all tokens of k, v [B, N, heads, D] and g, beta [B, N, heads], in float32.
+    """Return the float32 state [B, heads, Dk, Dv] after tokens k, v [B, N, heads, D] with g, beta [B, N, heads].
 
-    Each token writes u_t = beta_t (v_t - what the state before it returns for k_t). Each u_t depends on the earlier
-    ones, so one triangular solve gives all of them; the state is then a sum over tokens of their decayed products.
+    Token t writes u_t = beta_t (v_t - S'_t^T k_t), where S'_t is the decayed state before it. Each u_t depends on the
+    earlier ones, so one triangular solve gives all of them; the state is then the sum of decayed products k_t u_t^T.
     """
     repeats = v.shape[2] // k.shape[2]
     k, v, g, beta = (x.float().transpose(1, 2) for x in (k, v, g, beta))

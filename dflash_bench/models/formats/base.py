@@ -130,7 +130,7 @@ def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]
         "head_dim": head_dim or config["head_dim"],
         "vocab_size": config["vocab_size"],
         "rms_norm_eps": config["rms_norm_eps"],
-        "target_hidden_size": different(config.get("target_hidden_size"), config["hidden_size"]),
+        "target_hidden_size": none_if_usual(config.get("target_hidden_size"), config["hidden_size"]),
         **_rotary(config),
     }
 
@@ -202,11 +202,11 @@ def _rotary(config: Json) -> dict[str, Any]:
     return {**plain, "rope_scaling": scaling}
 
 
-def different(value: int | None, usual: int) -> int | None:
+def none_if_usual(value: int | None, usual: int) -> int | None:
     return None if value == usual else value
 
 
-def shifted(ids: Sequence[int], by: int) -> tuple[int, ...]:
+def shift_ids(ids: Sequence[int], by: int) -> tuple[int, ...]:
     return tuple(i + by for i in ids)
 
 
@@ -235,7 +235,7 @@ def without_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor
     return {name: tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
 
 
-def renamed(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
+def rename_tensors(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
     return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
 
 

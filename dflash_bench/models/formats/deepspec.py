@@ -40,7 +40,7 @@ def read_eagle3(config: Json, tensors: Tensors, _depth: int | None) -> Checkpoin
         own_embedding="embed_tokens.weight" in tensors,
         **base.body(config, "an EAGLE-3 draft"),
     )
-    return Checkpoint(draft, base.renamed(tensors, LAYER, "midlayer."), config.get("_name_or_path"))
+    return Checkpoint(draft, base.rename_tensors(tensors, LAYER, "midlayer."), config.get("_name_or_path"))
 
 
 def _taps(config: Json) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
     base.needs_vocabulary("deepspec", checkpoint)
     header = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}
     tensors = base.without_whole_map(config, checkpoint.tensors)
-    return header | _rest(config, checkpoint), base.renamed(tensors, "midlayer.", LAYER)
+    return header | _rest(config, checkpoint), base.rename_tensors(tensors, "midlayer.", LAYER)
 
 
 def _rest(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     variants.refuse_unknown(inner, "eagle_config", WHAT, READ)
     variants.refuse(both, WHAT, variants.OF_LAYERS)
     taps = both.get("eagle_aux_hidden_state_layer_ids") or ()
-    tensors = base.renamed(tensors, "layers.0.", "midlayer.")
+    tensors = base.rename_tensors(tensors, "layers.0.", "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=both["draft_vocab_size"],
         target_layer_ids=tapped_outputs(taps) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
@@ -51,7 +51,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 def tapped_outputs(taps: Sequence[int]) -> tuple[int, ...]:
     """A file's list of inputs or outputs -> outputs."""
     ids = tuple(taps)
-    return ids if ids[0] == 1 else base.shifted(ids, -1)
+    return ids if ids[0] == 1 else base.shift_ids(ids, -1)
 
 
 def _convention(taps: Sequence[int]) -> str:
@@ -63,7 +63,7 @@ def _convention(taps: Sequence[int]) -> str:
 def write_eagle3(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, Eagle3Config)
-    inputs = base.shifted(config.target_layer_ids, 1)
+    inputs = base.shift_ids(config.target_layer_ids, 1)
     base.cannot_hold(
         "safeailab",
         query_and_key_norms=config.qk_norm,

@@ -24,13 +24,13 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     body = _body(config)
     variants.refuse(config, zlab.WHAT)
     taps = config.get("aux_hidden_state_layer_ids")
-    reduced = base.different(config.get("draft_vocab_size", 32000), body["vocab_size"])
+    reduced = base.none_if_usual(config.get("draft_vocab_size", 32000), body["vocab_size"])
     checkpoint = zlab.checkpoint(
         {**body, "block_size": config.get("block_size", 8), "mask_token_id": config["mask_token_id"]},
         tensors,
         depth,
         _verifier(config),
-        target_layer_ids=base.shifted(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
+        target_layer_ids=base.shift_ids(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
         shifted_labels=config.get("sample_from_anchor") or False,
         draft_vocab_size=reduced,
     )
@@ -41,10 +41,10 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     body = _body(config)
     variants.refuse({**body, **config}, safeailab.WHAT, variants.OF_LAYERS)
     taps = config.get("eagle_aux_hidden_state_layer_ids")
-    tensors = base.renamed(tensors, LAYER, "midlayer.")
+    tensors = base.rename_tensors(tensors, LAYER, "midlayer.")
     draft = Eagle3Config(
         draft_vocab_size=config["draft_vocab_size"],
-        target_layer_ids=base.shifted(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
+        target_layer_ids=base.shift_ids(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
         num_target_layers=None,
         attention_bias=body["attention_bias"],
         qk_norm=body["model_type"] == "qwen3",
@@ -92,7 +92,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        "aux_hidden_state_layer_ids": list(base.shifted(config.target_layer_ids, 1)),
+        "aux_hidden_state_layer_ids": list(base.shift_ids(config.target_layer_ids, 1)),
         "sample_from_anchor": config.shifted_labels,
     }
     layers = {"num_hidden_layers": config.num_layers, "layer_types": ["full_attention"] * config.num_layers}
@@ -109,7 +109,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(base.shifted(config.target_layer_ids, 1)),
+        "eagle_aux_hidden_state_layer_ids": list(base.shift_ids(config.target_layer_ids, 1)),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
@@ -117,7 +117,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
     }
     layer = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
     tensors = base.without_whole_map(config, checkpoint.tensors)
-    return header | _rest(checkpoint, "eagle3", 5, layer), base.renamed(tensors, "midlayer.", LAYER)
+    return header | _rest(checkpoint, "eagle3", 5, layer), base.rename_tensors(tensors, "midlayer.", LAYER)
 
 
 def _rest(checkpoint: Checkpoint, algorithm: str, num_drafts: int, layers: Json) -> dict[str, Any]:

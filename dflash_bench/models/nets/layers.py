@@ -1,13 +1,48 @@
-"""Parts that both draft networks share: RMS norm, rotary positions and the gated feed-forward."""
+"""Parts that both draft networks share: config fields, attention, feed-forward, norms, rotary positions, vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
+
+Tables = tuple[Tensor, Tensor]
+"""Cosines and signed sines of the tokens' positions, [B or 1, 1, N, D] (`Rotary`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape:
+    """The config fields that DFlash and EAGLE-3 drafts share.
+
+    `target_layer_ids` are 0-based layers of the target whose *output* feeds the draft.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    """As the checkpoint declares it; None if it does not."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_positions: int = 4096
+    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = False
+    own_embedding: bool = False
+    target_hidden_size: int | None = None
+    """Width of one target feature if it differs from `hidden_size`."""
+
+    @property
+    def num_features(self) -> int:
+        """Width K * Ht of all tapped features side by side."""
+        return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
 
 
 class RMSNorm(nn.Module):
@@ -34,6 +69,70 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return down
+
+
+class DraftAttention(nn.Module):
+    """The projections of a draft's attention, over inputs [B, N, input_size]; the caller attends."""
+
+    def __init__(self, shape: DraftShape, input_size: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.head_dim, self.qk_norm = shape.head_dim, qk_norm
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        bias = shape.attention_bias
+        self.q_proj = nn.Linear(input_size, queries, bias=bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=bias)
+        if qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def query(self, x: Tensor, tables: Tables) -> Tensor:
+        """Return normed and rotated queries [B, heads, N, D]."""
+        heads = split_heads(self.q_proj(x), self.head_dim)
+        return rotate(self.q_norm(heads) if self.qk_norm else heads, tables)
+
+    def key_value(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, kv_heads, N, D] each; keys are normed and rotated, values are not."""
+        heads = split_heads(self.k_proj(x), self.head_dim)
+        key = rotate(self.k_norm(heads) if self.qk_norm else heads, tables)
+        return key, split_heads(self.v_proj(x), self.head_dim)
+
+
+class DraftLayer(nn.Module):
+    """The parts of a draft's decoder layer."""
+
+    def __init__(self, shape: DraftShape, input_size: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = DraftAttention(shape, input_size, qk_norm)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape.hidden_size, shape.intermediate_size)
+
+    def add_outputs(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return the stream x [B, N, H] plus attention's output, given `mixed` [B, heads, N, D], plus feed-forward."""
+        x = x + self.self_attn.o_proj(merge_heads(mixed))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DraftNetwork(nn.Module):
+    """A draft whose head may cover a part of the target's vocabulary.
+
+    `d2t` [Vd] holds offsets: draft id i is target id i + d2t[i]. `t2d` [V] marks the target ids it covers.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def add_vocabulary_map(self, draft_vocab_size: int, vocab_size: int) -> None:
+        """Register a map to the first ids."""
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(vocab_size) < draft_vocab_size)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Return the target's ids for ids of the draft's head, in any shape."""
+        return draft_ids + self.d2t[draft_ids] if hasattr(self, "d2t") else draft_ids
 
 
 class Rotary:

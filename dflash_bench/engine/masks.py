@@ -1,0 +1,192 @@
+"""Attention masks of decoding: what each token that is being read may see.
+
+All masks are built here, for the target, for drafts and for both forwards. Additive masks hold 0 where a token is seen
+and the dtype's lowest number where it is not; boolean masks are true where it is seen. The columns of a mask are the
+places of the cache (`cache.py`), of which those beyond a row's own length hold stale tokens and are always hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_bench.engine.cache import KVCache
+
+Masks = Tensor | Mapping[str, Tensor]
+"""One mask for all layers, or one for each kind of layer."""
+READY_WIDTH = 64
+"""Passes of up to this many tokens per row take a slice of a mask that is built once."""
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Return [B, N + 1, N + 1], true where a column is an ancestor of the row or the row itself.
+
+    `parents` [B, N] holds the parent of each tree node (-1: the anchor, which is row and column 0 of the result).
+    """
+    num_rows, width = parents.shape
+    reach = torch.eye(width + 1, device=parents.device).repeat(num_rows, 1, 1)
+    reach[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
+    # The ancestors of my ancestors are mine too: each product doubles how many levels up we reach.
+    for _ in range(width.bit_length()):
+        reach = torch.bmm(reach, reach).clamp_(max=1)
+    return reach.bool()
+
+
+def depths(parents: Tensor) -> Tensor:
+    """Return the depth of each node [B, N + 1], 0 for the anchor, given the tree's parents [B, N]."""
+    return ancestors(parents).sum(dim=-1) - 1
+
+
+def causal_mask(
+    cache: KVCache,
+    dtype: torch.dtype,
+    parents: Tensor | None = None,
+    window: int | None = None,
+    whole_block: bool = False,
+) -> Tensor:
+    """Return an additive mask [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
+
+    With `whole_block` each token also sees those placed after it.
+    With `parents` [B, width - 1] the tokens are an anchor and a tree, and each sees only its ancestors among them.
+    With a `window` a token sees only that many tokens back, itself included; in a tree, depth is the distance.
+    """
+    columns = torch.arange(cache.visible, device=cache.device)
+    read_at, stored_at = cache.positions, columns[None]
+    seen_to = cache.positions[:, -1:].expand_as(cache.positions) if whole_block else cache.positions
+    allowed = columns <= seen_to[..., None]
+    if parents is not None:
+        start = cache.positions[:, :1]
+        is_ancestor = ancestors(parents)
+        inside = (columns - start).clamp(0, parents.shape[1])
+        in_tree = is_ancestor.gather(2, inside[:, None].expand(-1, parents.shape[1] + 1, -1))
+        allowed &= (columns < start)[:, None] | in_tree
+        read_at = start + is_ancestor.sum(dim=-1) - 1
+        stored_at = torch.where(columns < start, columns, read_at.gather(1, inside))
+    if window is not None:
+        allowed &= stored_at[:, None] > read_at[..., None] - window
+    return _additive(~allowed, dtype)[:, None]
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+class TargetMasks:
+    """The masks of a target's passes over one cache.
+
+    `windows` says how many tokens each kind of layer sees, the current one included (None: all).
+    """
+
+    def __init__(self, windows: Mapping[str, int | None], capacity: int, dtype: torch.dtype, device: torch.device):
+        # A window as large as the cache is the same as no window.
+        self.windows = {kind: None if w is None or w >= capacity else w for kind, w in windows.items()}
+        self.capacity, self.dtype = capacity, dtype
+        self._ready = {window: self._ready_mask(window, device) for window in {*self.windows.values()}}
+
+    def _ready_mask(self, window: int | None, device: torch.device) -> Tensor:
+        """Return [1, 1, width, capacity + width]: if all rows start together, the mask of any pass is a slice of it."""
+        width = min(self.capacity, READY_WIDTH)
+        steps = torch.arange(width, device=device)[:, None]
+        columns = torch.arange(-self.capacity, width, device=device)
+        hidden = columns > steps if window is None else (columns > steps) | (columns <= steps - window)
+        return _additive(hidden, self.dtype)[None, None]
+
+    def sees_all(self, cache: KVCache, width: int) -> bool:
+        """Return True if each row's token sees the whole visible cache, so that no mask is needed."""
+        return width == 1 and not cache.is_ragged and not any(self._ready)
+
+    def build(
+        self, cache: KVCache, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool = False
+    ) -> Masks:
+        """Return masks [B, 1, width, visible] for the tokens just placed: one, or one per kind if windows differ.
+
+        `starts` may be empty where the cache is ragged; the other arguments are those of `causal_mask`.
+        """
+        masks = {window: self._mask(cache, starts, width, parents, window, whole_block) for window in self._ready}
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {kind: masks[window] for kind, window in self.windows.items()}
+
+    def _mask(
+        self,
+        cache: KVCache,
+        starts: Sequence[int],
+        width: int,
+        parents: Tensor | None,
+        window: int | None,
+        whole_block: bool,
+    ) -> Tensor:
+        ready = self._ready[window]
+        if parents is None and not whole_block and not cache.is_ragged and width <= ready.shape[2]:
+            left = self.capacity - starts[0]
+            return ready[:, :, :width, left : self.capacity + width].expand(len(starts), -1, -1, -1)
+        return causal_mask(cache, self.dtype, parents, window, whole_block)
+
+
+def fold_heads(mask: Tensor | None, group: int) -> Tensor | None:
+    """Repeat a mask [B, 1, N or 1, visible] for the `group` query heads that share a key head.
+
+    These heads are rows of one attention problem in `forward/native.py`: [B, 1, group * N or 1, visible].
+    """
+    return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, group, 1)
+
+
+def fold_kinds(masks: Masks | None, kinds: Iterable[str], group: int) -> dict[str, Tensor | None]:
+    """Return the folded mask of each kind of layer (`fold_heads`)."""
+    if isinstance(masks, Mapping):
+        return {kind: fold_heads(masks[kind], group) for kind in kinds}
+    return dict.fromkeys(kinds, fold_heads(masks, group))
+
+
+def block_mask(cache: KVCache, columns: Tensor) -> Tensor | None:
+    """Return the mask of a DFlash block just placed [B, 1, 1, visible], or None if all rows see everything.
+
+    Every slot sees its row's whole context and the whole block (DFlash, section 4.1), so only rows of different lengths
+    need telling apart. `columns` are the places of the cache, 0, 1, 2, ... on its device.
+    """
+    if not cache.is_ragged:
+        return None
+    ends = cache.positions[:, -1:]
+    return (columns[: cache.visible] <= ends)[:, None, None]
+
+
+class FrontierMask:
+    """The mask of an EAGLE-3 tree that grows level by level: each node sees its row's past, its ancestors and itself.
+
+    Each level (the frontier) is `top_k` nodes per row. Level i is written to scratch places i * top_k ... behind the
+    longest row, the same for all rows. Buffers are allocated once, in the dtype and on the device of `like`.
+    """
+
+    def __init__(self, num_rows: int, top_k: int, num_scratch: int, capacity: int, like: Tensor):
+        hides = torch.finfo(like.dtype).min
+        self.top_k = top_k
+        self._mask = like.new_zeros(num_rows, 1, top_k, capacity)
+        self._unseen = like.new_full((num_rows, 1, num_scratch), hides)
+        self._itself = torch.full_like(self._mask[0, 0, :, :top_k], hides).fill_diagonal_(0)
+        self._columns = torch.arange(capacity, device=like.device)
+
+    def open(self, starts: Sequence[int], start: Tensor) -> None:
+        """Begin a tree: show each row its past, and hide the places from its end up to where the longest row ends.
+
+        `start` [B, 1] are the starts on the device.
+        """
+        self._end, self._seen = max(starts), self._unseen
+        past = self._mask[..., : self._end].zero_()
+        if min(starts) < self._end:
+            behind = self._columns[: self._end] >= start
+            past.masked_fill_(behind[:, None, None], torch.finfo(past.dtype).min)
+
+    def grow(self, parent: Tensor, level: int, visible: int) -> Tensor:
+        """Return the mask [B, 1, top_k, visible] of the frontier at this level.
+
+        `parent` [B, top_k, 1] is the number of each node's parent in the frontier above it.
+        """
+        first = level * self.top_k
+        self._seen = self._seen.take_along_dim(parent, dim=1)
+        self._seen[..., first : first + self.top_k] = self._itself
+        mask = self._mask[..., :visible]
+        mask[:, 0, :, self._end :] = self._seen[..., : visible - self._end]
+        return mask

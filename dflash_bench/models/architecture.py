@@ -1,0 +1,113 @@
+"""A target's architecture: where its layers and its last norm are, what its layers see, and what is not supported."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from dflash_bench.core.errors import UserError
+
+RECURRENT = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Hybrids of attention and the gated delta rule, whose state `engine/forward/recurrent.py` can roll back."""
+
+FULL = {"full_attention", "attention", "global"}
+MASKABLE = ("eager", "sdpa")
+"""Attention implementations of transformers that accept any mask we give them."""
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of decoder layers, wherever the architecture keeps it."""
+    depth = model.config.get_text_config().num_hidden_layers
+    # A model with vision has several lists of layers; we want those of its decoder.
+    for root in (model.get_decoder() or model, model):
+        for name, module in root.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == depth and name.split(".")[-1] in ("layers", "h"):
+                return module
+    raise UserError(
+        f"cannot find the {depth} decoder layers of {type(model).__name__}; it is not supported as a target"
+    )
+
+
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+"""What architectures call the norm between the last layer and the output head."""
+
+
+def final_norm(model: Any) -> nn.Module:
+    """Raises UserError for an architecture that has none by a known name."""
+    decoder = model.get_decoder() or model
+    for name in FINAL_NORMS:
+        if isinstance(norm := getattr(decoder, name, None), nn.Module):
+            return norm
+    raise UserError(f"cannot find the last norm of {type(model).__name__}; Medusa heads cannot read this target")
+
+
+def context_length(config: Any) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise UserError(f"a {config.model_type} target does not say how long its context is; it is not supported")
+    return int(length)
+
+
+def recurrent_layers(config: Any) -> list[int]:
+    """Indices of the layers that keep a state instead of keys and values."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """How many tokens each kind of attention layer sees, the current one included (None: all).
+
+    A model with several kinds of layers takes one mask per kind, under the names of `transformers.masking_utils`. A
+    model whose config lists no kinds takes one mask; if it has a window, all its layers do (Mistral).
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    layer_types = getattr(config, "layer_types", None)
+    default = {"sliding_attention" if window else "full_attention"}
+    kinds = {*layer_types} - {"linear_attention"} if layer_types else default
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise UserError for a model that this engine cannot roll back or mask, rather than give wrong answers."""
+    config = model.config.get_text_config()
+    name = config.model_type
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder model; the target must be a causal language model")
+    kinds = other_layers(config)
+    if kinds:
+        raise UserError(
+            f"a {name} target with {', '.join(kinds)} layers is not supported: "
+            f"only full and sliding attention are, and linear attention in {', '.join(RECURRENT)}"
+        )
+    if getattr(model, "_is_stateful", False) and name not in RECURRENT:
+        raise UserError(
+            f"a {name} target keeps a recurrent state that cannot be rolled back; only {', '.join(RECURRENT)} can"
+        )
+    needs = ("position_ids", "attention_mask", cache_argument(model))
+    missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
+    if missing or getattr(config, "alibi", False):
+        lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
+        raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
+    if getattr(config, "use_bidirectional_attention", None) is True:
+        raise UserError(f"a {name} target with use_bidirectional_attention is not a causal language model")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in MASKABLE:
+        raise UserError(
+            f"{attention} attention does not accept our masks; load the target with one of: {', '.join(MASKABLE)}"
+        )
+
+
+def cache_argument(model: Any) -> str:
+    """What its forward pass calls the cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def other_layers(config: Any) -> list[str]:
+    """The kinds of layers that this engine does not support."""
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    kinds -= {*FULL, "sliding_attention"}
+    if config.model_type in RECURRENT:
+        kinds -= {"linear_attention"}
+    return sorted(kinds)
