@@ -30,7 +30,7 @@ from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from dflash_bench.report import answers
 from dflash_bench.results import run_info, table
 from dflash_bench.tasks import prompts, suites
-from dflash_bench.training.trainer import claim
+from dflash_bench.training.trainer import check_same_options
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 MOST_CPU_S = 10
@@ -257,7 +257,7 @@ def _read_table(folder: Path) -> None:
 
 
 def _claimed(folder: Path) -> None:
-    claim(folder / "work.json", {"rate": 0.1, "seed": 0}, "a training")
+    check_same_options(folder / "work.json", {"rate": 0.1, "seed": 0}, "a training")
 
 
 READERS: dict[str, Reader] = {
@@ -300,7 +300,7 @@ READERS: dict[str, Reader] = {
         _datastore, "store", lambda f: datastore.read(f / "store", _tokenizer(), tiny.VOCABULARY), is_json=False
     ),
     "claim of a training": Reader(
-        _claimed, "work.json", lambda f: claim(f / "work.json", {"rate": 0.1, "seed": 0}, "a training")
+        _claimed, "work.json", lambda f: check_same_options(f / "work.json", {"rate": 0.1, "seed": 0}, "a training")
     ),
     "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(suites.json_lines(f / "t.jsonl"))),
     "GGUF": Reader(_gguf, "m.gguf", lambda f: gguf.convert(f / "m.gguf", Path(mkdtemp(dir=f)) / "out"), is_json=False),

@@ -142,9 +142,9 @@ class Engine(AbstractContextManager["Engine"]):
 
         Raises UserError for what is missing, damaged, does not fit together or into memory, or has no effect.
         """
+        from dflash_bench.core.option import check_options
         from dflash_bench.models import presets
         from dflash_bench.runner.config import RunRequest
-        from dflash_bench.runner.option import check_options
         from dflash_bench.runner.setup import prepared
 
         texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())

@@ -16,10 +16,10 @@ from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import write_whole
+from dflash_bench.core.option import whole_numbers
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
 from dflash_bench.runner.config import RunRequest, ServerOptions
-from dflash_bench.runner.option import whole_numbers
 
 # `verify-distribution`: above temperature 0 no single token is right, but each has a probability.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from typer import Argument, Option
 
-from dflash_bench.runner.option import OptionSpec, options_of
+from dflash_bench.core.option import OptionSpec, options_of
 
 
 def under(heading: str) -> Callable[..., Any]:
@@ -67,7 +67,9 @@ _types = cache(get_type_hints)
 def _parameter(group: type, spec: OptionSpec, help: str | None) -> Parameter:  # noqa: A002
     """As typer reads it: text that the option itself parses, several texts, or what the field is."""
     default, kind = spec.default, _types(group)[spec.name]
-    if spec.parse is not None:
+    if spec.required:
+        default = Parameter.empty
+    elif spec.parse is not None:
         default = ",".join(f"{value:g}" for value in default) if default else None
         kind = str if default else str | None
     elif get_origin(kind) is tuple:

@@ -13,10 +13,10 @@ from typer import Argument, Context
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.option import check_options
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
 from dflash_bench.runner.config import OutputOptions, RunRequest
-from dflash_bench.runner.option import check_options
 
 app = typer.Typer()
 

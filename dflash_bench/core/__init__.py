@@ -1,1 +1,1 @@
-"""What every room may know: types, methods, files, what the terminal may show, the machine. No torch."""
+"""Shared by all rooms: types, methods, options, files, the terminal, the machine. No torch."""

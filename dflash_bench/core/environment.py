@@ -1,7 +1,7 @@
-"""What a measurement was made on: the machine, the versions and the commit, as a record that JSON can hold.
+"""The environment of a measurement: machine, versions and commit, as a record that JSON can hold.
 
-It ends up in committed tables, so it holds no user, host or folder names. It never imports the packages that
-it describes, so a report can be written without loading torch.
+It ends up in committed tables, so it contains no user, host or folder names. It never imports the packages that it
+describes, so that a report can be written without loading torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "HF_H
 
 
 def describe() -> dict[str, Any]:
-    """Everything below as one record; None stands for what is absent or unknown here."""
+    """Return machine, versions, commit and GPUs as one record; None stands for what is absent or unknown."""
     return {
         "platform": platform.system(),
         "kernel": platform.release(),
@@ -42,12 +42,12 @@ def describe() -> dict[str, Any]:
 
 
 def memory_bytes() -> tuple[int | None, list[int]]:
-    """Memory of the machine (None if unknown), and of each GPU that reports its own."""
+    """Return the memory of the machine (None if unknown), and of each GPU that reports its own."""
     return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
 
 
 def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory that a program could still get: the machine's, or its container's if that has less; None if unknown."""
+    """Return the memory that is still available, of the machine or of its container if less; None if unknown."""
     try:
         match = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -58,7 +58,7 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/f
 
 
 def _left_in_group(group: Path) -> int | None:
-    """What a control group (version 2) may still take; what it holds of files that nobody reads it can give back."""
+    """Return the bytes that a control group (version 2) may still take, with its unused file cache counted as free."""
     try:
         most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
@@ -68,7 +68,7 @@ def _left_in_group(group: Path) -> int | None:
 
 
 def one_line(env: dict[str, Any]) -> str:
-    """A line such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
+    """Return a line such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
     cores = env["num_usable_cores"] or env["num_cores"]
     machine = [
         *_counted([gpu["name"] for gpu in env["gpus"]]),
@@ -100,7 +100,7 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 
 def _num_usable_cores() -> int | None:
-    """Fewer than the machine has if the process is pinned to some; only Linux tells."""
+    """Return how many processors this process may use, fewer if it is pinned to some; None except on Linux."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
@@ -119,7 +119,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(package: Path = Path(__file__).parent.parent) -> dict[str, Any] | None:
-    """The commit of the checkout that the package is part of, or None for an installed package."""
+    """Return the commit of the checkout that the package is part of, or None for an installed package."""
     git = ("git", "--no-optional-locks", "-C", str(package.parent))
     answer = _output(*git, "rev-parse", "--show-toplevel", "HEAD")
     root, commit = answer.splitlines() if answer else ("", "")
@@ -143,7 +143,7 @@ def _gpu(name: str, driver: str, memory: str) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None if it is not installed, fails or hangs."""
+    """Return what a command prints; None if it is not installed, fails or hangs."""
     try:
         process = subprocess.run(
             command,

@@ -1,12 +1,12 @@
-"""The one kind of error that users are meant to see, and the problems of a draft that one may be made of."""
+"""The error that users are meant to see, and problems of a draft, which become such errors or findings."""
 
 from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """What is wrong and what to do about it, in one line; the command line prints it and exits 2.
+    """An error that says in one line what is wrong and what to do; the command line prints it and exits 2.
 
-    Where a caller shows the two apart, `remedy` is given by itself.
+    `remedy` is given by itself if a caller shows the two separately.
     """
 
     def __init__(self, what: str, remedy: str = "") -> None:
@@ -15,13 +15,13 @@ class UserError(Exception):
 
 
 def unknown(kind: str, name: str, known: list[str]) -> UserError:
-    """The error for an unknown name; it lists the known ones."""
+    """Return the error for an unknown name; it lists the known ones."""
     return UserError(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, slots=True)
 class DraftProblem:
-    """What keeps a draft from serving a target."""
+    """A reason why a draft cannot be used with a target."""
 
     code: str
     what: str

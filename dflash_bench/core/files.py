@@ -1,4 +1,4 @@
-"""Files: written so that nobody sees half of one, and read so that a broken one is one line of error."""
+"""Files: written so that nobody sees a partial one, and read so that a broken one is one line of error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from typing import IO, Any
 
 from dflash_bench.core.errors import UserError
 
-# Files made by others, read whole as text, JSON or TOML. A bad file raises UserError, and never makes us wait.
-
-
 MOST_NESTED = 100
 """Levels of JSON: more than our files or any publisher's have, and few enough for every JSON reader and writer."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -31,46 +28,45 @@ KINDS = (
 
 
 def require_file(path: Path) -> None:
-    """Raises UserError if nothing is there, or not a file: opening a pipe would wait until someone writes to it."""
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
-        raise cannot_read(path, error) from error
-    for is_kind, name in KINDS:
-        if is_kind(mode):
-            raise UserError(f"cannot read {path}: it is {name}, not a file")
+    """Raise UserError unless there is a file: opening a pipe would wait until someone writes to it."""
+    _refuse_other_kinds("read", path)
 
 
 def require_output(path: Path) -> None:
-    """Raises UserError for a place that can hold no file of ours: a pipe would wait for a reader, a device keeps
-    nothing."""
+    """Raise UserError if `path` is there and not a file: a pipe would wait for a reader, and a device keeps nothing."""
+    _refuse_other_kinds("write", path)
+
+
+def _refuse_other_kinds(do: str, path: Path) -> None:
     try:
         mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        if do == "write" and isinstance(error, FileNotFoundError):
+            return
+        raise io_error(do, path, error) from error
     for is_kind, name in KINDS:
         if is_kind(mode):
-            raise UserError(f"cannot write {path}: it is {name}, not a file; name another place")
+            raise UserError(f"cannot {do} {path}: it is {name}, not a file", "give the path of a file")
 
 
 def text_of(path: Path) -> str:
+    """Read a UTF-8 file. Raises UserError if that fails."""
     require_file(path)
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise cannot_read(path, error) from error
+        raise io_error("read", path, error) from error
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: not UTF-8 (byte {error.start})") from error
 
 
 def json_of(path: Path) -> Any:
+    """Read a JSON file. Raises UserError if that fails."""
     return parse_json(f"cannot read {path}", text_of(path))
 
 
 def parse_json(where: str, text: str) -> Any:
-    """Raises UserError for text that is not valid JSON; its message begins with `where`."""
+    """Parse JSON. Raises UserError, with a message that begins with `where`, if it is not valid or nested too deep."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -86,7 +82,7 @@ def parse_json(where: str, text: str) -> Any:
 
 
 def _refuse_nested(where: str, value: Any) -> None:
-    """Python can read deeper JSON than the code that works on it afterwards can take."""
+    """Raise UserError for JSON that Python can read but that is too deep for the code that uses it."""
     level = [value]
     for _ in range(MOST_NESTED):
         level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
@@ -96,7 +92,7 @@ def _refuse_nested(where: str, value: Any) -> None:
 
 
 def _refuse_halves(where: str, text: str, value: Any) -> None:
-    """JSON can hold half of a character as an escape, but such text can be neither stored nor shown."""
+    """Raise UserError for half a character, which JSON can hold as an escape but which cannot be stored or shown."""
     if _HALF.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -115,6 +111,7 @@ def _nested(where: str) -> UserError:
 
 
 def toml_of(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises UserError if that fails."""
     text = text_of(path)
     try:
         return tomllib.loads(text)
@@ -124,16 +121,11 @@ def toml_of(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: not valid TOML ({error})") from error
 
 
-def cannot_read(path: Path, error: OSError | ValueError) -> UserError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return UserError(f"cannot read {path}: {reason}")
-
-
-# Files that are either complete or absent, no matter when the process is killed.
-
-
 def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a temporary file beside `path`, sync it and rename it to `path`. Raises UserError if that fails."""
+    """Write a file that is complete or absent, no matter when the process is killed. Raises UserError if that fails.
+
+    It is written beside `path`, synced to disk and renamed.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     require_output(path)
     try:
@@ -144,14 +136,14 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        raise cannot("write", path, error) from error
+        raise io_error("write", path, error) from error
     finally:  # also after an interrupt
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def sync(folder: Path) -> None:
-    """Write a folder's entries to disk: only then does a rename in it survive a crash."""
+    """Sync a folder's entries to disk: only then does a rename in it survive a crash."""
     folder_fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(folder_fd)
@@ -159,6 +151,7 @@ def sync(folder: Path) -> None:
         os.close(folder_fd)
 
 
-def cannot(do: str, path: Path, error: BaseException) -> UserError:
+def io_error(do: str, path: Path, error: BaseException) -> UserError:
+    """Return the error for a file that we could not read or write, with the first line of the reason."""
     reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
     return UserError(f"cannot {do} {path}: {reason}")

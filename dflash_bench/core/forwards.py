@@ -1,6 +1,6 @@
-"""Forward passes as plain data: what a network holds, how long its passes took, and what the machine can do.
+"""Forward passes as plain data: sizes of networks, times of their passes, and limits of the machine.
 
-The engine counts and measures, a run stores it, and `analysis` judges it.
+`perf` measures them, a run stores them, and `analysis` judges them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LinearCost(NamedTuple):
 
 
 def fit(widths: ArrayLike, seconds: ArrayLike) -> LinearCost:
-    """The straight line of least squares that does not fall."""
+    """Fit a line of least squares whose slope is not negative."""
     width, measured = np.asarray(widths, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     spread = width - width.mean()
     slope = max(0.0, float(spread @ measured / max(1.0, spread @ spread)))
@@ -33,37 +33,37 @@ def fit(widths: ArrayLike, seconds: ArrayLike) -> LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Layers of one kind that read a cache."""
+    """Attention layers of one kind."""
 
     num_layers: int
     window: int | None
-    """Tokens that a layer sees, the current one included; None: all."""
+    """Tokens that a layer can see, including the current one; None: all."""
     query_size: int
-    """Heads times the size of a head."""
+    """Number of heads times head size."""
     cache_bytes: int
-    """Keys and values of one token in one layer."""
+    """Bytes of the keys and values of one token in one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A network by what a pass over it has to read and to multiply.
+    """The amounts that a forward pass of a network has to read and to multiply.
 
-    The embedding is gathered row by row, so its table is in neither, unless it is the output head as well. Of experts a
-    pass reads those that its tokens are sent to, so they are counted apart.
+    The embedding is gathered row by row, so its table is in neither, unless it is the output head, too. Experts are
+    counted separately, since a pass reads only those that its tokens are routed to.
     """
 
     weight_bytes: int
-    """All that every pass reads."""
+    """Weights that every pass reads."""
     matrix_elements: int
     """Elements of the matrices that every token is multiplied with."""
     row_bytes: int = 0
-    """A token's row of the embedding."""
+    """One row of the embedding."""
     stored_bytes: int = 0
-    """All weights in memory, tables and experts too."""
+    """All weights in memory, including tables and experts."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_bytes: int = 0
-    """One expert of every layer."""
+    """One expert in every layer."""
     expert_elements: int = 0
     attention: tuple[AttentionCost, ...] = ()
     state_bytes: int = 0
@@ -74,7 +74,7 @@ class Size:
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Size:
-        """From what `dataclasses.asdict` made of it; what a newer version added is left out."""
+        """Read the result of `dataclasses.asdict`; fields that a newer version added are ignored."""
         layers = tuple(AttentionCost(**_known(AttentionCost, layer)) for layer in stored.get("attention", ()))
         return cls(**{**_known(cls, stored), "attention": layers})
 
@@ -85,30 +85,30 @@ def _known(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of a device, in the type of the weights: the limits that a roofline is made of."""
+    """Limits of a device in the dtype of the weights, for a roofline."""
 
     bandwidth: float
-    """Bytes a second, read and written, of a copy."""
+    """Bytes per second, read and written, of a copy."""
     products: float
-    """Floating-point operations a second, of a product of square matrices."""
+    """Floating-point operations per second of a product of square matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTiming:
-    """A pass of the target over `rows` sequences of `width` new tokens each, behind `context` tokens."""
+    """A pass of the target over `rows` sequences of `width` new tokens each, after `context` tokens."""
 
     rows: int
     width: int
     context: int
     seconds: float
-    """The median of several."""
+    """Median of several passes."""
     head_s: float | None = None
-    """What of it the output head alone takes, where that was measured."""
+    """Seconds of the output head alone, if measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """Part of a draft: a network read `times` times, over `width` tokens of each sequence."""
+    """Part of drafting: `times` passes over a network, with `width` tokens of each sequence."""
 
     size: Size
     width: int
@@ -117,7 +117,7 @@ class DraftPass:
 
 @dataclass(frozen=True, slots=True)
 class DraftTiming:
-    """One draft of `num_drafts` tokens, with taking in what the round before it kept."""
+    """One draft of `num_drafts` tokens, including the update with the tokens that the previous round kept."""
 
     method: str
     num_drafts: int
@@ -129,7 +129,7 @@ class DraftTiming:
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """What a round of the loop takes beyond its calls of target and draft."""
+    """Seconds of a round of the loop that are spent neither in the target nor in the draft."""
 
     method: str
     rows: int
@@ -138,11 +138,11 @@ class HostOverhead:
 
 @dataclass(frozen=True, slots=True)
 class ProfileData:
-    """All that `profile` measures on a device."""
+    """Everything that `profile` measures on a device."""
 
     rates: Rates
     size: Size
-    """Of the target as measured: with as many layers as it was given."""
+    """Size of the target as measured, with as many layers as it was given."""
     forwards: tuple[ForwardTiming, ...]
     drafts: tuple[DraftTiming, ...]
     hosts: tuple[HostOverhead, ...]

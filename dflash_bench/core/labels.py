@@ -1,4 +1,4 @@
-"""What is shown to people: names of suites with their source, and text by others made safe to show."""
+"""Labels for people: suites with the source of their prompts, and foreign text made safe to show."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
 
-# Makes text by others safe to show: nothing in it moves the cursor, reverses a line or breaks a file.
-
-
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
-"""Control characters, marks that change the direction of writing, and halves of characters, which cannot be encoded."""
+"""Control characters, marks that change the writing direction, and halves of characters, which cannot be encoded."""
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""The text with invisible characters as JSON escapes, such as \u001b, except for those in `keep`."""
+    r"""Replace invisible characters, except those in `keep`, by JSON escapes such as \u001b.
+
+    The result moves no cursor, reverses no line and breaks no file.
+    """
     return _UNSEEN.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut the middle out of a text longer than `most` characters; the end stays, as it often says what to do."""
+    """Cut the middle out of a text longer than `most` characters; the end stays, since it often has the remedy."""
     if len(text) <= most:
         return text
     head = most * 2 // 3
     return f"{text[:head]} [...] {text[len(text) - (most - head) :]}"
 
 
-def in_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """With how many same items, letters of texts for instance, both begin."""
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many leading items, such as letters of texts, are the same in both."""
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
@@ -41,9 +41,8 @@ def _escape(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-# How a suite is named for people: with the source of its prompts, because `gsm8k (embedded)` is not GSM8K.
-#
-# Output for programs keeps the bare name, and has the source in a separate field.
+# Suites are shown with the source of their prompts, because `gsm8k (embedded)` is not GSM8K. Output for programs has
+# the bare name and the source in separate fields.
 
 
 EMBEDDED = "embedded"
@@ -51,50 +50,50 @@ EMBEDDED_NOTE = (
     "(embedded) = prompts written for this project, by the rules that also made the texts on which nano and its drafts "
     "were trained: other questions, the same templates. They are not the public suites of these names"
 )
-"""Without its full stop."""
+"""A sentence without its full stop."""
 LONGEST = 24
-"""How many letters of a folder's or file's name are shown."""
+"""Letters of a folder's or file's name that are shown."""
 
 
 def source_of(identity: Mapping[str, Any], suite: str) -> str:
-    """The source in `run.json`: "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty if there is none."""
+    """Return a suite's source from `run.json`: "embedded", "hub ID@COMMIT", "folder PATH", "file PATH", or empty."""
     recorded = identity.get("suites", {}).get(suite, {})
     return str(recorded.get("source") or "")
 
 
 def named(suite: str, *sources: str) -> str:
-    """`gsm8k (embedded)`; for several runs with different sources `gsm8k (embedded and hub)`."""
+    """Return `gsm8k (embedded)`, or for runs with different sources `gsm8k (embedded and hub)`."""
     kinds = list(dict.fromkeys(filter(None, map(_kind, sources))))
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
 
 
 def notes(sources: Iterable[str]) -> list[str]:
-    """What a reader must know of where prompts came from, in a sentence."""
+    """Return the notes that a reader needs about the sources of prompts."""
     return [EMBEDDED_NOTE] if EMBEDDED in map(_kind, sources) else []
 
 
 def under(name: str, setting: str) -> str:
-    """A suite or a method, already for people, under settings: `gsm8k (embedded; temperature 1)`."""
+    """Add settings to the label of a suite or method: `gsm8k (embedded; temperature 1)`."""
     if not setting:
         return name
     return f"{name[:-1]}; {setting})" if name.endswith(")") else f"{name} ({setting})"
 
 
 def number_words(values: Iterable[float]) -> dict[float, str]:
-    """Each number with six digits; those that would print alike with as many as tell them apart."""
+    """Return each number with six digits, or with all its digits if another one would print alike."""
     short = {value: f"{value:g}" for value in values}
     times = Counter(short.values())
     return {value: text if times[text] == 1 else repr(value).removesuffix(".0") for value, text in short.items()}
 
 
 def listed(suites: Iterable[tuple[str, str]]) -> str:
-    """Pairs of suite and source as text, each source once, after its suites: `gsm8k, math500 (embedded)`."""
+    """Join pairs of suite and source, each source once, after its suites: `gsm8k, math500 (embedded)`."""
     groups = [(kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: _kind(pair[1]))]
     return visible(", ".join(f"{', '.join(members)}{f' ({kind})' if kind else ''}" for kind, members in groups))
 
 
 def _kind(source: str) -> str:
-    """`folder data` for "folder /sets/data"; the full path is in the run's identity."""
+    """Shorten "folder /sets/data" to "folder data"; the full path is in the run's identity."""
     kind, _, place = source.partition(" ")
     if kind not in ("folder", "file"):
         return kind

@@ -1,4 +1,4 @@
-"""The methods by name, and the kinds of options that they take."""
+"""The table of methods: their names, options and weights, and how a user writes them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dflash_bench.core import plugins
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
 
-# One entry of the table of methods, and how its options are written: KEY=VALUE,... or the number of tokens alone.
-
-
 Value = int | float | str
 Shape = Literal["none", "chain", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`low` to `high`, both included, or one of `words`. Where the default is None, preset, draft or engine decide."""
+    """An option of a method: a number from `low` to `high`, both included, or one of `words`.
+
+    If the default is None, the preset, the draft or the engine decides.
+    """
 
     name: str
     summary: str
@@ -31,16 +31,16 @@ class Option:
     words: tuple[str, ...] = ()
     kind: type[int] | type[float] | type[str] = int
     is_file: bool = False
-    """Is its value the path of a file? Then what the file holds is part of a run's identity."""
+    """Is its value the path of a file? Then the file's content is part of a run's identity."""
 
     @property
     def range(self) -> str:
-        """For people: `2 to 64 tokens, or auto`."""
+        """Describe the allowed values: `2 to 64 tokens, or auto`."""
         numbers = "" if self.kind is str else f"{self.low:g} to {self.high:g} {self.unit}".rstrip()
         return ", or ".join(part for part in (numbers, " or ".join(self.words)) if part) or "text"
 
     def read(self, text: str) -> Value | None:
-        """None for what is not a value of this option."""
+        """Parse a value; return None if it is not one of this option."""
         if text in self.words:
             return text
         if self.kind is str:
@@ -55,39 +55,39 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What every method of one name has in common."""
+    """An entry of the table of methods."""
 
     name: str
     summary: str
     weights: str | None
-    """The draft that it needs: the METHOD of `--draft METHOD=PATH`."""
+    """The draft that it needs, as in `--draft METHOD=PATH`; None: no weights."""
     shape: Shape
-    """Of what it drafts in a round."""
+    """Shape of the draft of one round."""
     lossless: bool
-    """Is its output the target's own: the same tokens at temperature 0, and the same distribution above?"""
+    """Is its output the target's: the same tokens at temperature 0, and the same distribution above?"""
     options: tuple[Option, ...] = ()
     count: str | None = None
-    """The option that NAME:N sets: tokens drafted a round, the anchor not counted."""
+    """The option that NAME:N sets: tokens drafted per round, not counting the anchor."""
     alternatives: tuple[frozenset[str], ...] = ()
-    """Options that say one thing in several ways, so that only one of them may be given."""
+    """Sets of options that mean the same thing, so that only one of each may be given."""
     is_probe: bool = False
-    """Does it measure the engine apart from any draft's quality? Then nothing is wrong with what it has accepted."""
+    """Does it measure the engine regardless of a draft's quality? Then its acceptance is not judged."""
     module: str | None = None
-    """Where its `build(models, target, method)` stands; None: in the file of its name in `engine/drafters/`."""
+    """Module of its `build(models, target, method)`; None: the file of its name in `engine/drafters/`."""
 
     def option(self, name: str) -> Option:
-        """Raises UserError for an unknown one."""
+        """Return the option of this name. Raises UserError if there is none."""
         for option in self.options:
             if option.name == name:
                 return option
         raise unknown(f"option of method {self.name}", name, [option.name for option in self.options])
 
     def read(self, text: str, where: str) -> dict[str, Value]:
-        """The options in what follows the colon. Raises UserError, which begins with `where`, for all that is wrong."""
+        """Parse the text after the colon. Raises UserError, which begins with `where`, for anything wrong in it."""
         if not self.options:
             raise UserError(f"{where}: {self.name} has no options; write it without ':'")
         if not text:
-            raise UserError(f"{where}: nothing follows the colon; leave it out, or write {self._example}")
+            raise UserError(f"{where}: nothing follows the colon; omit it, or write {self._example}")
         if "=" not in text:
             name = self._counted(text, where)
             return {name: self._value(name, text, where)}
@@ -103,7 +103,7 @@ class Kind:
         return {option.name: options[option.name] for option in self.options if option.name in options}
 
     def write(self, options: Mapping[str, Value]) -> str:
-        """What `read` reads, in one spelling: options in the table's order, and the count alone without its name."""
+        """Format options in the one spelling: in the table's order, and the count alone without its name."""
         if options.keys() == {self.count} and all(isinstance(value, int) for value in options.values()):
             return str(*options.values())
         given = [option.name for option in self.options if option.name in options]
@@ -113,10 +113,10 @@ class Kind:
         for group in self.alternatives:
             given = [option.name for option in self.options if option.name in group & options.keys()]
             if len(given) > 1:
-                raise UserError(f"{where}: {' and '.join(given)} say the same in two ways; give one of them")
+                raise UserError(f"{where}: {' and '.join(given)} set the same thing; give one of them")
 
     def _counted(self, text: str, where: str) -> str:
-        """The option that a value without a name is of."""
+        """Return the name of the option that a bare value sets. Raises UserError if there is none."""
         if self.count is not None:
             return self.count
         raise UserError(f"{where}: '{text}' is not KEY=VALUE; write {self._example}")
@@ -137,30 +137,34 @@ def _text(value: Value) -> str:
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-# The table of methods: what a user may type, what help shows, and what a run loads.
-#
-# A method is written NAME[@LABEL][:KEY=VALUE,...], or NAME[@LABEL]:N for the number of tokens that it drafts a round.
+# A method is written NAME[@LABEL][:KEY=VALUE,...], or NAME[@LABEL]:N for the number of tokens that it drafts per round.
 # To add one, add an entry here and a file of the same name in `engine/drafters/`.
 
 
 MAX_BLOCK = 64
 MAX_DRAFTS = MAX_BLOCK - 1
-"""The widest block is this and the anchor."""
+"""Tokens drafted in the widest block, not counting the anchor."""
 
 _BLOCK = Option(
-    "block", "size of the block, the anchor included; as the draft was trained if absent", None, 2, MAX_BLOCK, "tokens"
+    "block",
+    "size of the block, including the anchor; by default as the draft was trained",
+    None,
+    2,
+    MAX_BLOCK,
+    "tokens",
 )
 _RULE = Option(
-    "rule", "above temperature 0: match keeps what the target draws too; rejection draws the draft from its own "
-    "probabilities, and keeps it by comparing them with the target's", "match", words=("match", "rejection"), kind=str,
+    "rule", "above temperature 0: match keeps drafted tokens that the target draws, too; rejection draws drafts from "
+    "their own distribution and compares probabilities with the target's", "match",
+    words=("match", "rejection"), kind=str,
 )  # fmt: skip
-_PACED = "auto is as many as pay by costs measured during the run, so counts differ from run to run"
+_PACED = "auto chooses by costs measured during the run, so that counts differ from run to run"
 
-_SEED = Option("seed", "of the random numbers", 0, 0, 999_999)
+_SEED = Option("seed", "random seed", 0, 0, 999_999)
 
 
 def _drafted(name: str, default: int) -> Option:
-    return Option("n", f"tokens drafted a round at most, the same as {name}:N", default, 1, MAX_DRAFTS, "tokens")
+    return Option("n", f"tokens drafted per round at most, the same as {name}:N", default, 1, MAX_DRAFTS, "tokens")
 
 
 _OWN: dict[str, Kind] = {
@@ -172,19 +176,19 @@ _OWN: dict[str, Kind] = {
             "chain", True,
             (
                 replace(_BLOCK, summary=f"{_BLOCK.summary}; {_PACED}", words=("auto",)),
-                Option("n", "tokens drafted a round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
-                Option("steps", "passes of the draft over a block; after each the surest tokens are fixed", 1, 1, 16,
+                Option("n", "tokens drafted per round, the same as dflash:N", None, 1, MAX_DRAFTS, "tokens"),
+                Option("steps", "passes of the draft over a block; each fixes its most certain tokens", 1, 1, 16,
                        "passes"),
                 _RULE,
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
         Kind(
-            "ddtree", "a tree of the likeliest ways through one DFlash block (DDTree)", "dflash", "tree", True,
+            "ddtree", "a tree of the likeliest paths through one DFlash block (DDTree)", "dflash", "tree", True,
             (
-                Option("nodes", f"nodes of the tree, the anchor not counted; all are verified; {_PACED}", 32, 1, 255,
+                Option("nodes", f"nodes of the tree, not counting the anchor; all are verified; {_PACED}", 32, 1, 255,
                        "nodes", ("auto",)),
-                Option("top_k", "tokens to choose from at each place of the block; as many as nodes if absent", None,
+                Option("top_k", "candidate tokens at each position of the block; by default as many as nodes", None,
                        1, 255, "tokens"),
                 _BLOCK,
             ),
@@ -193,19 +197,19 @@ _OWN: dict[str, Kind] = {
         Kind(
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
             "chain", True,
-            (Option("n", "tokens drafted a round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
+            (Option("n", "tokens drafted per round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
         ),
         Kind(
-            "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is sure (arXiv 2406.16858)", "eagle3",
+            "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is confident (arXiv 2406.16858)", "eagle3",
             "tree", True,
             (
-                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 59, 1, 255, "nodes"),
-                Option("top_k", "nodes of a level that grow children, and children of each", 10, 1, 64, "nodes"),
+                Option("nodes", "nodes of the tree, not counting the anchor; all are verified", 59, 1, 255, "nodes"),
+                Option("top_k", "nodes expanded at each level, and children of each", 10, 1, 64, "nodes"),
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
         ),
         Kind(
-            "ngram", "prompt lookup: what followed the text's last tokens where they stood before", None, "chain", True,
+            "ngram", "prompt lookup: what followed the last tokens where they occurred before", None, "chain", True,
             (
                 _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),
                 Option("min", "shortest n-gram looked up", 1, 1, 32, "tokens"),
@@ -213,12 +217,12 @@ _OWN: dict[str, Kind] = {
             count="n",
         ),
         Kind(
-            "dflash+ngram", "a DFlash block; where a long piece repeats, what followed it, without a draft pass",
+            "dflash+ngram", "a DFlash block; where a long passage repeats, what followed it, without a draft pass",
             "dflash", "chain", True,
             (
                 _BLOCK, Option("n", "tokens of a block, the same as dflash+ngram:N", None, 1, MAX_DRAFTS, "tokens"),
-                Option("match", "repeated tokens that make the block unnecessary", 8, 1, 64, "tokens"),
-                Option("copy", "tokens drafted then", 16, 1, MAX_DRAFTS, "tokens"),
+                Option("match", "repeated tokens from which on no block is drafted", 8, 1, 64, "tokens"),
+                Option("copy", "tokens drafted in that case", 16, 1, MAX_DRAFTS, "tokens"),
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
@@ -226,53 +230,54 @@ _OWN: dict[str, Kind] = {
             "suffix", "suffix decoding: what followed most often, here or in earlier answers (arXiv 2411.04975)", None,
             "chain", True,
             (
-                _drafted("suffix", 16), Option("depth", "longest piece counted, match and draft", 64, 2, 256, "tokens"),
+                _drafted("suffix", 16),
+                Option("depth", "longest passage counted, match and draft", 64, 2, 256, "tokens"),
                 Option("threshold", "least estimated probability of a drafted token", 0.1, 0, 1, kind=float),
-                Option("factor", "tokens drafted at most for each that matched", 1.0, 0.1, 16, kind=float),
-                Option("earlier", "draw on the run's answers to other prompts", "yes", words=("yes", "no"), kind=str),
+                Option("factor", "tokens drafted at most per matched token", 1.0, 0.1, 16, kind=float),
+                Option("earlier", "use the run's answers to other prompts, too", "yes", words=("yes", "no"), kind=str),
             ),
             count="n",
         ),
         Kind(
             "rest", "a tree of what followed most often in a datastore of texts (arXiv 2311.08252)", None, "tree", True,
             (
-                Option("datastore", "the file, which build-datastore makes; required", kind=str, is_file=True),
-                Option("nodes", "nodes of the tree, the anchor not counted", 15, 1, 255, "tokens"),
+                Option("datastore", "a file made by build-datastore; required", kind=str, is_file=True),
+                Option("nodes", "nodes of the tree, not counting the anchor", 15, 1, 255, "tokens"),
                 Option("depth", "levels of the tree below the anchor", 10, 1, 32, "levels"),
                 Option("max", "longest suffix looked up", 16, 1, 32, "tokens"),
                 Option("min", "shortest suffix looked up", 1, 1, 32, "tokens"),
             ),
         ),
         Kind(
-            "lookahead", "the target guesses several places ahead by itself (arXiv 2402.02057)", None, "tree", True,
+            "lookahead", "the target itself guesses several positions ahead (arXiv 2402.02057)", None, "tree", True,
             (
-                Option("window", "columns of guesses, W of the paper", 5, 1, 32, "columns"),
-                Option("ngram", "tokens of an n-gram, N", 4, 2, 8, "tokens"),
-                Option("guesses", "n-grams verified a round, G", 5, 1, 32, "n-grams"),
+                Option("window", "columns of guesses, W in the paper", 5, 1, 32, "columns"),
+                Option("ngram", "tokens of an n-gram, N in the paper", 4, 2, 8, "tokens"),
+                Option("guesses", "n-grams verified per round, G in the paper", 5, 1, 32, "n-grams"),
             ),
         ),
         Kind(
-            "oracle", "the plain answer itself: measures the engine, not a draft", None, "chain", True,
+            "oracle", "the plain answer itself; measures the engine, not a draft", None, "chain", True,
             (_drafted("oracle", 15),), count="n", is_probe=True,
         ),
         Kind(
-            "random", "random tokens: measures the engine, not a draft", None, "chain", True,
+            "random", "random tokens; measures the engine, not a draft", None, "chain", True,
             (_drafted("random", 15), _SEED), count="n", is_probe=True,
         ),
         Kind(
-            "synthetic", "tokens right at given rates: measures the engine, not a draft", None, "chain", True,
+            "synthetic", "tokens that are right at given rates; measures the engine, not a draft", None, "chain", True,
             (
-                Option("rates", "for each token, how often it is right if those before are", "0.9/0.8/0.7/0.6/0.5",
+                Option("rates", "for each token, the share that is right if all before it are", "0.9/0.8/0.7/0.6/0.5",
                        kind=str),
                 _SEED,
             ),
             is_probe=True,
         ),
         Kind(
-            "draft-model", "a small language model of the same tokenizer drafts token by token (arXiv 2211.17192)",
+            "draft-model", "a small language model with the same tokenizer drafts token by token (arXiv 2211.17192)",
             "draft-model", "chain", True,
             (
-                Option("n", "tokens drafted a round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
+                Option("n", "tokens drafted per round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
                 _RULE,
             ),
             count="n",
@@ -281,9 +286,9 @@ _OWN: dict[str, Kind] = {
             "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
             "medusa", "tree", True,
             (
-                Option("heads", "heads that are asked, nearest first; all of them if absent", None, 1, 64, "heads"),
-                Option("nodes", "nodes of the tree, the anchor not counted; all are verified", 63, 1, 255, "tokens"),
-                Option("top_k", "tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
+                Option("heads", "heads used, nearest first; by default all", None, 1, 64, "heads"),
+                Option("nodes", "nodes of the tree, not counting the anchor; all are verified", 63, 1, 255, "tokens"),
+                Option("top_k", "candidate tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
             ),
         ),
         Kind(
@@ -292,20 +297,20 @@ _OWN: dict[str, Kind] = {
             "block-diffusion", "chain", False,
             (
                 Option(
-                    "block", "tokens filled in together; the model's own if absent", None, 2, MAX_BLOCK,
+                    "block", "tokens filled in together; by default the model's own", None, 2, MAX_BLOCK,
                     "tokens",
                 ),
-                Option("threshold", "probability from which a guess is kept", 0.9, 0, 1, kind=float),
+                Option("threshold", "probability from which on a guess is kept", 0.9, 0, 1, kind=float),
             ),
         ),
     )
 }  # fmt: skip
 WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in _OWN.values() if kind.weights))
-"""What drafts are made for: `--draft` takes these, with a label or without."""
+"""Kinds of drafts: `--draft` takes these, with or without a label."""
 
 
 def _of_plugin(name: str, found: object) -> Kind:
-    """Raises TypeError for what is no method, or needs a draft that nothing here can load."""
+    """Raise TypeError unless a plug-in's object is a method that needs no draft, or one that we can load."""
     if not isinstance(found, Kind) or found.name != name or found.module is None:
         raise TypeError(f"it must be a dflash_bench.core.methods.Kind named '{name}', with the module of its build()")
     if found.weights not in (None, *WEIGHTS):
@@ -318,12 +323,12 @@ METHODS: Registry[Kind] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`label` is the one spelling that results are filed under; `options` are those that the user gave."""
+    """A method as the user chose it; `label` is the one spelling that results are filed under."""
 
     label: str
     name: str
     tag: str | None = None
-    """Which of several drafts it uses: `a` in dflash@a."""
+    """Label of its draft: `a` in dflash@a."""
     options: Mapping[str, Value] = field(default_factory=dict)
 
     @property
@@ -332,36 +337,36 @@ class Method:
 
     @property
     def draft(self) -> str | None:
-        """The key of its weights among the drafts: `dflash`, or `dflash@a`; None for a method without weights."""
+        """Return the key of its draft: `dflash`, or `dflash@a`; None for a method without weights."""
         return draft_of(self.label)
 
     def option(self, name: str) -> Value | None:
-        """As given, else the table's default. Raises UserError for a name that the method does not have."""
+        """Return an option's value or default. Raises UserError for an option that the method does not have."""
         return self.options.get(name, self.kind.option(name).default)
 
     def number(self, name: str) -> int:
-        """The same for an option that is a whole number and has a default."""
+        """Return the value of an option that is a whole number and has a default."""
         value = self.option(name)
         assert isinstance(value, int), f"{name} of {self.label} is {value!r}"
         return value
 
     def real(self, name: str) -> float:
-        """The same for one that is any number."""
+        """Return the value of an option that is a number and has a default."""
         value = self.option(name)
         assert isinstance(value, int | float), f"{name} of {self.label} is {value!r}"
         return float(value)
 
     def leaves_open(self, name: str) -> bool:
-        """Does it have this option, and has the user given neither it nor another that says the same?"""
+        """Does it have this option, and did the user give neither it nor an equivalent one?"""
         same = {name}.union(*(group for group in self.kind.alternatives if name in group))
         return any(option.name == name for option in self.kind.options) and not same & self.options.keys()
 
     def with_option(self, name: str, value: Value) -> Method:
-        """The method that has this too, in its label as well. Raises UserError as `parse` does."""
+        """Return the method with this option added, also to its label. Raises UserError as `parse` does."""
         return _method(self.kind, self.tag, {**self.options, self.kind.option(name).name: value})
 
     def with_count(self, count: int | None) -> Method:
-        """Under the same label, with a preset's number of drafted tokens where the user left it open."""
+        """Return the method with a preset's number of drafted tokens, if the user gave none, under the same label."""
         name = self.kind.count
         if count is None or name is None or not self.leaves_open(name):
             return self
@@ -369,7 +374,7 @@ class Method:
 
 
 def parse(text: str) -> Method:
-    """What a user typed. Raises UserError for an unknown name or option, and for a value that it cannot have."""
+    """Parse a method as typed. Raises UserError for an unknown name or option, or a value that is not allowed."""
     head, colon, rest = text.partition(":")
     name, at, tag = head.partition("@")
     if name not in METHODS:
@@ -391,7 +396,7 @@ def _method(kind: Kind, tag: str | None, options: Mapping[str, Value]) -> Method
 
 
 def chosen(texts: Sequence[str]) -> list[Method]:
-    """The methods of a run, each once, the plain baseline first."""
+    """Return the methods of a run, each once, with plain decoding first."""
     return list({method.label: method for method in (parse("ar"), *map(parse, texts))}.values())
 
 
@@ -402,42 +407,42 @@ def check_tag(tag: str, where: str) -> None:
 
 
 def name_of(label: str) -> str:
-    """The method's name, from any label that was ever stored."""
+    """Return the method's name, from a label of any version."""
     return re.split("[@:]", label, maxsplit=1)[0]
 
 
 def draft_of(label: str) -> str | None:
-    """The draft behind a label, of an earlier version too: `eagle3@a` of eagle3-tree@a:nodes=9."""
+    """Return the key of the draft behind a label: `eagle3@a` for eagle3-tree@a:nodes=9."""
     name, at, tag = label.partition(":")[0].partition("@")
     weights = METHODS[name].weights if name in METHODS else None
     return weights and f"{weights}{at}{tag}"
 
 
 def users_of(draft: str) -> list[str]:
-    """The methods that use a draft, `dflash` or `dflash@a`, labelled as it is."""
+    """Return the methods that use a draft such as `dflash@a`, with its label."""
     weights, at, tag = draft.partition("@")
     return [f"{kind.name}{at}{tag}" for kind in METHODS.values() if kind.weights == weights]
 
 
 def is_tree(label: str) -> bool:
-    """Are the tokens that it drafts in a round alternatives to each other? Of any label that was ever stored."""
+    """Does the method of this label draft trees?"""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.shape == "tree"
 
 
 def is_lossy(label: str) -> bool:
-    """May its answers be other than the target's own? Then they are scored, and not judged."""
+    """May the answers differ from the target's own? Then they are scored, but not judged."""
     kind = METHODS.get(name_of(label))
     return kind is not None and not kind.lossless
 
 
 def is_probe(label: str) -> bool:
-    """Does it measure the engine, whatever a draft may be worth? Of any label that was ever stored."""
+    """Does the method of this label measure the engine rather than a draft?"""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.is_probe
 
 
 def has_draft(label: str) -> bool:
-    """Does it draft with a trained network? Methods that are not known any more may have."""
+    """Does it draft with a trained network? Unknown methods count as if they did."""
     kind = METHODS.get(name_of(label))
     return kind is None or kind.weights is not None

@@ -1,4 +1,4 @@
-"""Keys and passwords: values that print as stars, command lines without them, and what else has to be free of them."""
+"""Keys and passwords: values that print as stars, and command lines and texts without them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dflash_bench.core.errors import UserError
 
 HIDDEN = "***"
 LEAST = 4
-"""Letters of a secret that is looked for in texts; a shorter one stands in every other word."""
+"""Letters of a secret that is hidden in texts; shorter ones occur in every other word."""
 OF_VARIABLES = 8
-"""The same of a variable's value, of which only the name says that it may be a secret."""
+"""The same for the value of a variable, of which only the name suggests that it is a secret."""
 
 
 class Secret:
-    """A text that only `reveal` gives: it prints as stars, in containers too, and is stored nowhere."""
+    """A text that only `reveal` returns: it prints as stars, also in containers, and cannot be stored."""
 
     __slots__ = ("_text",)
 
@@ -45,14 +45,14 @@ class Secret:
 
     @property
     def forms(self) -> set[str]:
-        """How others may write it: as it is, in JSON, in Python, in an address."""
+        """Return its spellings: as it is, in JSON, in Python, in a URL."""
         text = self._text
         forms = {text, json.dumps(text)[1:-1], repr(text)[1:-1], quote(text), quote(text, safe=""), unquote(text)}
         return {form for form in forms if len(form) >= LEAST}
 
 
 def hidden(text: str, secrets: Iterable[Secret]) -> str:
-    """The text with stars for each of these, the longest first, as one may be part of another."""
+    """Replace each secret in the text by stars, the longest first, since one may be part of another."""
     forms = {form for secret in secrets for form in secret.forms}
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
@@ -60,19 +60,19 @@ def hidden(text: str, secrets: Iterable[Secret]) -> str:
 
 
 class Arguments:
-    """Words of a command line of which some may hold secrets; it prints without them, and as for a shell."""
+    """Arguments of a command line, some of which may contain secrets; it prints without them, quoted for a shell."""
 
     __slots__ = ("_words", "secrets", "shown")
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = tuple(words)
         self.secrets: tuple[Secret, ...] = ()
-        """Those that were found, by the names of options and by their shapes."""
+        """Secrets found by the names of options and by the shapes of values."""
         self.shown: tuple[str, ...] = ()
-        """The words with stars for them."""
+        """The arguments with stars in place of secrets."""
         option = ""
         for word in self._words:
-            # Whatever it begins with, what follows such an option is its value.
+            # After such an option comes its value, whatever it begins with.
             is_option = option not in OF_COMMANDS and word.startswith("-") and not word.lstrip("-")[:1].isdigit()
             name, equals, value = word.partition("=")
             if is_option:
@@ -86,7 +86,7 @@ class Arguments:
                 option = "" if option in OF_COMMANDS else option
 
     def _add(self, before: str, word: str, option: str) -> None:
-        """`option` is the one whose value the word is, if any."""
+        """Add a word; `option` is the option whose value it is, if any."""
         if option in OF_COMMANDS:
             shown, found = _of_command(word)
         elif word and _names_secret(option.lstrip("-")):
@@ -100,7 +100,7 @@ class Arguments:
         return list(self._words)
 
     def value_of(self, option: str) -> Secret | None:
-        """The first value of an option such as --api-key."""
+        """Return the first value of an option such as --api-key."""
         for word, after in zip(self._words, (*self._words[1:], ""), strict=True):
             if word == option and after:
                 return Secret(after)
@@ -124,7 +124,7 @@ class Arguments:
         return self
 
     def __reduce__(self) -> str:
-        raise TypeError("words that may hold secrets are not stored")
+        raise TypeError("arguments that may contain secrets are not stored")
 
 
 OF_COMMANDS = frozenset(("--launch-args",))
@@ -132,20 +132,20 @@ OF_COMMANDS = frozenset(("--launch-args",))
 
 
 def arguments(text: str, option: str) -> Arguments:
-    """What an option holds as for a shell. Raises UserError for a quote that is not closed."""
+    """Split an option's value as a shell does. Raises UserError for a quote that is not closed."""
     try:
         return Arguments(shlex.split(text))
     except ValueError as error:
-        raise UserError(f"{option}: {error}; write it as in a shell") from error
+        raise UserError(f"{option}: {error}; quote it as in a shell") from error
 
 
 def command(words: Sequence[str]) -> str:
-    """The command that was given, to be stored and shown."""
+    """Return the command that was typed, without secrets, to be stored and shown."""
     return f"dflash-bench {Arguments(words)}".rstrip()
 
 
 def of_environment(variables: Mapping[str, str]) -> tuple[Secret, ...]:
-    """What programs may print of variables whose names say that they hold secrets, and of proxies' passwords."""
+    """Return the secrets that programs may print from the environment: by variables' names, and proxies' passwords."""
     named = [
         value for name, value in variables.items() if len(value) >= OF_VARIABLES and _names_secret(name.rstrip("_"))
     ]
@@ -158,11 +158,11 @@ _LAST = frozenset(
     "token".split()
 )
 _NO_KEYS = frozenset("pad mask eos bos unk sep cls image audio video stop start end special sort cache".split())
-"""Before "token" and "key": those of models."""
+"""Words before "token" and "key" that belong to models."""
 
 
 def _names_secret(name: str) -> bool:
-    """Is the value of something of this name a secret? `--api-key` and HF_TOKEN, but not `--max-tokens`."""
+    """Does this name suggest a secret? `--api-key` and HF_TOKEN do, `--max-tokens` does not."""
     parts = [part for part in re.split(r"[^a-z0-9]+", name.lower()) if part]
     return bool(parts) and parts[-1] in _LAST and (len(parts) == 1 or parts[-2] not in _NO_KEYS)
 
@@ -173,11 +173,11 @@ _SHAPES = (
     re.compile(r"""(?i)(?P<name>[a-z0-9_-]+)["']?\s*[:=]\s*(?P<quote>["']?)(?P<secret>[^\s"'&;,{}\[\]]+)"""),
     re.compile(r"\b(?P<secret>(?:sk|pk|hf|ghp|gho|ghs|glpat|xox[abp]|github_pat)[-_][A-Za-z0-9_-]{8,})"),
 )
-"""Passwords in addresses, words of headers, fields of queries and of JSON, and tokens of well-known services."""
+"""Passwords in URLs, authorization headers, fields of queries and of JSON, and tokens of well-known services."""
 
 
 def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
-    """The text without what looks like a secret in it, and what that is."""
+    """Return the text without anything that looks like a secret, and these secrets."""
     found: list[str] = []
 
     def star(match: re.Match[str]) -> str:
@@ -187,7 +187,7 @@ def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
             return match[0]
         if secret == HIDDEN:
             return match[0]
-        # A user's password is a secret by itself, too.
+        # Of user:password, the password alone is a secret, too.
         found.extend(part for part in (secret, secret.partition(":")[2]) if part)
         start = match.start("secret") - match.start()
         return match[0][:start] + HIDDEN + match[0][start + len(secret) :]
@@ -198,7 +198,7 @@ def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _of_command(text: str) -> tuple[str, tuple[str, ...]]:
-    """The same of a command line within a word; one that cannot be read is hidden as a whole."""
+    """Do the same for a command line within a word; one that cannot be parsed is hidden as a whole."""
     try:
         inner = Arguments(shlex.split(text))
     except ValueError:

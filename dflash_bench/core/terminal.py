@@ -1,4 +1,4 @@
-"""What reaches the terminal: results, remarks and progress bars."""
+"""Output to the terminal: results, remarks and progress, none of which can steer the terminal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from dflash_bench.core.labels import shortened, visible
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Progress on stderr, for anything that takes a while: a bar, or a line that says what is done.
-
-
 Item = TypeVar("Item")
 
 
-def bar(stream: TextIO) -> Progress:
-    """A bar that is drawn only when updated: a thread that redraws it would slow down what is being measured."""
+def progress_bar(stream: TextIO) -> Progress:
+    """Return a bar that is drawn only when updated: a thread that redraws it would disturb measurements."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -40,13 +37,13 @@ def bar(stream: TextIO) -> Progress:
 
 
 def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
-    """The items one by one; in a terminal, a bar appears once they have taken longer than `after_s`."""
+    """Yield the items; in a terminal, a bar appears on stderr once they have taken longer than `after_s`."""
     stream, start_s = stream or sys.stderr, time.monotonic()
     progress = None
     try:
         for number, item in enumerate(items):
             if progress is None and stream.isatty() and time.monotonic() - start_s > after_s:
-                progress = bar(stream)
+                progress = progress_bar(stream)
                 task = progress.add_task("", total=len(items), doing=doing, left="")
                 progress.start()
             if progress is not None:
@@ -59,9 +56,9 @@ def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: Te
 
 @contextmanager
 def status(every_s: float = 30.0, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
-    """What to call with a line that says how far it is: it replaces the one before in a terminal.
+    """Give a function to call with a line of progress, which goes to stderr.
 
-    Elsewhere, such as in a log, a line is written at most every so many seconds.
+    In a terminal each line replaces the one before; elsewhere, such as in a log, at most one is written per `every_s`.
     """
     stream = stream or sys.stderr
     if stream.isatty():
@@ -82,15 +79,12 @@ def status(every_s: float = 30.0, stream: TextIO | None = None) -> Iterator[Call
     yield tell
 
 
-# The border to the terminal: all that a command says leaves here, and nothing in it can steer the terminal.
-
-
 LONGEST_MESSAGE = 1200
-"""Characters of an error; a value of thousands of digits says nothing more."""
+"""Characters of an error message that are shown."""
 
 
 class _VisibleRecord(logging.LogRecord):
-    """What a library logs may quote a file by others."""
+    """A library's log record, which may quote foreign text."""
 
     def getMessage(self) -> str:  # noqa: N802 - logging's own name
         return visible(super().getMessage(), keep="\n\t")
@@ -106,28 +100,29 @@ def _visible_warning(
 
 
 def prepare() -> None:
-    """Also what libraries log and warn of cannot steer the terminal; transformers' own advice is left out.
+    """Make logs and warnings of libraries safe to show, and leave out transformers' own advice.
 
-    What the terminal's encoding has no character for is written as an escape; without that it is a traceback.
+    Characters that the terminal's encoding lacks are written as escapes, rather than ending in a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     logging.setLogRecordFactory(_VisibleRecord)
     warnings.formatwarning = _visible_warning
-    # Read when it is imported. What fails is raised in any case.
+    # Read when transformers is imported. Failures are raised in any case.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def say(text: object, end: str = "\n") -> None:
-    """A result, on stdout."""
+    """Print a result on stdout."""
     print(visible(str(text), keep="\n\t"), end=end)
 
 
 def note(text: str) -> None:
-    """A remark, one line on stderr."""
+    """Print a remark as one line on stderr."""
     print(one_line(text), file=sys.stderr)
 
 
 def one_line(text: str) -> str:
+    """Return text as a single line that is safe to show and not too long."""
     return shortened(visible(" ".join(text.split())), LONGEST_MESSAGE)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.core.methods import Method, parse
+from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose import examine
 from dflash_bench.diagnose.examine import ChangeTrial, Sample
@@ -17,7 +18,6 @@ from dflash_bench.models import hub, inspect, targets
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.presets import Preset
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.option import check_options
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.runner.setup import Wanted, opened, wanted_of
 from dflash_bench.tasks import suites
@@ -215,7 +215,7 @@ def _ours(model: Preset, number: int) -> Iterator[Sequence[Message]]:
             yield from (chat for _, chat in suites.chats(suites.load_prompts(suite, "embedded", number)))
         return
     for kind in training_prompts.KINDS:
-        yield from ([Message("user", text)] for text in training_prompts.prompts(kind, number))
+        yield from ([Message("user", text)] for text in training_prompts.from_templates(kind, number))
 
 
 def without_loops(others: Iterable[tuple[DraftChange, Sample]], as_it_is: Sample) -> list[tuple[DraftChange, Sample]]:

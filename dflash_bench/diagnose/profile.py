@@ -13,15 +13,15 @@ from typing import Any
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import cannot
+from dflash_bench.core.files import io_error
 from dflash_bench.core.forwards import ProfileData, Size
 from dflash_bench.core.methods import Method
+from dflash_bench.core.option import check_options
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.perf import verdict as judging
 from dflash_bench.report.perf import Profiled
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.option import check_options
 from dflash_bench.runner.plan import drafts_of, model_of
 from dflash_bench.runner.setup import prepared, wanted_of
 
@@ -108,7 +108,7 @@ def check_out(folder: Path | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot("write", folder, error) from error
+        raise io_error("write", folder, error) from error
 
 
 def judged(

@@ -46,7 +46,7 @@ def require_files(folder: Path) -> None:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise files.cannot_read(folder, error) from error
+        raise files.io_error("read", folder, error) from error
     for path in (folder / name for name in names if name.endswith(ENDINGS)):
         files.require_file(path)
         if path.suffix == ".json" and path.name not in VOCABULARIES:

@@ -161,7 +161,7 @@ def _folders(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if os.path.isdir(folder / name))
     except OSError as error:
-        raise files.cannot_read(folder, error) from error
+        raise files.io_error("read", folder, error) from error
 
 
 def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import cannot, write_whole
+from dflash_bench.core.files import io_error, write_whole
 
 FILE = "parts.sha256"
 LINE = re.compile(r"([0-9a-f]{64})  (part-[^\n]+)")
@@ -33,7 +33,7 @@ def add(part: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise cannot("write", part, error) from error
+        raise io_error("write", part, error) from error
 
 
 def keep_only(folder: Path, parts: Collection[Path]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import cannot, require_file, write_whole
+from dflash_bench.core.files import io_error, require_file, write_whole
 from dflash_bench.core.types import Record
 from dflash_bench.results import checksums
 from dflash_bench.results.identity import Identity
@@ -139,7 +139,7 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
                 raise DamagedError(f"cannot read {path}: {why}")
             yield file
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
-        raise DamagedError(str(cannot("read", path, error))) from error
+        raise DamagedError(str(io_error("read", path, error))) from error
 
 
 def _versions(metadata: Mapping[bytes, bytes]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import cannot, require_file, write_whole
+from dflash_bench.core.files import io_error, require_file, write_whole
 from dflash_bench.results import plan as plans
 from dflash_bench.results import schema
 from dflash_bench.results.schema import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
@@ -126,5 +126,5 @@ def read(folder: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path, columns=list(PROMPTS_COLUMNS)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UserError(str(cannot("read", path, error))) from error
+        raise UserError(str(io_error("read", path, error))) from error
     return rows

@@ -26,7 +26,7 @@ from weakref import finalize
 import numpy as np
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import cannot, sync
+from dflash_bench.core.files import io_error, sync
 from dflash_bench.core.types import SCHEMA_VERSION, Record, Settings
 from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
 from dflash_bench.results.identity import settings_numbers, settings_of
@@ -50,7 +50,7 @@ def check_new(folder: Path) -> None:
         if code == errno.ENOTDIR or not os.access(place, os.W_OK | os.X_OK):
             raise OSError(code, os.strerror(code))
     except OSError as error:
-        raise cannot("write", folder, error) from error
+        raise io_error("write", folder, error) from error
 
 
 def check_resumable(folder: Path) -> None:
@@ -67,7 +67,7 @@ def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
             _create_whole(folder, stored)
             return RunStore(folder, stored)
     except OSError as error:
-        raise cannot("write", folder, error) from error
+        raise io_error("write", folder, error) from error
     run = RunStore(folder, stored)  # it is empty, but nothing can be renamed onto a mount point
     write_info(folder, stored)
     return run

@@ -13,14 +13,10 @@ from typing import Any, get_args
 from dflash_bench.core import plugins
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.core.secrets import Arguments, arguments, of_environment
-from dflash_bench.core.types import Audit, is_greedy
-from dflash_bench.models import presets
-from dflash_bench.models.presets import Preset
-from dflash_bench.results.plan import BASELINE
-from dflash_bench.runner.option import (
+from dflash_bench.core.option import (
     Condition,
     Range,
+    check_threads,
     condition,
     context_lengths,
     numbers,
@@ -30,6 +26,11 @@ from dflash_bench.runner.option import (
     unified,
     whole_numbers,
 )
+from dflash_bench.core.secrets import Arguments, arguments, of_environment
+from dflash_bench.core.types import Audit, is_greedy
+from dflash_bench.models import presets
+from dflash_bench.models.presets import Preset
+from dflash_bench.results.plan import BASELINE
 from dflash_bench.servers import address, launch
 from dflash_bench.servers.address import Access, Address, key_of
 
@@ -125,11 +126,6 @@ def _check_budget(text: str) -> None:
     from dflash_bench.runner import budget
 
     budget.seconds(text)
-
-
-def _check_threads(number: int) -> None:
-    if number > (os.cpu_count() or 1):
-        raise UserError(f"--threads {number} is more than the processors of this machine, {os.cpu_count()}")
 
 
 def _check_attention(name: str) -> None:
@@ -579,7 +575,7 @@ class MachineOptions:
         "CPU threads. Default: 1, which is fastest for nano.",
         metavar="N",
         minimum=1,
-        check=_check_threads,
+        check=check_threads,
         conflicts=(SERVED_ALONE,),
     )
     workers: int | None = _machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dflash_bench.core.labels import in_common
+from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import NOBODY, Divergence, Generation, Message, Record, Settings
 from dflash_bench.results.identity import short_names
@@ -119,7 +119,7 @@ class Conversation:
         if answer.same_answer(expected):
             return replace(record, exactness="exact")
         if answer.hides_tokens or expected.hides_tokens:
-            index = in_common(answer.text, expected.text)
+            index = common_prefix_length(answer.text, expected.text)
             divergence = Divergence(index, is_judged=False)
         else:
             divergence = self.backend.divergence(messages, expected.token_ids, answer.token_ids, self.item.settings)

@@ -13,12 +13,12 @@ from typing import Any, cast
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import Method
+from dflash_bench.core.option import OptionSpec, check_options, options_of, refuse_without_effect
 from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.runner import config
 from dflash_bench.runner.config import THINKING, RunRequest, require_prompts
-from dflash_bench.runner.option import OptionSpec, check_options, options_of, refuse_without_effect
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
 from dflash_bench.tasks.suites import Loaded
 

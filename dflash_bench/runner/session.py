@@ -13,8 +13,9 @@ from typing import Any, TextIO
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import bar
+from dflash_bench.core.terminal import progress_bar
 from dflash_bench.core.types import Generation, Record, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
@@ -23,7 +24,6 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
 from dflash_bench.runner.config import RunRequest, objectives
-from dflash_bench.runner.option import to_json
 from dflash_bench.runner.plan import Resolved, methods_and_model, modes_of, resolve, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.setup import (
@@ -94,7 +94,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.begun = self.last_line = clock()
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.doing = ""
-        self.bar = bar(self.stream) if self.stream.isatty() else None
+        self.bar = progress_bar(self.stream) if self.stream.isatty() else None
         if self.bar is not None:
             self.task = self.bar.add_task("", total=None if left_s else total, completed=num_stored, doing="", left="")
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.labels import in_common, shortened, visible
+from dflash_bench.core.labels import common_prefix_length, shortened, visible
 from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings, TimedGeneration
 from dflash_bench.servers import connect
 from dflash_bench.servers import requests as servers_requests
@@ -219,7 +219,7 @@ class ServerBackend:
             return unknown
         if self.local is not None:
             return self.local.divergence(messages, plain, other, settings)
-        return Divergence(in_common(plain, other), is_judged=False)
+        return Divergence(common_prefix_length(plain, other), is_judged=False)
 
     def audit(
         self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
@@ -246,7 +246,7 @@ def _bare(text: str) -> str:
 
 
 def _failed(said: Generation, text: str) -> Generation:
-    place = in_common(_bare(said.text), _bare(text))
+    place = common_prefix_length(_bare(said.text), _bare(text))
     theirs, ours = (visible(shortened(_bare(one)[place:], 40)) for one in (said.text, text))
     return Generation(
         said.token_ids, said.text, "error", said.num_prompt_tokens, 0.0, 0.0,

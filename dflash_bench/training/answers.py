@@ -1,4 +1,8 @@
-"""The target's answers and hidden states, stored batch by batch, or computed again."""
+"""The target's own answers to training prompts, and its hidden states on them: what drafts learn from (paper, 4.2).
+
+Answers are decoded many at a time and stored batch by batch. A stored batch is never decoded again, so that an
+interrupted training continues where it was. Batches are drawn at random: the first few are a fair sample of all.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +22,21 @@ from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.training.distributed import ALONE, Crew
-from dflash_bench.training.trainer import claim
-
-# The target's own answers to training prompts, and its hidden states on them: what drafts learn from (paper, 4.2).
-#
-# Answers are decoded many at a time, and stored batch by batch. A batch that is stored is never made again, so what was
-# interrupted goes on where it was. Batches are drawn at random: the first few are a fair sample of all.
-
+from dflash_bench.training.distributed import ALONE, ProcessGroup
+from dflash_bench.training.trainer import check_same_options
 
 PLAN = "answers.json"
 ENDS = 2
 """Tokens at the end of an answer that the decoding loop reads in no round, or for no drafter."""
 GROUP = 16
-"""Batches that are cut from one sample of prompts, alike lengths together: rows of a batch wait for each other."""
+"""Batches that are cut from one sample of prompts, sorted by length: rows of a batch wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
     """A chat's tokens, as the template renders them, and the temperature of the answer.
 
-    `first` are the tokens that its first turn was asked with; none if it is the first.
+    `first` holds the tokens of the chat's first turn if this is a later one.
     """
 
     ids: tuple[int, ...]
@@ -48,7 +46,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What decides the answers. `layers` are those whose outputs are stored; with none, answers alone are."""
+    """What decides the answers. The outputs of `layers` are stored; without any, only tokens are."""
 
     revision: str
     layers: tuple[int, ...]
@@ -58,7 +56,7 @@ class AnswerPlan:
 
 
 class Recorder:
-    """A drafter that proposes nothing, and keeps what the target's layers said: plain decoding with its states."""
+    """A drafter that proposes nothing and keeps the outputs of the target's layers: plain decoding with its states."""
 
     num_drafts = 0
 
@@ -66,6 +64,7 @@ class Recorder:
         self.taps, self.hidden_size = tuple(taps), hidden_size
 
     def begin(self, num_rows: int, capacity: int) -> None:
+        """Make room for states [rows, capacity, K, H] of K layers."""
         shape = (num_rows, capacity, len(self.taps), self.hidden_size)
         self.states = torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -83,36 +82,39 @@ class Recorder:
 def collect(
     target: Target,
     stop_ids: frozenset[int],
-    asked: Sequence[AnswerRequest],
+    requests: Sequence[AnswerRequest],
     plan: AnswerPlan,
     folder: Path,
     report: Callable[[str], object],
-    crew: Crew = ALONE,
+    group: ProcessGroup = ALONE,
 ) -> None:
-    """Answers to all prompts, in `folder`, shared among a crew. Raises UserError if it holds those of another plan."""
-    # First turns are told by what they always were, so that answers of earlier versions stay theirs.
-    told = [{name: value for name, value in asdict(one).items() if value != ()} for one in asked]
-    prompts = zlib.crc32(repr(told).encode())
-    if crew.is_first:
-        claim(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
-    crew.wait()
-    for number, rows in crew.share(list(enumerate(batches(asked, plan.batch_size, plan.seed)))):
+    """Store the answers to all requests in `folder`; the processes of a group share the work.
+
+    Raises UserError if the folder holds answers of another plan or to other requests.
+    """
+    # First turns are written as they always were, so that stored answers stay valid.
+    written = [{name: value for name, value in asdict(one).items() if value != ()} for one in requests]
+    prompts = zlib.crc32(repr(written).encode())
+    if group.is_first:
+        check_same_options(folder / PLAN, asdict(plan) | {"prompts": prompts}, "answers")
+    group.wait()
+    for number, rows in group.share(list(enumerate(batches(requests, plan.batch_size, plan.seed)))):
         path = part(folder, number)
         if not path.exists():
-            here = [asked[row] for row in rows]
-            tensors = _answered(target, stop_ids, here, plan)
-            write(path, {**tensors, **_firsts(here), "prompts": torch.tensor(rows)})
+            batch = [requests[row] for row in rows]
+            tensors = _answer(target, stop_ids, batch, plan)
+            write(path, {**tensors, **_first_turns(batch), "prompts": torch.tensor(rows)})
         report(f"answers: batch {number + 1}")
-    crew.wait()
+    group.wait()
 
 
-def _firsts(asked: Sequence[AnswerRequest]) -> dict[str, Tensor]:
-    """How each chat began, one behind another; nothing where all begin here."""
-    if not any(one.first for one in asked):
+def _first_turns(requests: Sequence[AnswerRequest]) -> dict[str, Tensor]:
+    """Return the first turn of each chat, concatenated; nothing if all requests are first turns."""
+    if not any(one.first for one in requests):
         return {}
     return {
-        "firsts": torch.tensor([token for one in asked for token in one.first], dtype=torch.int32),
-        "first_ends": torch.tensor([len(one.first) for one in asked]).cumsum(0),
+        "firsts": torch.tensor([token for one in requests for token in one.first], dtype=torch.int32),
+        "first_ends": torch.tensor([len(one.first) for one in requests]).cumsum(0),
     }
 
 
@@ -120,15 +122,15 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
     files.write_whole(path, lambda file: file.write(save(tensors)))
 
 
-def batches(asked: Sequence[AnswerRequest], size: int, seed: int) -> list[list[int]]:
-    """Numbers of prompts, by batch; the same for the same prompts. Rows of a batch have one temperature."""
-    order = list(range(len(asked)))
+def batches(requests: Sequence[AnswerRequest], size: int, seed: int) -> list[list[int]]:
+    """Return the numbers of requests by batch, the same for the same requests. A batch has one temperature."""
+    order = list(range(len(requests)))
     Random(seed).shuffle(order)
     by_batch: list[list[int]] = []
-    for temperature in dict.fromkeys(one.temperature for one in asked):
-        alike = [row for row in order if asked[row].temperature == temperature]
+    for temperature in dict.fromkeys(one.temperature for one in requests):
+        alike = [row for row in order if requests[row].temperature == temperature]
         for at in range(0, len(alike), GROUP * size):
-            group = sorted(alike[at : at + GROUP * size], key=lambda row: len(asked[row].ids))
+            group = sorted(alike[at : at + GROUP * size], key=lambda row: len(requests[row].ids))
             by_batch += [group[i : i + size] for i in range(0, len(group), size)]
     Random(seed + 1).shuffle(by_batch)
     return by_batch
@@ -138,29 +140,30 @@ def part(folder: Path, number: int) -> Path:
     return folder / f"answers-{number:05d}.safetensors"
 
 
-def _answered(
-    target: Target, stop_ids: frozenset[int], asked: Sequence[AnswerRequest], plan: AnswerPlan
+def _answer(
+    target: Target, stop_ids: frozenset[int], requests: Sequence[AnswerRequest], plan: AnswerPlan
 ) -> dict[str, Tensor]:
+    """Decode the answers to one batch of requests, with states if the plan has layers."""
     recorder = Recorder(plan.layers, target.config.hidden_size)
-    answers: list[list[int]] = [[] for _ in asked]
-    seeds = [zlib.crc32(repr((plan.seed, one.ids)).encode()) for one in asked]
-    prompts, limits = [one.ids for one in asked], Limits(plan.max_new_tokens, stop_ids)
-    sampling = Sampling(asked[0].temperature)
+    answers: list[list[int]] = [[] for _ in requests]
+    seeds = [zlib.crc32(repr((plan.seed, one.ids)).encode()) for one in requests]
+    prompts, limits = [one.ids for one in requests], Limits(plan.max_new_tokens, stop_ids)
+    sampling = Sampling(requests[0].temperature)
     for step in decode(target, recorder, prompts, limits, sampling, HostClock(), seeds):
         for answer, new in zip(answers, step.emitted, strict=True):
             answer += new or []
-    texts = [[*one.ids, *answer] for one, answer in zip(asked, answers, strict=True)]
+    texts = [[*one.ids, *answer] for one, answer in zip(requests, answers, strict=True)]
     states: list[Tensor] = []
     if plan.layers:
         _read_ends(target, recorder, texts)
         states = [recorder.states[row, : len(text)] for row, text in enumerate(texts)]
-    return joined(texts, [len(one.ids) for one in asked], states)
+    return joined(texts, [len(one.ids) for one in requests], states)
 
 
 def joined(
     texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Whole conversations one behind another, as they are stored; `states` [T, K, H] of each, or none at all."""
+    """Concatenate whole conversations into the tensors that are stored; `states` [T, K, H] of each, or none at all."""
     tensors = {
         "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
         "ends": torch.tensor([len(text) for text in texts]).cumsum(0),
@@ -171,9 +174,9 @@ def joined(
 
 @torch.inference_mode()
 def _read_ends(target: Target, recorder: Recorder, texts: Sequence[Sequence[int]]) -> None:
-    """The states of each answer's last two tokens: the loop has no use for them, and what teaches the stop token has.
+    """Record the states of each answer's last two tokens.
 
-    The target's cache still holds all that stands before them.
+    The loop does not need them, but they teach the stop token. The target's cache still holds all tokens before them.
     """
     starts = [len(text) - ENDS for text in texts]
     tokens = torch.tensor([text[-ENDS:] for text in texts], device=target.device)
@@ -185,18 +188,15 @@ def _read_ends(target: Target, recorder: Recorder, texts: Sequence[Sequence[int]
         target.tap(())
 
 
-# The target's states on texts that are known already, by one pass over them.
-
-
-class Computed:
-    """What is not stored: the outputs of these layers on texts, whenever they are asked for."""
+class ComputedStates:
+    """Computes the outputs of these layers when they are asked for, by one pass over each text, in place of storage."""
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         self.target, self.layers = target, tuple(layers)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """[T, K, H] in bfloat16, on the host, for each text of T tokens."""
+        """Return [T, K, H] in bfloat16, on the host, for each text of T tokens."""
         self.target.begin(len(texts), max(map(len, texts)))
         self.target.tap(self.layers)
         try:

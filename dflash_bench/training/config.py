@@ -1,113 +1,206 @@
-"""What a user asks of `train`, and what is wrong with that before anything is loaded."""
+"""The options of `train`: one field each, from which flag, help, range, config file and Python API follow."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.labels import shortened
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.option import Condition, Range, check_options, check_threads, condition, under
+
+# ruff: noqa: RUF009 - the calls make fields
+
 
 METHODS = ("dflash", "eagle3", "medusa")
-ALLOW = ("overlap",)
 SLIM = ("zlab", "safeailab")
 """Formats of drafts that may leave their head to the target."""
+
+DECISIVE = ("layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "distil", "patience", "slim")
+"""Options that decide the draft, besides its rate and seed."""
+
+_options, _prompts, _answers = under("Options"), under("Prompts"), under("Answers")
+_draft, _training = under("Draft"), under("Training")
+_SHARE = Range(lambda value: 0 <= value <= 1, "is a share from 0 to 1, not {values}")
+
+
+def _only(*methods: str) -> Condition:
+    return Condition(
+        lambda options: options.method not in methods, "{flag} has no effect on {options.method}; leave it out"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """One draft for one target; drafts that share `out` share their answers too. None is "not given"."""
+    """One draft for one target; drafts that share `out` share the target's answers, too. None is "not given"."""
 
-    target: str
-    method: str
-    out: Path
-    prompts: tuple[str, ...] = ()
-    """Files of prompts, or SUITE=FILE: rows in a suite's columns, asked as the suite asks."""
-    written: int = 0
-    """Prompts of ours (`prompts.py`), so many of each kind."""
-    invented: int = 0
-    """Prompts that the target makes up itself."""
-    openings: tuple[str, ...] = ()
-    """How the prompts begin that it makes up."""
-    against: Path | None = None
-    """A folder with rows of test suites, which no prompt may come from; the embedded ones are always looked at."""
-    allow: tuple[str, ...] = ()
-    sampled: float = 0.25
-    """The share of prompts that is answered once more, at temperature 1."""
-    max_new_tokens: int = 256
-    batch_size: int = 64
-    max_disk_gb: float = 20.0
-    on_the_fly: bool = False
-    """The target's states are computed in each step instead of being stored."""
-    layers: int | None = None
-    block_size: int | None = None
-    draft_vocab: int | None = None
-    slim: bool = False
-    """The head is the target's rows for the tokens that the draft may say, and is left out of the file."""
-    mask_token: str | None = None
-    epochs: float | None = None
-    steps: int | None = None
-    rate: float | None = None
-    """The learning rate of matrices; searched for if absent."""
-    distil: float | None = None
-    patience: int | None = None
-    """Measurements without a gain after which training ends."""
-    seed: int = 0
-    threads: int | None = None
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU if there is one."""
-    format: str | None = None
+    target: str = _options("The target: a folder, a hub id, or a known model.", metavar="PATH|ID|NAME", required=True)
+    out: Path = _options(
+        "Folder for the draft, in DIR/METHOD, and for intermediate files, in DIR/work.", metavar="DIR", required=True
+    )
+    method: str = _options(
+        "What to train: dflash, eagle3 or medusa.",
+        default="dflash",
+        metavar="NAME",
+        choices=lambda: METHODS,
+        kind="method to train",
+    )
+    prompts: tuple[str, ...] = _prompts(
+        "Prompts to train on: a file as for 'run --prompts', or rows of a suite, worded as the suite words them; may "
+        "be repeated.",
+        default=(),
+        metavar="FILE|SUITE=FILE",
+    )
+    written: int = _prompts(
+        "Add N of our own prompts each for chat, code and mathematics.",
+        default=0,
+        metavar="N",
+        minimum=0,
+        most=15_000,
+    )
+    invented: int = _prompts(
+        "Add N prompts made up by the target itself.", default=0, metavar="N", minimum=0, most=10**5
+    )
+    openings: tuple[str, ...] = _prompts(
+        "Opening words of the prompts that the target makes up; may be repeated.",
+        default=(),
+        flag="--opening",
+        metavar="TEXT",
+        needs=(condition(lambda options: options.invented > 0, "without --invented"),),
+    )
+    against: Path | None = _prompts(
+        "Rows of test suites, as for 'run --data': prompts that occur in them are refused, as are those that occur in "
+        "the embedded suites.",
+        metavar="FOLDER",
+    )
+    allow: tuple[str, ...] = _prompts(
+        "overlap: train on prompts of a test suite anyway.",
+        default=(),
+        metavar="WHAT",
+        choices=lambda: ("overlap",),
+        kind="thing to allow",
+    )
+    sampled: float = _answers(
+        "Share of the prompts answered again at temperature 1.", default=0.25, metavar="SHARE", range=_SHARE
+    )
+    max_new_tokens: int = _answers("Stop answers after N tokens.", default=256, metavar="N", minimum=2, most=448)
+    batch_size: int = _answers("Number of answers decoded together.", default=64, metavar="N", minimum=1, most=4096)
+    max_disk_gb: float = _answers(
+        "Most disk space that the target's states may take, in gigabytes.",
+        default=20.0,
+        flag="--max-disk",
+        metavar="GB",
+        minimum=0,
+        most=10**6,
+    )
+    on_the_fly: bool = _answers(
+        "Store only the answers, and compute the target's states at each step: slower, but takes no disk.",
+        default=False,
+    )
+    layers: int | None = _draft(
+        "Number of layers of a DFlash draft. Default: 2.",
+        metavar="N",
+        minimum=1,
+        most=32,
+        conflicts=(_only("dflash"),),
+    )
+    block_size: int | None = _draft(
+        "Block size of a DFlash draft, including the anchor. Default: 16.",
+        metavar="N",
+        minimum=2,
+        most=64,
+        conflicts=(_only("dflash"),),
+    )
+    draft_vocab: int | None = _draft(
+        "Let the draft use only the N most frequent tokens: the head of EAGLE-3 (default 8192), and the tokens that "
+        "DFlash learns to distinguish (default: all).",
+        metavar="N",
+        minimum=16,
+        most=10**7,
+        conflicts=(_only("dflash", "eagle3"),),
+    )
+    slim: bool = _draft(
+        "Use rows of the target's head and leave them out of the file: it is smaller, and DFlash with --draft-vocab "
+        "drafts faster, but only this tool reads it; 'convert --target' writes it in full.",
+        default=False,
+        needs=(
+            Condition(
+                lambda options: options.method != "dflash" or options.draft_vocab is not None,
+                "{flag} needs --draft-vocab: a DFlash draft of the whole vocabulary has no head to leave out",
+            ),
+        ),
+        conflicts=(
+            _only("dflash", "eagle3"),
+            Condition(
+                lambda options: options.format not in (None, *SLIM),
+                "{flag} has no effect with --to {options.format}, which stores the head; leave one of them out",
+            ),
+        ),
+    )
+    mask_token: str | None = _draft(
+        "Token that stands for a masked position, if the target has no spare id.",
+        metavar="TOKEN",
+        conflicts=(_only("dflash"),),
+    )
+    format: str | None = _draft(
+        "Format of the draft, as for convert. Default: zlab or safeailab.",
+        flag="--to",
+        metavar="FORMAT",
+        conflicts=(_only("dflash", "eagle3"),),
+    )
+    epochs: float | None = _training(
+        "Number of passes over the answers. Default: 6.", metavar="N", minimum=0.01, most=10**4
+    )
+    steps: int | None = _training(
+        "Number of steps, instead of --epochs.",
+        metavar="N",
+        minimum=1,
+        most=10**7,
+        conflicts=(
+            Condition(
+                lambda options: options.epochs is not None,
+                "--steps and --epochs both say how long to train; give one of them",
+            ),
+        ),
+    )
+    rate: float | None = _training(
+        "Learning rate of matrices. Default: found by a search.",
+        metavar="X",
+        most=10,
+        range=Range(
+            lambda value: math.isfinite(value) and value > 0,
+            "is a number above 0, not {values}; leave it out to have it found by a search",
+        ),
+    )
+    distil: float | None = _training(
+        "Share of DFlash's loss that is about the target's distribution rather than its tokens. Default: 0.5.",
+        metavar="SHARE",
+        range=_SHARE,
+        conflicts=(_only("dflash"),),
+    )
+    patience: int | None = _training(
+        "Stop after N measurements without improvement, and keep the best weights. There are two per epoch, and at "
+        "least eight in total.",
+        metavar="N",
+        minimum=1,
+        most=10**6,
+    )
+    seed: int = _training(
+        "Random seed for prompts, sampling, weights and order.", default=0, metavar="N", minimum=0, most=2**32 - 1
+    )
+    threads: int | None = _training("CPU threads.", metavar="N", minimum=1, check=check_threads)
+    device: str | None = _training(
+        "cpu, cuda or cuda:N. Default: cuda if there is one; 'accelerate launch' uses several.", metavar="D"
+    )
 
-
-MOST = {
-    "written": 15_000, "invented": 10**5, "batch_size": 4096, "max_disk_gb": 10**6, "epochs": 10**4, "steps": 10**7,
-    "rate": 10.0, "patience": 10**6, "seed": 2**32 - 1, "draft_vocab": 10**7,
-}  # fmt: skip
-"""Far more than any training takes: a slip of the keyboard must not run for ever or fill the memory."""
-
-
-def _check_sizes(request: TrainRequest) -> None:
-    for name, most in MOST.items():
-        value = getattr(request, name)
-        if value is not None and not (math.isfinite(value) and value <= most):
-            flag = f"--{name.removesuffix('_gb').replace('_', '-')}"
-            raise UserError(f"{flag} takes a number of at most {most:,}, not {shortened(f'{value}', 40)}")
-    if request.rate == 0:
-        raise UserError("--rate 0 trains nothing; leave it out to have it searched for")
-    if request.threads is not None and request.threads > (os.cpu_count() or 1):
-        raise UserError(
-            f"--threads {shortened(str(request.threads), 40)} is more than this machine has, {os.cpu_count()}"
-        )
+    def values(self, *names: str) -> dict[str, Any]:
+        """Return these options by name."""
+        return {name: getattr(self, name) for name in names}
 
 
 def check(request: TrainRequest) -> None:
-    """Raises UserError for what contradicts itself or has no effect."""
-    _check_sizes(request)
-    if request.method not in METHODS:
-        raise unknown("method to train", request.method, list(METHODS))
-    for name in request.allow:
-        if name not in ALLOW:
-            raise unknown("--allow", name, list(ALLOW))
+    """Raise UserError for options that contradict each other, have no effect or are out of range."""
+    check_options(request)
     if not (request.prompts or request.written or request.invented):
         raise UserError("no prompts to train on: give --prompts FILE, --written N or --invented N")
-    if request.openings and not request.invented:
-        raise UserError("--opening has no effect without --invented")
-    if request.steps is not None and request.epochs is not None:
-        raise UserError("--steps and --epochs both say how long to train; give one of them")
-    for flag, value, methods in (
-        ("--mask-token", request.mask_token, ("dflash",)),
-        ("--layers", request.layers, ("dflash",)),
-        ("--block-size", request.block_size, ("dflash",)),
-        ("--distil", request.distil, ("dflash",)),
-        ("--draft-vocab", request.draft_vocab, ("dflash", "eagle3")),
-        ("--to", request.format, ("dflash", "eagle3")),
-        ("--slim", request.slim or None, ("dflash", "eagle3")),
-    ):
-        if value is not None and request.method not in methods:
-            raise UserError(f"{flag} has no effect on {request.method}; leave it out")
-    if request.slim and request.method == "dflash" and request.draft_vocab is None:
-        raise UserError("--slim needs --draft-vocab: a DFlash draft of the whole vocabulary has no head to leave out")
-    if request.slim and request.format not in (None, *SLIM):
-        raise UserError(f"--slim has no effect with --to {request.format}, which holds the head; leave one of them out")

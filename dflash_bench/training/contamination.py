@@ -1,7 +1,7 @@
-"""Do training prompts stand in a test suite? By pieces of thirteen words that both have.
+"""Contamination: do training prompts occur in a test suite? Found by sequences of thirteen words that both contain.
 
-Lines that several prompts of a suite have are how it asks, and no leak: they are left out on both sides. A piece that
-is the same but for its numbers comes from a template of both: no leak, but such a test is easier than it looks.
+Lines that several prompts of a suite share are its template, and no leak: they are left out on both sides. A sequence
+that is the same except for its numbers comes from a common template: no leak, but such a test is easier than it looks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import suites
 
 NUM_WORDS = 13
-"""Of a piece; a shorter text counts as a whole."""
+"""Words of a piece; a shorter text is one piece."""
 OF_TEMPLATE = 3
-"""A line that so many prompts of a suite have is its template's."""
+"""A line that this many prompts of a suite share is part of its template."""
 NUMBER = "0"
-"""In place of every number, to find pieces that are the same but for these."""
+"""Stands for every number, to find pieces that are the same except for these."""
 LEAST_WORDS = 7
-"""Of such a piece, besides numbers: rows of numbers are alike everywhere."""
+"""Words other than numbers that such a piece needs: sequences of numbers are alike everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The training prompts that share a piece with one of a suite's as it is, and how many do but for numbers."""
+    """Training prompts that share a piece with a suite, and the number of those that do except for numbers."""
 
     suite: str
     source: str
@@ -44,31 +44,31 @@ Piece = tuple[str, ...]
 
 
 def pieces(text: str, template: Collection[str] = ()) -> set[Piece]:
-    """Of the text without the lines of a template."""
+    """Return all sequences of NUM_WORDS words in the text without the lines of a template."""
     kept = [line for line in text.splitlines() if line.strip() not in template]
     words = re.findall(r"\w+", " ".join(kept).lower())
     return {tuple(words[i : i + NUM_WORDS]) for i in range(max(1, len(words) - NUM_WORDS + 1))} if words else set()
 
 
 def without_numbers(found: Iterable[Piece]) -> set[Piece]:
-    """The pieces with every number the same, where enough words are left."""
+    """Return the pieces with all numbers made equal, if enough other words are left."""
     alike = (tuple(NUMBER if word.isdecimal() else word for word in piece) for piece in found)
     return {piece for piece in alike if len(piece) - piece.count(NUMBER) >= LEAST_WORDS}
 
 
 @dataclass(slots=True)
-class _Tested:
-    """A suite's pieces, as they are and but for numbers, and who shares them so far."""
+class _SuitePieces:
+    """A suite's pieces, as they are and except for numbers, and the training prompts found to share them."""
 
     loaded: suites.Loaded
     template: set[str]
     as_they_are: set[Piece]
-    but_for_numbers: set[Piece]
+    no_numbers: set[Piece]
     shared: list[str] = field(default_factory=list)
     num_alike: int = 0
 
     @classmethod
-    def of(cls, loaded: suites.Loaded) -> _Tested:
+    def of(cls, loaded: suites.Loaded) -> _SuitePieces:
         turns = [turn for prompt in loaded.prompts for turn in prompt.turns]
         lines = Counter(line for turn in turns for line in _lines(turn))
         template = {line for line, count in lines.items() if count >= OF_TEMPLATE}
@@ -77,21 +77,21 @@ class _Tested:
 
 
 def found(texts: Iterable[str], against: Path | None) -> list[Overlap]:
-    """With every suite, as embedded and as in the folder `against` where it has the suite."""
-    tested = [_Tested.of(loaded) for loaded in _suites(against)]
+    """Compare texts with every suite, embedded and, if it is there, in the folder `against`."""
+    tested = [_SuitePieces.of(loaded) for loaded in _suites(against)]
     for text in texts:
         lines = _lines(text)
-        # Few suites have a line in common with the text, so that most of them see the same pieces.
+        # Few suites share a line with the text, so that the same pieces serve for most of them.
         cut: dict[frozenset[str], tuple[set[Piece], set[Piece]]] = {}
         for one in tested:
             left_out = frozenset(lines & one.template)
             if left_out not in cut:
                 here = pieces(text, left_out)
                 cut[left_out] = here, without_numbers(here)
-            as_they_are, but_for_numbers = cut[left_out]
+            as_they_are, no_numbers = cut[left_out]
             if not as_they_are.isdisjoint(one.as_they_are):
                 one.shared.append(text)
-            one.num_alike += not but_for_numbers.isdisjoint(one.but_for_numbers)
+            one.num_alike += not no_numbers.isdisjoint(one.no_numbers)
     return [
         Overlap(one.loaded.suite.name, one.loaded.source, len(one.loaded.prompts), tuple(one.shared), one.num_alike)
         for one in tested
@@ -103,8 +103,7 @@ def _lines(text: str) -> set[str]:
 
 
 def require_suites(folder: Path) -> None:
-    """Raises UserError unless the folder holds rows of suites that we know, and of no others: a name that is mistyped
-    would leave prompts unguarded."""
+    """Raise UserError unless the folder holds rows of known suites only: a mistyped name would guard nothing."""
     known = suites.known_suites()
     looked_for = f"known: {', '.join(f'{name}/{suite.split}' for name, suite in known.items())}.jsonl or .parquet"
     try:
@@ -115,13 +114,13 @@ def require_suites(folder: Path) -> None:
         name for name in named if any((folder / name).glob("*.jsonl")) or any((folder / name).glob("*.parquet"))
     }
     if unknown := sorted(of_suites - known.keys()):
-        raise UserError(f"--against {folder} has rows of {unknown[0]}, which is no suite; {looked_for}")
+        raise UserError(f"--against {folder} has rows of {unknown[0]}, which is not a suite; {looked_for}")
     for name in named:
         if name in known and not _has_rows(folder / name, known[name].split):
             raise UserError(f"--against {folder}: {name} holds no rows of its split; {looked_for}")
     if not of_suites:
         raise UserError(
-            f"--against {folder} holds rows of no suite, so no prompt would be held against it; {looked_for}"
+            f"--against {folder} holds rows of no suite, so no prompt would be compared with it; {looked_for}"
         )
 
 
@@ -137,11 +136,11 @@ def _suites(against: Path | None) -> Iterable[suites.Loaded]:
 
 
 def refuse(overlaps: Sequence[Overlap]) -> None:
-    """Raises UserError if any prompt stands in a test suite."""
+    """Raise UserError if any prompt occurs in a test suite."""
     for overlap in overlaps:
         if overlap.num_shared:
             raise UserError(
                 f"{overlap.num_shared} prompts share {NUM_WORDS} words in a row with {overlap.suite} "
                 f"({overlap.source}), such as {overlap.shared[0]!r:.120}: a draft trained on them would be tested on "
-                "what it knows; leave them out, or add --allow overlap"
+                "prompts it knows; leave them out, or add --allow overlap"
             )

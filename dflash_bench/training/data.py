@@ -1,4 +1,4 @@
-"""Rows to train on: answers packed to one length, batches of them, and their rotary tables."""
+"""Rows to train on: stored answers packed to one length, batches of such rows, and their rotary tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import Rotary
 
-# What a training step reads: a batch of packed rows, and where such rows come from.
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows [R, N]: `document` numbers the samples in a row, `position` restarts with each sample."""
+    """Packed rows [R, N]: `document` numbers the samples of a row, and `position` restarts with each sample.
+
+    `weights` are above 0 at the tokens of answers; `document` is -1 behind the last sample.
+    """
 
     ids: Tensor
     weights: Tensor
@@ -32,15 +33,29 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return Batch(*(tensor.to(device) for tensor in (self.ids, self.weights, self.document, self.position)))
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """Additive [R, 1, N, N]: causal, and never across samples."""
-        same = self.document[:, :, None] == self.document[:, None, :]
-        allowed = same & (self.position[:, :, None] >= self.position[:, None, :])
-        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
+    @classmethod
+    def filled(cls, rows: Sequence[Sequence[tuple[Tensor, Tensor]]], length: int, pad: int) -> Batch:
+        """Lay out the samples of each row one behind another; each sample is its ids [T] and weights [T]."""
+        shape = (len(rows), length)
+        ids, weights = torch.full(shape, pad), torch.zeros(shape)
+        document, position = torch.full(shape, -1), torch.arange(length).repeat(len(rows), 1)
+        for row, samples in enumerate(rows):
+            at = 0
+            for number, (tokens, weight) in enumerate(samples):
+                place = slice(at, at + len(tokens))
+                ids[row, place], weights[row, place], document[row, place] = tokens, weight, number
+                position[row, place] = torch.arange(len(tokens))
+                at = place.stop
+        return cls(ids, weights, document, position)
+
+    def select(self, index: Sequence[int]) -> Batch:
+        """Return these rows."""
+        rows = torch.tensor(index)
+        return Batch(self.ids[rows], self.weights[rows], self.document[rows], self.position[rows])
 
 
 class Data(Protocol):
-    """Packed rows: ids [R, N], answer flags [R, N], and the target's states at each place."""
+    """Packed rows: ids [R, N], answer flags [R, N], and the target's states at each token."""
 
     @property
     def ids(self) -> Tensor: ...
@@ -50,28 +65,25 @@ class Data(Protocol):
 
     @property
     def num_held_out(self) -> int:
-        """How many of the last rows are never trained on."""
+        """Number of rows, the last ones, that are never trained on."""
         ...
 
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
-        """A batch and its features [R, N, len(layers) * H]: the outputs of these layers, side by side."""
+        """Return a batch and its features [R, N, len(layers) * H]: the outputs of these layers, side by side."""
         ...
 
     def final(self, index: Sequence[int]) -> Tensor:
-        """The target's last states [R, N, H], ready for its head."""
+        """Return the target's last states [R, N, H], ready for its head."""
         ...
-
-
-# Conversations packed into rows of one length, with the target's states read from disk as they are needed.
 
 
 CPU = torch.device("cpu")
 Compute = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
-"""Texts to the target's states on them, as `states.Computed`."""
+"""Returns the target's states on texts, as `answers.ComputedStates`."""
 FIRSTS = ("firsts", "first_ends")
-"""What a batch of later turns has besides: how their chats began."""
+"""Additional tensors of a batch of later turns: how their chats began."""
 OPEN_ROWS = 64
-"""How many rows may still be filled up: more would pack tighter, and take longer."""
+"""Rows that may still be filled up: more would pack tighter, and take longer."""
 
 
 class Stored:
@@ -97,8 +109,8 @@ class Stored:
             begin = end
 
     def states(self, begin: int, end: int) -> Tensor:
-        """[T, K, H] in bfloat16"""
-        assert self._states is not None, "they were not stored"
+        """Read [T, K, H] in bfloat16."""
+        assert self._states is not None, "states were not stored"
         states: Tensor = self._states[begin:end]
         return states
 
@@ -106,8 +118,8 @@ class Stored:
 class TrainingChat:
     """Tokens `begin` to `end` of a stored batch; the answer starts at `prompt_length`.
 
-    `prompt_number` is its place among what was asked, and `chat` are the tokens that the first turn was asked with: all
-    turns of a chat, and all its answers, have the same.
+    `prompt_number` is the number of its request, and `chat` holds the tokens of the chat's first turn, which all turns
+    and answers of a chat have in common.
     """
 
     def __init__(
@@ -122,7 +134,7 @@ class TrainingChat:
         return tuple(self.ids[: self.prompt_length].tolist()) != self.chat
 
     def cut(self, length: int) -> TrainingChat:
-        """Its first `length` tokens."""
+        """Return the chat up to its first `length` tokens."""
         end = self.begin + min(length, len(self.ids))
         return TrainingChat(self.home, self.begin, end, self.prompt_length, self.prompt_number, self.chat)
 
@@ -130,9 +142,14 @@ class TrainingChat:
     def states(self) -> Tensor:
         return self.home.states(self.begin, self.begin + len(self.ids))
 
+    @property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Return its ids [T] and weights [T]: 1 for the answer, 0 for the prompt."""
+        return self.ids, (torch.arange(len(self.ids)) >= self.prompt_length).float()
+
 
 def stored(folders: Sequence[Path]) -> list[TrainingChat]:
-    """All conversations in these folders, in the order of their batches. Raises UserError if there are none."""
+    """Open all conversations in these folders, in the order of their batches. Raises UserError if there are none."""
     paths = [path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))]
     items = [item for path in paths for item in Stored(path).conversations()]
     if not items:
@@ -141,11 +158,12 @@ def stored(folders: Sequence[Path]) -> list[TrainingChat]:
 
 
 class PackedRows:
-    """Packed rows: ids, document and position [R, N], answer flags [R, N]; states are read row by row.
+    """Conversations packed into rows of one length; the target's states are read from disk row by row.
 
-    `layers` names the layer whose output each of the stored states is; the last of them is the target's last layer, and
-    `norm` the target's, which stands between that and the head. The last rows hold what is never trained on. All stays
-    on the host; what is taken comes to `device`, where the norm is. States that are not stored come from `compute`.
+    `layers` names the layers whose outputs the stored states are; the last of them is the target's last layer, and
+    `norm` is the target's norm between that layer and its head. The last rows hold `held_out`, which is never trained
+    on. Rows stay on the host until they are taken to `device`, where the norm is. States that are not stored come from
+    `compute`.
     """
 
     def __init__(
@@ -165,28 +183,18 @@ class PackedRows:
         kept, test = (packed([item.cut(length) for item in some], length, seed) for some in (items, held_out))
         self.packed, self.num_held_out = kept + test, len(test)
         self._latest: tuple[tuple[int, ...], Tensor] | None = None
-        shape = (len(self.packed), length)
-        self.ids, self.document = torch.full(shape, pad), torch.full(shape, -1)
-        self.position = torch.arange(length).repeat(len(self.packed), 1)
-        self.answer = torch.zeros(shape, dtype=torch.bool)
-        for row, members in enumerate(self.packed):
-            at = 0
-            for number, item in enumerate(members):
-                place = slice(at, at + len(item.ids))
-                self.ids[row, place], self.document[row, place] = item.ids, number
-                self.position[row, place] = torch.arange(len(item.ids))
-                self.answer[row, at + item.prompt_length : place.stop] = True
-                at = place.stop
+        self.batch = Batch.filled([[item.sample for item in row] for row in self.packed], length, pad)
+        self.ids, self.answer = self.batch.ids, self.batch.weights > 0
 
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
-        """A batch and its features [R, N, len(layers) * H]."""
-        rows = torch.tensor(index)
-        batch = Batch(self.ids[rows], self.answer[rows].float(), self.document[rows], self.position[rows])
-        return batch.to(self.device), self._states(index, [self.layers.index(layer) for layer in layers]).flatten(2)
+        """Return a batch and its features [R, N, len(layers) * H]."""
+        return self.batch.select(index).to(self.device), self._states(
+            index, [self.layers.index(layer) for layer in layers]
+        ).flatten(2)
 
     @torch.no_grad()
     def final(self, index: Sequence[int]) -> Tensor:
-        """The target's last states [R, N, H], ready for its head."""
+        """Return the target's last states [R, N, H], ready for its head."""
         states = self._states(index, [len(self.layers) - 1])[:, :, 0]
         normed: Tensor = self.norm(states)
         return normed
@@ -198,7 +206,7 @@ class PackedRows:
         return self._latest[1][:, :, which].to(self.device, torch.float32)
 
     def _read(self, index: Sequence[int]) -> Tensor:
-        """[R, N, K, H] in bfloat16, zeros where a row holds nothing."""
+        """Read [R, N, K, H] in bfloat16, with zeros where a row is empty."""
         by_row = [torch.cat(list(states)) for states in self._of_items(index)]
         states = torch.zeros(len(index), self.length, *by_row[0].shape[1:], dtype=by_row[0].dtype)
         for row, stored_states in enumerate(by_row):
@@ -206,7 +214,7 @@ class PackedRows:
         return states
 
     def _of_items(self, index: Sequence[int]) -> Iterator[Sequence[Tensor]]:
-        """Of each conversation in each row."""
+        """Yield, for each row, the states [T, K, H] of its conversations."""
         rows = [self.packed[number] for number in index]
         if self.compute is None:
             yield from ([item.states for item in row] for row in rows)
@@ -216,7 +224,7 @@ class PackedRows:
 
 
 def packed(items: Sequence[TrainingChat], length: int, seed: int) -> list[list[TrainingChat]]:
-    """Shuffled, then each into the first of the last few rows with room for it."""
+    """Shuffle, then put each conversation into the first of the last few rows that has room for it."""
     order = list(items)
     Random(seed).shuffle(order)
     rows: list[list[TrainingChat]] = []
@@ -233,13 +241,11 @@ def packed(items: Sequence[TrainingChat], length: int, seed: int) -> list[list[T
     return rows
 
 
-# Rotary tables of a draft for rows of a given length.
-
-
 BEYOND = 64
-"""Places behind the end of a row that a block or a chain may reach."""
+"""Positions behind the end of a row that a block or a chain may reach."""
 
 
 def tables(config: DFlashConfig | Eagle3Config, rows: Data, device: torch.device) -> Rotary:
+    """Return the draft's rotary tables for all positions in rows of this length."""
     length = rows.ids.shape[1] + BEYOND
     return Rotary(config.head_dim, config.rope_theta, length, device, torch.float32, config.rope_scaling)

@@ -1,7 +1,7 @@
-"""The processes of one training, one for each GPU: each takes its share of the work, and all end with the same draft.
+"""Data-parallel training: one process for each GPU, each with its share of the work and, in the end, the same draft.
 
-`accelerate launch --multi_gpu -m dflash_bench.cli train ...` or torchrun starts them. Gradients are averaged after each
-step, which is what data-parallel training comes to where a step's forward pass has several parts.
+`accelerate launch --multi_gpu -m dflash_bench.cli train ...` or torchrun starts the processes. Gradients are averaged
+after each step rather than by DistributedDataParallel, because a step's forward pass has several parts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """`size` processes, of which this is number `rank`; the first one writes and speaks."""
+class ProcessGroup:
+    """`size` processes, of which this is number `rank`; only the first one writes files and reports progress."""
 
     rank: int = 0
     size: int = 1
@@ -32,16 +32,16 @@ class Crew:
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This process's part."""
+        """Return this process's part of the items."""
         return list(items[self.rank :: self.size])
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes are here."""
         if self.size > 1:
             distributed.barrier()
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients, in place."""
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average the gradients of all processes, in place."""
         if self.size == 1:
             return
         for parameter in parameters:
@@ -50,42 +50,42 @@ class Crew:
                 parameter.grad /= self.size
 
     def mean(self, value: float, device: torch.device) -> float:
-        """Of all processes; no number if it is none in any of them."""
+        """Return the mean of all processes' values: not a number if it is none in any of them."""
         if self.size == 1:
             return value
         total = torch.tensor(value, device=device, dtype=torch.float64)
         distributed.all_reduce(total)
         return float(total) / self.size
 
-    def told(self, value: Item) -> Item:
-        """What the first process has."""
+    def broadcast(self, value: Item) -> Item:
+        """Return the value of the first process."""
         if self.size == 1:
             return value
-        held = [value]
-        distributed.broadcast_object_list(held)
-        return held[0]
+        values = [value]
+        distributed.broadcast_object_list(values)
+        return values[0]
 
 
-ALONE = Crew()
+ALONE = ProcessGroup()
 
 
-def assembled(device: str) -> tuple[Crew, str]:
-    """This process's place among those that were started together, and its device. Raises UserError without accelerate.
+def init_distributed(device: str) -> tuple[ProcessGroup, str]:
+    """Return the group of processes that were started together, and this one's device.
 
-    Without a launcher it is alone.
+    Without a launcher this process is alone. Raises UserError if there are several and accelerate is not installed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE, device
     try:
         from accelerate import PartialState
     except ImportError as error:
-        raise UserError("several processes need accelerate: pip install accelerate") from error
+        raise UserError("training in several processes needs accelerate: pip install accelerate") from error
     state = PartialState(cpu=device == "cpu")
     atexit.register(_leave)
-    return Crew(state.process_index, state.num_processes), str(state.device)
+    return ProcessGroup(state.process_index, state.num_processes), str(state.device)
 
 
 def _leave() -> None:
-    """Ends the threads that talk to the others: one that outlives the interpreter aborts the process."""
+    """End the threads that talk to other processes: one that outlives the interpreter aborts this process."""
     if distributed.is_initialized():
         distributed.destroy_process_group()

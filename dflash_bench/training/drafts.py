@@ -1,39 +1,73 @@
-"""A fresh draft for a target, whatever its architecture: sizes and rotary angles are the target's own."""
+"""Fresh drafts for a target of any architecture: sizes and rotary angles are the target's, and so is the vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.nets import dflash, eagle3
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
-from dflash_bench.training.medusa import new_heads
+from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads, ResBlock
 
 NUM_FEATURES = 5
 NUM_LAYERS = 2
 NUM_HEADS = 4
+OUT_OF_VOCAB = -1
+"""Index of a token that is not in a reduced vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """The target's embedding [V, H] and the part of its vocabulary that a draft may use.
+
+    `head` [Vd, H] holds the rows of the target's head for `token_ids` [Vd], ascending; `index_of` [V] maps a token id
+    to its row, or to OUT_OF_VOCAB.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    token_ids: Tensor
+    index_of: Tensor
+
+    @classmethod
+    def of(cls, embedding: Tensor, head: Tensor, counts: Tensor | None = None, size: int | None = None) -> DraftVocab:
+        """Take the target's whole vocabulary, or the `size` tokens that are most frequent by `counts` [V]."""
+        token_ids = torch.arange(len(head))
+        if counts is not None and size is not None and size < len(head):
+            token_ids = counts.argsort(descending=True, stable=True)[:size].sort().values
+        index_of = torch.full((len(head),), OUT_OF_VOCAB)
+        index_of[token_ids] = torch.arange(len(token_ids))
+        token_ids, index_of = token_ids.to(head.device), index_of.to(head.device)
+        return cls(embedding.detach(), head.detach()[token_ids], token_ids, index_of)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., Vd] of normed states [..., H], the draft's or the target's last ones."""
+        return hidden @ self.head.to(hidden.dtype).T
 
 
 def taps(num_layers: int) -> tuple[int, ...]:
-    """The layers whose outputs are stored for all drafts: DFlash's, and the last, which says what the target says."""
+    """Return the target layers whose outputs are stored for all drafts: those of DFlash, and the last layer."""
     return (*dflash.default_target_layers(num_layers, min(NUM_FEATURES, max(1, num_layers - 3))), num_layers - 1)
 
 
 def eagle3_taps(stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the layers that are stored low, middle and high ones."""
-    of_dflash = stored[:-1]
-    return (of_dflash[0], of_dflash[len(of_dflash) // 2], of_dflash[-1])
+    """Return a low, a middle and a high one of the stored layers."""
+    *layers, _ = stored
+    return (layers[0], layers[len(layers) // 2], layers[-1])
 
 
 def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
-    """The id of the token that stands in for what is not there yet. Raises UserError if none is spare or known."""
+    """Return the id of the token that stands for a masked position.
+
+    Raises UserError if the tokenizer does not know `wanted`, or, without one, if no id of the vocabulary is spare.
+    """
     if wanted is not None:
         token_id = tokenizer.get_vocab().get(wanted)
         if token_id is None:
@@ -43,8 +77,8 @@ def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
         return len(tokenizer)
     special = [token for token in tokenizer.get_added_vocab() if token not in tokenizer.chat_template]
     raise UserError(
-        "every id of the target's vocabulary has a token, so none is spare for the mask; name one that texts do not "
-        f"have: --mask-token {special[0] if special else 'TOKEN'}"
+        "every id of the target's vocabulary is taken, so none is left for the mask; name a token that texts do not "
+        f"contain: --mask-token {special[0] if special else 'TOKEN'}"
         + (f" (or {', '.join(special[1:6])})" if special[1:] else "")
     )
 
@@ -53,7 +87,10 @@ def new_dflash(
     target: Any, layers: tuple[int, ...], num_layers: int, block_size: int, mask_token_id: int, seed: int,
     token_ids: Tensor | None = None,
 ) -> DFlashDraft:  # fmt: skip
-    """With `token_ids` [Vd], ascending, it says no others: its head holds the target's rows for them, and stays so."""
+    """Return a fresh DFlash draft whose last norm starts as the target's.
+
+    With `token_ids` [Vd], ascending, it drafts only these: its head holds the target's rows for them, untrained.
+    """
     reduced: dict[str, Any] = {} if token_ids is None else {"own_head": True, "draft_vocab_size": len(token_ids)}
     config = DFlashConfig(
         num_layers=num_layers, block_size=block_size, mask_token_id=mask_token_id, target_layer_ids=layers,
@@ -74,7 +111,7 @@ def new_dflash(
 def new_eagle3(
     target: Any, layers: tuple[int, ...], counts: Tensor, vocab_size: int, seed: int, trains_head: bool = True
 ) -> Eagle3Draft:
-    """It says the tokens that `counts` [V] has most of; its head starts as the target's rows for these."""
+    """Return a fresh EAGLE-3 draft of the tokens most frequent by `counts` [V], whose head starts as the target's."""
     config = Eagle3Config(draft_vocab_size=vocab_size, target_layer_ids=layers, **_shape(target))
     draft = Eagle3Draft(config)
     dflash.initialise(draft, seed)
@@ -91,15 +128,23 @@ def _share_head(draft: DFlashDraft | Eagle3Draft, target: Any) -> None:
     draft.lm_head.weight.data.copy_(head[ids.to(head.device)])
 
 
-def new_medusa(target: Any) -> MedusaHeads:
-    head = target.get_output_embeddings().weight
-    return new_heads(MedusaConfig(head.shape[1], head.shape[0], NUM_HEADS), head)
+def new_medusa(target_head: Tensor, num_heads: int = NUM_HEADS) -> MedusaHeads:
+    """Return Medusa heads that all start as `target_head` [V, H]: residual blocks add nothing to begin with."""
+    heads = MedusaHeads(MedusaConfig(target_head.shape[1], target_head.shape[0], num_heads))
+    for head in heads:
+        for part in head.children():
+            if isinstance(part, ResBlock):
+                nn.init.zeros_(part.linear.weight)
+                nn.init.zeros_(part.linear.bias)
+            elif isinstance(part, nn.Linear):
+                part.weight.data.copy_(target_head)
+    return heads
 
 
 def _quieten(norm: Any, target: Any) -> None:
-    """A draft's last norm starts as the target's, scaled so that logits of random states vary by 1.
+    """Start a draft's last norm as the target's, scaled so that the logits of random states have variance 1.
 
-    Its states mean nothing yet, and loud guesses would cost most: unscaled, the first loss can be 100.
+    The draft's states mean nothing yet, and confident guesses would cost most: unscaled, the first loss can be 100.
     """
     weight: Any = final_norm(target).weight
     weight, head = weight.detach().float(), target.get_output_embeddings().weight.detach().float()

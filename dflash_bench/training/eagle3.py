@@ -1,4 +1,4 @@
-"""The EAGLE-3 training loss: training-time test, seven steps on the draft's own outputs (arXiv 2503.01840, 3.2)."""
+"""The EAGLE-3 training loss: training-time test, several steps on the draft's own outputs (arXiv 2503.01840, 3.2)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,23 @@ from torch.nn.functional import log_softmax
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.training.data import Batch, Data, tables
-from dflash_bench.training.vocab import Voice
+from dflash_bench.training.drafts import DraftVocab
+from dflash_bench.training.masks import accepted_lengths, causal, is_answer_after, shift, step_masks
+from dflash_bench.training.trainer import Objective
 
 STEP_DECAY = 0.8
 
 
-def shift(x: Tensor, by: int) -> Tensor:
-    """Rows moved left along axis 1, zeros at the end."""
-    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)
-
-
 def step_states(
-    draft: Eagle3Draft, features: Tensor, embedding: Tensor, tables: Rotary, batch_ids: Tensor, document: Tensor,
-    position: Tensor, steps: int,
-) -> list[Tensor]:  # fmt: skip
-    """The draft's states [R, N, H] per step; row t of step i predicts the token at t + 2 + i.
+    draft: Eagle3Draft, features: Tensor, embedding: Tensor, tables: Rotary, batch: Batch, steps: int
+) -> list[Tensor]:
+    """Return the draft's states [R, N, H] for each step; place t of step i predicts the token at t + 2 + i.
 
-    Row t attends to the first step's keys of its conversation up to t, and to what it wrote itself in later steps.
+    Place t attends to the first step's keys of its sample up to t, and to what it wrote itself in later steps.
     """
     config = draft.config
     groups = config.num_heads // config.num_kv_heads
-    index = torch.arange(batch_ids.shape[1], device=batch_ids.device)
-    unseen = ~((document[:, :, None] == document[:, None, :]) & (index[:, None] >= index))[:, None]
+    unseen = ~causal(batch)[:, None]
     history: list[tuple[Tensor, Tensor]] = []
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -42,97 +37,80 @@ def step_states(
         scores = [torch.einsum("rhtd,rhsd->rhts", query, first_k).masked_fill(unseen, -1e4)]
         scores += [(query * k).sum(dim=-1, keepdim=True) for k, _ in history[1:]]
         weights = torch.softmax(torch.cat(scores, dim=-1).float() / math.sqrt(config.head_dim), dim=-1).to(query.dtype)
-        num_rows = first_k.shape[2]
-        mixed = torch.einsum("rhts,rhsd->rhtd", weights[..., :num_rows], first_v)
+        length = first_k.shape[2]
+        mixed = torch.einsum("rhts,rhsd->rhtd", weights[..., :length], first_v)
         for i, (_, v) in enumerate(history[1:]):
-            mixed = mixed + weights[..., num_rows + i, None] * v
+            mixed = mixed + weights[..., length + i, None] * v
         return mixed
 
     hidden, states = draft.fuse(features), []
     for step in range(steps):
-        tokens = shift(batch_ids, step + 1)
-        hidden = draft(embedding[tokens], hidden, tables.at(position + step), attend)
+        tokens = shift(batch.ids, step + 1)
+        hidden = draft(embedding[tokens], hidden, tables.at(batch.position + step), attend)
         states.append(hidden)
     return states
-
-
-def step_masks(batch: Batch, steps: int) -> list[Tensor]:
-    """Where step i has a label: the token at t + 2 + i belongs to an answer of the same conversation."""
-    return [is_answer_after(batch, step + 2) for step in range(steps)]
-
-
-def is_answer_after(batch: Batch, by: int) -> Tensor:
-    """Where the token so many places on belongs to an answer of the same conversation [R, N]."""
-    return shift(batch.weights > 0, by) & (shift(batch.document + 1, by) == batch.document + 1)
 
 
 def distillation_loss(
     scores: Callable[[Tensor], Tensor], states: list[Tensor], teacher: Tensor, places: Tensor, masks: list[Tensor],
     t2d: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Soft cross-entropy against the target's own logits [n, V] at `places` [R, N], over the draft vocabulary.
+    """Return the soft cross-entropy against the target's logits [n, V] at `places` [R, N], over the draft vocabulary.
 
-    `scores` turns states [m, H] into logits [m, Vd]; it is asked only where something is learnt, which is the most of a
-    step. Places where the target's best token is outside the draft vocabulary teach nothing and are left out.
+    `scores` turns states [m, H] into logits [m, Vd]; it is called only where something is learnt, since that takes most
+    of a step. Places where the target's best token is outside the draft vocabulary (`t2d` [V]) are left out.
     """
-    covered, numbers = torch.zeros_like(places), torch.zeros_like(places, dtype=torch.int64)
+    covered, indices = torch.zeros_like(places), torch.zeros_like(places, dtype=torch.int64)
     covered[places] = t2d[teacher.argmax(dim=-1)]
-    numbers[places] = torch.arange(len(teacher), device=places.device)
+    indices[places] = torch.arange(len(teacher), device=places.device)
     p = torch.softmax(teacher[:, t2d].float(), dim=-1)
     total = states[0].new_zeros((), dtype=torch.float32)
     for step, (hidden, mask) in enumerate(zip(states, masks, strict=True)):
         use = mask & shift(covered, step + 1)
         logs = log_softmax(scores(hidden[use]).float(), dim=-1)
-        losses = -(p[shift(numbers, step + 1)[use]] * logs).sum(dim=-1)
+        losses = -(p[shift(indices, step + 1)[use]] * logs).sum(dim=-1)
         total = total + STEP_DECAY**step * losses.sum() / use.sum().clamp(min=1)
     return total
 
 
-def accepted_lengths(tokens: list[Tensor], ids: Tensor, masks: list[Tensor]) -> Tensor:
-    """How many leading steps say the right token [R, N] where an answer's precedes, plus one for the bonus token."""
-    alive, lengths = masks[0], masks[0].float()
-    for step, (said, mask) in enumerate(zip(tokens, masks, strict=True)):
-        alive = alive & mask & (said == shift(ids, step + 2))
-        lengths = lengths + alive
-    return lengths[masks[0]]
+class Eagle3Objective(Objective):
+    """Not compiled: its unrolled steps would take minutes to compile on a CPU."""
 
+    draft: Eagle3Draft
 
-class Eagle3Objective:
-    """Not compiled: that would take minutes on a CPU, its steps being unrolled."""
-
-    def __init__(self, draft: Eagle3Draft, rows: Data, voice: Voice, num_steps: int) -> None:
-        self.draft, self.rows, self.voice, self.num_steps = draft, rows, voice, num_steps
-        self.device = draft.fc.weight.device
+    def __init__(self, draft: Eagle3Draft, rows: Data, vocab: DraftVocab, num_steps: int) -> None:
+        super().__init__(draft, rows)
+        self.vocab, self.num_steps = vocab, num_steps
         self.tables = tables(draft.config, rows, self.device)
 
     def heads(self) -> list[nn.Parameter]:
         return [weight for weight in self.draft.lm_head.parameters() if weight.requires_grad]
 
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor]]:
-        """States [R, N, H] and masks [R, N] of each step."""
+        """Return the states [R, N, H] of each step, the batch, and the mask [R, N] of each step."""
         batch, features = self.rows.take(index, self.draft.config.target_layer_ids)
-        with self._half():
-            states = step_states(
-                self.draft, features, self.voice.embedding, self.tables, batch.ids, batch.document, batch.position,
-                self.num_steps,
-            )  # fmt: skip
+        with self.half():
+            states = step_states(self.draft, features, self.vocab.embedding, self.tables, batch, self.num_steps)
         return states, batch, step_masks(batch, self.num_steps)
 
     def loss(self, index: list[int], step: int) -> Tensor:
         states, batch, masks = self._forward(index)
         places = is_answer_after(batch, 1)
-        with torch.no_grad(), self._half():
-            teacher = self.voice.logits(self.rows.final(index)[places])
+        with torch.no_grad(), self.half():
+            teacher = self.vocab.logits(self.rows.final(index)[places])
         return distillation_loss(self._logits, states, teacher, places, masks, self.draft.t2d)
 
     def accepted(self, index: list[int]) -> Tensor:
         states, batch, masks = self._forward(index)
         tokens = [self.draft.target_ids(self._logits(hidden).argmax(dim=-1)) for hidden in states]
-        return accepted_lengths(tokens, batch.ids, masks)
+        return accepted_lengths(right_steps(tokens, batch.ids, masks), masks[0])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        with self._half():
+        with self.half():
             return self.draft.logits(hidden)
 
-    def _half(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16)
+
+def right_steps(tokens: list[Tensor], ids: Tensor, masks: list[Tensor]) -> Tensor:
+    """Return [R, N, steps]: does step i, or head i of Medusa, predict the token of the answer at t + 2 + i?"""
+    steps = enumerate(zip(tokens, masks, strict=True))
+    return torch.stack([mask & (predicted == shift(ids, step + 2)) for step, (predicted, mask) in steps], dim=-1)

@@ -1,4 +1,4 @@
-"""What a training will take, before it starts: time by trying a little of each stage, disk by counting."""
+"""An estimate of a training before it starts: time from trying a little of each stage, disk space from counting."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dflash_bench.training.prepare import PreparedTraining, Tell
 
 TRIED_TOKENS = 8
 TRIED_STEPS = 2
-"""After a first one, which is slower."""
+"""Steps that are timed, after a first one, which is slower."""
 LIKELY_SHARE = 0.75
-"""Of the longest answer: what one takes, as far as that can be known before."""
+"""Mean length of answers as a share of the longest one allowed: a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds and bytes; `memory_bytes` is the most that was used while trying."""
+    """Estimated seconds and bytes; `memory_bytes` is the peak while trying."""
 
     num_answers: int
     num_tokens: int
@@ -38,17 +38,20 @@ class Estimate:
 
 
 def perform(request: TrainRequest, tell: Tell) -> Estimate:
-    """Nothing is kept but the prompts that the target made up. Raises UserError as `session.perform` does."""
+    """Try a little of each stage; only prompts that the target makes up are kept.
+
+    Raises UserError as `session.perform` does.
+    """
     check(request)
     prepared = prepare.prepare(request, tell)
     with TemporaryDirectory() as folder:
         tell("trying a batch of answers")
-        token_s = _answered(prepared, Path(folder))
+        token_s = _try_answers(prepared, Path(folder))
         tell("trying a few steps")
-        step_s, num_rows_tried, tokens_tried = _trained(prepared, Path(folder))
-    num_answers = len(prepared.asked) + prepared.num_later
+        step_s, num_rows_tried, tokens_tried = _try_steps(prepared, Path(folder))
+    num_answers = len(prepared.requests) + prepared.num_later
     num_tokens = round(num_answers * prepared.plan.max_new_tokens * LIKELY_SHARE)
-    all_tokens = num_tokens + sum(len(one.ids) for one in prepared.asked)
+    all_tokens = num_tokens + sum(len(one.ids) for one in prepared.requests)
     num_rows = max(1, round(all_tokens * num_rows_tried / tokens_tried))
     num_steps = session.num_steps(request, num_rows)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -58,11 +61,11 @@ def perform(request: TrainRequest, tell: Tell) -> Estimate:
     )  # fmt: skip
 
 
-def _answered(prepared: PreparedTraining, folder: Path) -> float:
-    """Seconds per token of answers, decoded in batches as they will be; what was decoded is in `folder`."""
+def _try_answers(prepared: PreparedTraining, folder: Path) -> float:
+    """Return the seconds per token of answers that are decoded in batches, and leave these in `folder`."""
     short = replace(prepared.plan, max_new_tokens=TRIED_TOKENS)
     first: Sequence[AnswerRequest] = [
-        prepared.asked[row] for row in answers.batches(prepared.asked, short.batch_size, short.seed)[0]
+        prepared.requests[row] for row in answers.batches(prepared.requests, short.batch_size, short.seed)[0]
     ]
     start = time.perf_counter()
     answers.collect(prepared.target, frozenset(), first, short, folder, lambda _: None)
@@ -78,8 +81,8 @@ def _answered(prepared: PreparedTraining, folder: Path) -> float:
     return (prompts_s + longest * step_s) / (len(first) * longest * LIKELY_SHARE)
 
 
-def _trained(prepared: PreparedTraining, folder: Path) -> tuple[float, int, int]:
-    """Seconds of a step; how many rows so many tokens make."""
+def _try_steps(prepared: PreparedTraining, folder: Path) -> tuple[float, int, int]:
+    """Return the seconds of a step, and for the answers in `folder` their number of rows and of tokens."""
     items = stored([folder])
     model = prepared.models.target
     norm, pad = final_norm(model), prepare.pad_id(prepared.models)
@@ -98,7 +101,7 @@ def _trained(prepared: PreparedTraining, folder: Path) -> tuple[float, int, int]
 
 
 def text(estimate: Estimate) -> str:
-    """For people."""
+    """Return the estimate as a table."""
     answers_h, training_h = _duration(estimate.answers_s), _duration(estimate.training_s)
     return (
         f"answers   {estimate.num_answers:,}, about {estimate.num_tokens:,} tokens: {answers_h}\n"

@@ -1,4 +1,4 @@
-"""What a training starts from: the target, its prompts, what these share with test suites, and room for the states."""
+"""Preparation of a training: the target, its prompts, their overlap with test suites, and disk space for states."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets
 from dflash_bench.models.loading import Models
 from dflash_bench.training import contamination, drafts, prompts
-from dflash_bench.training.answers import AnswerPlan, AnswerRequest, Computed
+from dflash_bench.training.answers import AnswerPlan, AnswerRequest, ComputedStates
 from dflash_bench.training.config import TrainRequest
 from dflash_bench.training.contamination import Overlap
-from dflash_bench.training.distributed import Crew, assembled
+from dflash_bench.training.distributed import ProcessGroup, init_distributed
 from dflash_bench.training.prompts import Chat
-from dflash_bench.training.trainer import claim
+from dflash_bench.training.trainer import check_same_options
 
 ROW_LENGTH = 512
 MADE_UP = "made up by the target"
-"""The source of such prompts."""
+"""Source of prompts that the target invents."""
 Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTraining:
-    """What is known before the first step: the target, its prompts, and what they share with test suites."""
+    """Everything that is known before the first step."""
 
     request: TrainRequest
     models: Models
     target: Target
     chats: tuple[Chat, ...]
-    asked: tuple[AnswerRequest, ...]
+    requests: tuple[AnswerRequest, ...]
+    """First turns to be answered: every chat's, and again, at temperature 1, those of a share of them."""
     overlaps: tuple[Overlap, ...]
     layers: tuple[int, ...]
-    """The last is the target's last."""
+    """Target layers whose outputs are used; the last one is the target's last."""
     plan: AnswerPlan
-    crew: Crew
+    group: ProcessGroup
 
     @property
     def stops(self) -> frozenset[int]:
@@ -52,106 +53,108 @@ class PreparedTraining:
 
     @property
     def answers(self) -> Path:
+        """The folder of the answers to first turns."""
         return self.request.out / "work" / ("tokens" if self.request.on_the_fly else "answers")
 
     @property
     def num_later(self) -> int:
-        """Turns that follow the first ones, if all are asked."""
+        """Number of turns after the first ones, if none is left out."""
         return sum(len(one.later) for one in self.chats)
 
     @property
-    def compute(self) -> Computed | None:
-        """What gives states that are not stored."""
-        return Computed(self.target, self.layers) if self.request.on_the_fly else None
+    def compute(self) -> ComputedStates | None:
+        """The source of states if they are not stored."""
+        return ComputedStates(self.target, self.layers) if self.request.on_the_fly else None
 
 
 def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
+    """Load the target, gather prompts, and check them.
+
+    Raises UserError for prompts that occur in a test suite, and if there is too little disk space.
+    """
     if request.against is not None:
         contamination.require_suites(request.against)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     tell("loading the target")
-    crew, device = assembled(device_of(request.device))
-    models = loading.load(presets.combine(*_named(request.target), {}), [], device, torch.bfloat16)
+    group, device = init_distributed(device_of(request.device))
+    name, path = (request.target, None) if request.target in presets.table() else (None, request.target)
+    models = loading.load(presets.combine(name, path, {}), [], device, torch.bfloat16)
     target = target_of(models.target)
-    found = [*prompts.given(request.prompts), *prompts.written(request.written, request.seed)]
-    if crew.is_first:
+    found = [*prompts.from_files(request.prompts), *prompts.written(request.written, request.seed)]
+    if group.is_first:
         _invent(request, models, target, tell)
-    crew.wait()
+    group.wait()
     found += _invented(request)
     overlaps = contamination.found([one.text for one in found], request.against)
     if "overlap" not in request.allow:
-        # Nobody can take out what the target made up; the other prompts are the user's to mend.
+        # Prompts that the target made up are left out here; the others are for the user to correct.
         found, num_left_out = _without_leaks(found, overlaps)
         if num_left_out:
-            tell(f"left out {num_left_out} prompts that the target made up and that stand in a test suite")
+            tell(f"left out {num_left_out} prompts that the target made up and that occur in a test suite")
             overlaps = contamination.found([one.text for one in found], request.against)
         contamination.refuse(overlaps)
     encoded = prompts.encoded(found, models.tokenizer, ROW_LENGTH)
-    asked = [AnswerRequest(ids) for _, ids in encoded]
-    asked += [AnswerRequest(ids, 1.0) for _, ids in encoded[: round(request.sampled * len(encoded))]]
+    requests = [AnswerRequest(ids) for _, ids in encoded]
+    requests += [AnswerRequest(ids, 1.0) for _, ids in encoded[: round(request.sampled * len(encoded))]]
     layers = drafts.taps(target.config.num_hidden_layers)
     stored = () if request.on_the_fly else layers
     plan = AnswerPlan(models.revisions["target"], stored, request.max_new_tokens, request.batch_size, request.seed)
     prepared = PreparedTraining(
-        request, models, target, tuple(one for one, _ in encoded), tuple(asked), tuple(overlaps), layers, plan, crew
+        request, models, target, tuple(one for one, _ in encoded), tuple(requests), tuple(overlaps), layers, plan, group
     )
     _require_disk(prepared)
     return prepared
 
 
 def device_of(wanted: str | None) -> str:
-    """Raises UserError for a device that is not there."""
+    """Return the device to train on: the wanted one, or else a GPU if there is one.
+
+    Raises UserError for a device that this machine does not have.
+    """
     count = torch.cuda.device_count()
     device = wanted or ("cuda" if count else "cpu")
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
     if kind == "cuda" and int(index or 0) >= count:
-        raise UserError("no CUDA device here; use --device cpu" if not count else f"this machine has {count} GPUs")
+        here = f"only {count} GPUs here" if count else "no CUDA device here"
+        raise UserError(f"--device {device}: {here}; use one that is there, or --device cpu")
     return device
 
 
-def _named(target: str) -> tuple[str | None, str | None]:
-    """As `run` takes them: the name of a model, or a target."""
-    return (target, None) if target in presets.table() else (None, target)
-
-
 def _invent(request: TrainRequest, models: Models, target: Target, tell: Tell) -> None:
-    """Those of an earlier start are kept: others would need other answers."""
+    """Store prompts that the target makes up, unless an earlier start did: new ones would need new answers."""
     if not request.invented:
         return
     work = request.out / "work"
-    path, names = work / "invented.json", ("invented", "openings", "batch_size", "seed")
-    claim(work / "invented-by.json", {name: getattr(request, name) for name in names}, "prompts of the target's own")
+    path = work / "invented.json"
+    options = request.values("invented", "openings", "batch_size", "seed")
+    check_same_options(work / "invented-by.json", options, "prompts of the target's own")
     if not path.exists():
-        openings = request.openings or ("",)
         stops = stop_ids(models.target, models.tokenizer)
-        texts = list(
-            prompts.invent(
-                target, models.tokenizer, stops, request.invented, openings, request.batch_size, request.seed, tell
-            )
-        )
+        texts = list(prompts.invent(target, models.tokenizer, stops, request, tell))
         files.write_whole(path, lambda file: file.write(json.dumps(texts).encode()))
 
 
 def _invented(request: TrainRequest) -> list[Chat]:
     texts = files.json_of(request.out / "work" / "invented.json") if request.invented else []
-    return [prompts.of_user(MADE_UP, text) for text in texts]
+    return [prompts.user_chat(MADE_UP, text) for text in texts]
 
 
 def _without_leaks(found: Sequence[Chat], overlaps: Sequence[Overlap]) -> tuple[list[Chat], int]:
-    """Without the target's own prompts that stand in a suite, and how many these were."""
+    """Leave out the target's own prompts that occur in a suite; also return how many these were."""
     shared = {text for overlap in overlaps for text in overlap.shared}
     kept = [one for one in found if one.source != MADE_UP or one.text not in shared]
     return kept, len(found) - len(kept)
 
 
 def _require_disk(prepared: PreparedTraining) -> None:
+    """Raise UserError if the states may take more disk space than --max-disk allows or than there is."""
     out, needed = prepared.request.out, disk_bytes(prepared) / 1e9
     room = os.statvfs(_existing(out))
     free = room.f_bavail * room.f_frsize / 1e9
-    takes = f"the target's states on {len(prepared.asked) + prepared.num_later:,} answers take up to {needed:.1f} GB"
+    takes = f"the target's states on {len(prepared.requests) + prepared.num_later:,} answers take up to {needed:.1f} GB"
     if needed > prepared.request.max_disk_gb:
         raise UserError(f"{takes}; give --max-disk {needed + 0.1:.1f}, fewer prompts, or --on-the-fly")
     if needed > free:
@@ -159,9 +162,9 @@ def _require_disk(prepared: PreparedTraining) -> None:
 
 
 def disk_bytes(prepared: PreparedTraining) -> int:
-    """Of the states, if every answer is as long as it may be."""
+    """Return the bytes that the stored states take if every answer is as long as it may be."""
     longest = prepared.plan.max_new_tokens
-    tokens = sum(len(one.ids) + longest for one in prepared.asked)
+    tokens = sum(len(one.ids) + longest for one in prepared.requests)
     tokens += prepared.num_later * (round(prompts.LONGEST_SHARE * ROW_LENGTH) + longest)
     return tokens * len(prepared.plan.layers) * int(prepared.target.config.hidden_size) * torch.bfloat16.itemsize
 
@@ -171,5 +174,6 @@ def _existing(path: Path) -> Path:
 
 
 def pad_id(models: Models) -> int:
+    """Return the token that fills rows up: the padding token, or else the end token."""
     tokenizer = models.tokenizer
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""Prompts to train on: chats from files, prompts from templates, and such as the target invents."""
+"""Prompts to train on: chats from files, prompts from our templates, and prompts that the target invents."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import chat
 from dflash_bench.tasks import prompts as tasks_prompts
 from dflash_bench.tasks import suites
+from dflash_bench.training.config import TrainRequest
 
 # Prompts written for this project, to train a draft where there are none at hand: chat, code and mathematics.
 #
-# Each is a form with its gaps filled at random (`starter.toml`), so that thousands of different ones come of little
-# text.
+# Each is a template with its gaps filled at random (`starter.toml`), so that a little text gives thousands of prompts.
 
 
 KINDS = ("chat", "code", "mathematics")
 ENDINGS = ("", "", " Show your work.", "\nPlease reason step by step, and put your final answer within \\boxed{}.")
-"""Of mathematics."""
+"""Endings of mathematical prompts."""
 TRIES = 1000
-"""Draws in a row that give nothing new: then all there is has been drawn, or nearly."""
+"""Draws in a row that give no new prompt: then nearly all of them have been drawn."""
 NUMBERS = {"a": (4, 60), "b": (2, 9), "c": (3, 12)}
 
 
@@ -41,8 +41,11 @@ def _texts() -> dict[str, Any]:
     return files.toml_of(Path(__file__).with_name("starter.toml"))
 
 
-def prompts(kind: str, count: int, seed: int = 0) -> Iterator[str]:
-    """So many different prompts of a kind; the same ones for the same seed. Raises UserError where there are fewer."""
+def from_templates(kind: str, count: int, seed: int = 0) -> Iterator[str]:
+    """Yield `count` different prompts of a kind, the same ones for the same seed.
+
+    Raises UserError if there are fewer.
+    """
     rng, known, forms, known_in_a_row = Random(f"{kind} {seed}"), set[str](), _texts()["forms"][kind], 0
     while len(known) < count:
         text = _filled(rng.choice(forms), rng) + (rng.choice(ENDINGS) if kind == "mathematics" else "")
@@ -59,7 +62,7 @@ def _filled(form: str, rng: Random) -> str:
 
     def fill(gap: re.Match[str]) -> str:
         name = gap[1]
-        # A name stands for one person throughout; topics, which a form may ask for twice, differ.
+        # A gap that occurs twice gets the same word, except for topics, which are to differ.
         if name not in words or name == "topic":
             words[name] = rng.choice([word for word in _texts()["gaps"][name] if word not in words.values()])
         return words[name]
@@ -67,16 +70,19 @@ def _filled(form: str, rng: Random) -> str:
     return re.sub(r"\{([a-z]+)\}", fill, form)
 
 
-# Training prompts, from wherever they come, as chats that the target answers.
+# Prompts of all origins as chats that the target answers.
 
 
 LONGEST_SHARE = 0.5
-"""Of a row: a longer prompt would leave too little of it to the answer."""
+"""Share of a row that a prompt may take; a longer one would leave too little room for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`source` is the file, or the kind of prompts of ours or of the target's own; `later` are turns still to come."""
+    """A chat up to the user's turn to be answered, and the user's `later` turns.
+
+    `source` is a file, a kind of our own prompts, or "made up by the target".
+    """
 
     source: str
     messages: tuple[Message, ...]
@@ -87,17 +93,17 @@ class Chat:
         return "\n".join([*(message.content for message in self.messages), *self.later])
 
     def continued(self, answer: str) -> Chat:
-        """With the answer to what was asked last, and the next turn."""
+        """Return the chat with the answer to its last turn, followed by the next turn."""
         asked, *later = self.later
         return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", asked)), tuple(later))
 
 
-def of_user(source: str, text: str) -> Chat:
+def user_chat(source: str, text: str) -> Chat:
     return Chat(source, (Message("user", text),))
 
 
-def given(files: Sequence[str]) -> Iterator[Chat]:
-    """The prompts in files, FILE or SUITE=FILE. Raises UserError for what cannot be read."""
+def from_files(files: Sequence[str]) -> Iterator[Chat]:
+    """Yield the prompts of files, each written FILE or SUITE=FILE. Raises UserError if one cannot be read."""
     known = suites.known_suites()
     for text in files:
         name, equals, path = text.partition("=")
@@ -119,27 +125,27 @@ def _chat(source: str, prompt: Prompt) -> Chat:
 
 
 def written(count: int, seed: int) -> Iterator[Chat]:
-    """So many of each kind of ours."""
+    """Yield `count` of our own prompts of each kind."""
     for kind in KINDS:
-        yield from (of_user(f"written for dflash-bench: {kind}", text) for text in prompts(kind, count, seed))
+        yield from (user_chat(f"written for dflash-bench: {kind}", text) for text in from_templates(kind, count, seed))
 
 
 def encoded(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> list[tuple[Chat, tuple[int, ...]]]:
-    """Each chat with its tokens, as `fitting` chooses.
+    """Return the chats that `fitting` chooses, each with its tokens.
 
-    Raises UserError without a chat template, and where no chat is left.
+    Raises UserError if the target has no chat template, or if no chat is left.
     """
     if tokenizer.chat_template is None:
-        raise UserError("the target has no chat template, so nothing says how it is asked; add one to its tokenizer")
+        raise UserError("the target has no chat template, so prompts cannot be rendered; add one to its tokenizer")
     chat.check(tokenizer, [(one.source, one.messages) for one in chats], thinking=False)
     kept = fitting(chats, tokenizer, row_length)
     if not kept:
-        raise UserError(f"no prompt is shorter than {LONGEST_SHARE * row_length:.0f} tokens")
+        raise UserError(f"all prompts are longer than {LONGEST_SHARE * row_length:.0f} tokens; give shorter ones")
     return [(chats[number], ids) for ids, number in kept.items()]
 
 
 def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tuple[int, ...], int]:
-    """Tokens of each chat, once, and its number: only of those that leave room for an answer."""
+    """Return the tokens and the number of each chat that leaves room for an answer; equal chats count once."""
     kept: dict[tuple[int, ...], int] = {}
     for number, one in enumerate(chats):
         text = chat.render(tokenizer, one.messages, thinking=False)
@@ -149,22 +155,25 @@ def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tupl
     return kept
 
 
-# Prompts that the target makes up itself: it is given an empty user's turn to write (Magpie, arXiv 2406.08464).
+# Prompts that the target makes up itself: it is given the user's turn to write (Magpie, arXiv 2406.08464).
 #
-# An instruction-tuned model has read users' turns, and continues one as users would. So a draft can be trained where
-# there are no prompts at all. An opening, such as "Write a Python function", says what kind they are to be.
+# An instruction-tuned model has seen users' turns, and continues an empty one as users would. So a draft can be trained
+# where there are no prompts at all. An opening, such as "Write a Python function", decides which kind they are.
 
 
 TOP_P = 0.95
-"""At temperature 1: prompts are to differ, and still make sense."""
+"""At temperature 1: prompts should differ, and still make sense."""
 MOST_TOKENS = 160
 SHORTEST = 16
-"""Characters; what is shorter asks nothing."""
+"""Characters of a prompt; shorter texts ask nothing."""
 _HERE = "\x02here\x02"
 
 
 def turn_start(tokenizer: Any) -> str:
-    """The chat up to where the user's text begins, as the template renders it. Raises UserError without a template."""
+    """Return the chat up to where the user's text begins, as the template renders it.
+
+    Raises UserError if there is no template, or if it changes the user's text.
+    """
     if tokenizer.chat_template is None:
         raise UserError("the target has no chat template, so it cannot write a user's turn; give --prompts FILE")
     start, found, _ = chat.render(tokenizer, [Message("user", _HERE)], False).partition(_HERE)
@@ -174,26 +183,20 @@ def turn_start(tokenizer: Any) -> str:
 
 
 def invent(
-    target: Target,
-    tokenizer: Any,
-    stop_ids: frozenset[int],
-    count: int,
-    openings: Sequence[str],
-    batch_size: int,
-    seed: int,
-    report: Callable[[str], object],
+    target: Target, tokenizer: Any, stop_ids: frozenset[int], request: TrainRequest, report: Callable[[str], object]
 ) -> Iterator[str]:
-    """`count` different prompts, of every opening equally many. Gives up where most of what is written is no prompt.
+    """Yield `request.invented` different prompts, equally many of every opening.
 
-    Raises UserError there.
+    Raises UserError if most of the turns that the target writes are no prompts.
     """
     start, known, tries = turn_start(tokenizer), set[str](), 0
+    count, batch_size, openings = request.invented, request.batch_size, request.openings or ("",)
     limits = Limits(MOST_TOKENS, stop_ids)
     while len(known) < count:
         chosen = [openings[(tries + row) % len(openings)] for row in range(batch_size)]
         prompts = [tokenizer.encode(start + opening, add_special_tokens=False) for opening in chosen]
         written: list[list[int]] = [[] for _ in prompts]
-        seeds = [seed * 1_000_003 + tries + row for row in range(batch_size)]
+        seeds = [request.seed * 1_000_003 + tries + row for row in range(batch_size)]
         for step in decode(target, NoDrafter(), prompts, limits, Sampling(1.0, top_p=TOP_P), HostClock(), seeds):
             for tokens, new in zip(written, step.emitted, strict=True):
                 tokens += new or []
@@ -204,5 +207,7 @@ def invent(
                 known.add(text)
                 yield text
         if tries > 4 * (count + batch_size) and len(known) < tries / 8:
-            raise UserError(f"of {tries} turns that the target wrote, {len(known)} are prompts; give --prompts FILE")
+            raise UserError(
+                f"only {len(known)} of {tries} turns that the target wrote are prompts; give --prompts FILE"
+            )
         report(f"prompts: {len(known)} of {count}")

@@ -1,4 +1,7 @@
-"""`train`, from a request to a draft: prompts, answers, rows, the fit, and a folder that `run` can load."""
+"""`train`, from a request to a draft: prompts, answers, rows, the fit, and a folder that `run` can load.
+
+Every stage leaves its result in the folder's `work`, and finds it there when the training is continued.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,19 @@ from dflash_bench.models.loading import Models
 from dflash_bench.training import answers, cards, drafts, prompts, trainer
 from dflash_bench.training.answers import AnswerRequest
 from dflash_bench.training.cards import Acceptance
-from dflash_bench.training.config import TrainRequest, check
+from dflash_bench.training.config import DECISIVE, TrainRequest, check
 from dflash_bench.training.data import PackedRows, TrainingChat, stored
 from dflash_bench.training.dflash import DFlashObjective
-from dflash_bench.training.distributed import ALONE, Crew
+from dflash_bench.training.distributed import ALONE, ProcessGroup
+from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, pad_id, prepare
-from dflash_bench.training.trainer import DraftRecipe, History, Objective, claim
-from dflash_bench.training.vocab import Voice
+from dflash_bench.training.trainer import DraftRecipe, History, Objective, check_same_options
 
-# How much of a draft the target accepts while it is in training: by decoding with it, as `run` does.
+# Acceptance of a draft in training, measured by decoding with it, as `run` does.
 #
-# Accuracy in training is not acceptance in serving: there a draft reads what was accepted, and not what was given.
+# Accuracy in training is not acceptance in serving, where a draft reads accepted tokens rather than given ones.
 
 
 DRAFTERS: dict[str, Callable[[Models, Target, Method], Drafter]] = {
@@ -54,31 +57,31 @@ DRAFTERS: dict[str, Callable[[Models, Target, Method], Drafter]] = {
 def answered(
     target: Target, method: str, draft: nn.Module, prompts: Sequence[Sequence[int]], limits: Limits
 ) -> list[AcceptedAnswer]:
-    """Each prompt's answer at temperature 0, with what of the draft was accepted in each round."""
+    """Answer each prompt at temperature 0, and return what was accepted in each round."""
     weights = copy.deepcopy(draft).to(target.model.dtype).eval()
     models = Models(target.model, None, {method: weights}, {})
     return loop.measure_acceptance(target, DRAFTERS[method](models, target, parse(method)), prompts, limits)
 
 
-# A fresh draft fitted to rows: its objective, its rate, its steps, and what the target accepts of it.
+# A fresh draft fitted to rows: its objective, its learning rate, its steps, and its acceptance.
 
 
 ROWS = 4
-"""Of a step, in each process."""
+"""Rows per step, in each process."""
 NUM_ANCHORS = 48
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
-"""Of the loss, by block (paper A.1); of other blocks in proportion."""
+"""Decay of the loss by block size (paper, A.1); for other block sizes in proportion."""
 NUM_STEPS = 4
 """Training-time-test steps of EAGLE-3."""
 BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB = 16, 0.5, 6.0, 8192
-"""Where the user says nothing."""
+"""Defaults of options."""
 MEASURED, MEASURED_TOKENS = 32, 96
-"""Held-out prompts that are decoded to measure acceptance, and how far."""
+"""Held-out prompts that are decoded to measure acceptance, and tokens of each answer."""
 RATES = (0.005, 0.02, 0.08)
 SEARCH_SHARE = 20
-"""Each rate is tried for the twentieth part of the steps."""
+"""Each rate is tried for one twentieth of the steps."""
 OF_OTHERS = 0.1
-"""The rate of what is not a matrix, as a share of the rate of matrices."""
+"""Learning rate of parameters that are not matrices, as a share of the rate of matrices."""
 
 
 def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
@@ -87,24 +90,24 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
     device = prepared.target.device
     counts = torch.bincount(rows.ids[rows.answer], minlength=len(embedding))
     if request.method == "medusa":
-        return MedusaObjective(drafts.new_medusa(model).to(device), rows)
+        return MedusaObjective(drafts.new_medusa(head).to(device), rows)
     if request.method == "eagle3":
         size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
         draft = drafts.new_eagle3(
             model, drafts.eagle3_taps(layers), counts, size, request.seed, trains_head=not request.slim
         )
-        return Eagle3Objective(draft.to(device), rows, Voice.of(embedding, head), NUM_STEPS)
+        return Eagle3Objective(draft.to(device), rows, DraftVocab.of(embedding, head), NUM_STEPS)
     mask = drafts.mask_token(prepared.models.tokenizer, len(embedding), request.mask_token)
     num_layers, block = request.layers or drafts.NUM_LAYERS, request.block_size or BLOCK_SIZE
-    voice = Voice.of(embedding, head, counts, request.draft_vocab)
-    spoken = voice.token_ids if request.slim else None
+    vocab = DraftVocab.of(embedding, head, counts, request.draft_vocab)
+    spoken = vocab.token_ids if request.slim else None
     made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, spoken)
     distil = DISTIL if request.distil is None else request.distil
-    return DFlashObjective(made.to(device), rows, voice, NUM_ANCHORS, GAMMAS.get(block, block * 0.45), distil)
+    return DFlashObjective(made.to(device), rows, vocab, NUM_ANCHORS, GAMMAS.get(block, block * 0.45), distil)
 
 
-def num_steps(request: TrainRequest, num_rows: int, crew: Crew = ALONE) -> int:
-    per_epoch = max(1, num_rows // (ROWS * crew.size))
+def num_steps(request: TrainRequest, num_rows: int, group: ProcessGroup = ALONE) -> int:
+    per_epoch = max(1, num_rows // (ROWS * group.size))
     return request.steps or max(1, round((request.epochs or EPOCHS) * per_epoch))
 
 
@@ -116,21 +119,21 @@ def recipe_of(request: TrainRequest, steps: int, rate: float) -> DraftRecipe:
 
 
 def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> float:
-    """The rate whose short training ends with the best held-out acceptance."""
+    """Return the learning rate whose short training ends with the best held-out acceptance."""
     request, work = prepared.request, prepared.request.out / "work"
-    crew = prepared.crew
-    steps = max(1, num_steps(request, len(rows.ids) - rows.num_held_out, crew) // SEARCH_SHARE)
+    group = prepared.group
+    steps = max(1, num_steps(request, len(rows.ids) - rows.num_held_out, group) // SEARCH_SHARE)
     path = work / f"{request.method}-rates.json"
-    if not crew.told(path.exists()):
+    if not group.broadcast(path.exists()):
         results: dict[str, float] = {}
         for rate in RATES:
             recipe = replace(recipe_of(request, steps, rate), measurements=1)
             objective = new_objective(prepared, rows)
-            history = trainer.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell, crew=crew)
+            history = trainer.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell, group=group)
             results[str(rate)] = history[-1]["accepted"]
-        if crew.is_first:
+        if group.is_first:
             files.write_whole(path, lambda file: file.write(json.dumps(results).encode()))
-        crew.wait()
+        group.wait()
     tried: dict[str, float] = files.json_of(path)
     return float(max(tried, key=lambda rate: tried[rate]))
 
@@ -144,13 +147,13 @@ def fitted(
     def measure() -> float:
         return acceptance(prepared, objective, held_out).al_pooled
 
-    recipe = recipe_of(request, num_steps(request, len(rows.ids) - rows.num_held_out, prepared.crew), rate)
+    recipe = recipe_of(request, num_steps(request, len(rows.ids) - rows.num_held_out, prepared.group), rate)
     path = request.out / "work" / f"{request.method}.pt"
-    return objective, trainer.train(objective, rows, recipe, path, tell, measure, prepared.crew)
+    return objective, trainer.train(objective, rows, recipe, path, tell, measure, prepared.group)
 
 
 def acceptance(prepared: PreparedTraining, objective: Objective, held_out: Sequence[TrainingChat]) -> Acceptance:
-    """Of the draft as it is, by decoding held-out prompts with it."""
+    """Measure the draft as it is, by decoding held-out prompts with it."""
     # A prompt may have been answered twice.
     prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in held_out))[:MEASURED]
     limits = Limits(MEASURED_TOKENS, prepared.stops)
@@ -158,63 +161,63 @@ def acceptance(prepared: PreparedTraining, objective: Objective, held_out: Seque
     return Acceptance(al_pooled(answers), tuple(by_position(answers)), len(prompts), MEASURED_TOKENS)
 
 
-# Chats answered turn by turn: what is asked later follows the target's own greedy answers.
+# Chats answered turn by turn: later turns follow the target's own greedy answers.
 
 
 def collect(prepared: PreparedTraining, tell: Tell) -> list[Path]:
-    """A folder of answers for each turn; a chat ends early where it leaves no room for another answer."""
-    tokenizer, folder, asked, going = prepared.models.tokenizer, prepared.answers, prepared.asked, prepared.chats
+    """Return a folder of answers for each turn; a chat ends early if there is no room for another answer."""
+    tokenizer, folder, requests, chats = prepared.models.tokenizer, prepared.answers, prepared.requests, prepared.chats
     folders: list[Path] = []
-    while asked:
-        report = tell if not folders else _of_turn(tell, len(folders) + 1)
-        answers.collect(prepared.target, prepared.stops, asked, prepared.plan, folder, report, prepared.crew)
+    while requests:
+        report = tell if not folders else _report_turn(tell, len(folders) + 1)
+        answers.collect(prepared.target, prepared.stops, requests, prepared.plan, folder, report, prepared.group)
         folders.append(folder)
-        left = [number for number, chat in enumerate(going) if chat.later]
-        said = _said(folder, tokenizer) if left else {}
-        following = [going[number].continued(said[number]) for number in left]
+        left = [number for number, chat in enumerate(chats) if chat.later]
+        texts = _answer_texts(folder, tokenizer) if left else {}
+        following = [chats[number].continued(texts[number]) for number in left]
         kept = prompts.fitting(following, tokenizer, ROW_LENGTH)
-        asked = tuple(
-            AnswerRequest(ids, first=asked[left[number]].first or asked[left[number]].ids)
+        requests = tuple(
+            AnswerRequest(ids, first=requests[left[number]].first or requests[left[number]].ids)
             for ids, number in kept.items()
         )
-        going = tuple(following[number] for number in kept.values())
+        chats = tuple(following[number] for number in kept.values())
         folder = prepared.answers.with_name(f"{prepared.answers.name}-{len(folders) + 1}")
     return folders
 
 
-def _of_turn(tell: Tell, number: int) -> Tell:
+def _report_turn(tell: Tell, number: int) -> Tell:
     return lambda text: tell(f"turn {number}, {text}")
 
 
-def _said(folder: Path, tokenizer: Any) -> dict[int, str]:
-    """What the target said to each prompt, by its number."""
+def _answer_texts(folder: Path, tokenizer: Any) -> dict[int, str]:
+    """Return the target's answer to each prompt, by the prompt's number."""
     return {
         item.prompt_number: tokenizer.decode(item.ids[item.prompt_length :], skip_special_tokens=True)
         for item in stored([folder])
     }
 
 
-# `train`, from a request to a draft: prompts, the target's answers, rows, the loop, a folder that `run` can load.
-#
-# Every stage leaves what it made in the folder's `work`, and finds it there when it is started again.
-
-
 HELD_OUT_ONE_IN, MOST_HELD_OUT = 16, 96
-"""Chats that are never trained on."""
+"""Chats that are never trained on: one in so many, and at most so many."""
 
 
 def perform(request: TrainRequest, tell: Tell) -> Path | None:
-    """The folder of the trained draft; None in all processes but the first. Raises UserError."""
+    """Train a draft and return its folder; None in all processes but the first.
+
+    Raises UserError for options without effect, for prompts of a test suite, and if `out` holds other work.
+    """
     check(request)
     folder = request.out / request.method
     # The card is written last: a draft without one was cut off, and is written again.
     if (folder / cards.NAME).exists():
-        raise UserError(f"{folder} holds a draft already; name another --out")
+        raise UserError(f"{folder} holds a draft already; give another --out")
     prepared = prepare(request, tell)
-    crew = prepared.crew
-    tell = tell if crew.is_first else _silent
-    if crew.is_first:
-        claim(request.out / "work" / f"{request.method}.json", _decisive(request), "a training")
+    group = prepared.group
+    tell = tell if group.is_first else lambda _: None
+    if group.is_first:
+        check_same_options(
+            request.out / "work" / f"{request.method}.json", request.values(*DECISIVE, "rate", "seed"), "a training"
+        )
     folders = collect(prepared, tell)
     items = stored(folders)
     trained, held_out = split(items, request.seed)
@@ -225,7 +228,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     )  # fmt: skip
     rate = request.rate or searched_rate(prepared, rows, tell)
     objective, history = fitted(prepared, rows, held_out, rate, tell)
-    if not crew.is_first:
+    if not group.is_first:
         return None
     measured = acceptance(prepared, objective, held_out)
     export(request, objective.draft, folder)
@@ -237,7 +240,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
 
 
 def split(items: Sequence[TrainingChat], seed: int) -> tuple[list[TrainingChat], list[TrainingChat]]:
-    """What is trained on, and what is not: all turns of a chat, and all answers to it, on one side."""
+    """Split into chats to train on and held-out ones: all turns of a chat, and all answers to it, are on one side."""
     chats = list(dict.fromkeys(item.chat for item in items))
     order = torch.randperm(len(chats), generator=torch.Generator().manual_seed(seed)).tolist()
     count = min(MOST_HELD_OUT, max(1, len(chats) // HELD_OUT_ONE_IN))
@@ -248,22 +251,10 @@ def split(items: Sequence[TrainingChat], seed: int) -> tuple[list[TrainingChat],
     return sides
 
 
-def _decisive(request: TrainRequest) -> dict[str, Any]:
-    names = (
-        "layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "rate", "distil", "patience", "seed",
-        "slim",
-    )  # fmt: skip
-    return {name: getattr(request, name) for name in names}
-
-
 def export(request: TrainRequest, draft: nn.Module, folder: Path) -> None:
-    """In bfloat16, half as large; a target in float32 reads it as well."""
+    """Save the draft in bfloat16, which is half as large; a target in float32 can use it, too."""
     halved: Any = draft.to(torch.bfloat16)
     if request.method == "medusa":
         medusa_format.save(halved, folder, presets.name(request.target))
     else:
         save_draft(halved, folder, request.format, request.slim)
-
-
-def _silent(text: str) -> None:
-    """What all but the first process say."""

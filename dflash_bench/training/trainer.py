@@ -1,14 +1,15 @@
-"""The training loop: optimiser, steps, checkpoints, and the claim on a folder of work."""
+"""The training loop of any draft: optimisers, steps, checkpoints and measurements."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.training.data import Data
-from dflash_bench.training.distributed import ALONE, Crew
+from dflash_bench.training.distributed import ALONE, ProcessGroup
 
 # One optimiser and one schedule for every network: Muon for matrices, AdamW for the rest, cosine to zero.
 
@@ -35,7 +36,7 @@ def optimisers(
 
 
 def set_rate(made: list[torch.optim.Optimizer], step: int, cycles: Sequence[int], warmup: int) -> None:
-    """In each cycle of so many steps: linear warm-up, then cosine to zero."""
+    """Set the learning rates for a step: in each cycle of so many steps, linear warm-up, then cosine to zero."""
     at = step
     for steps in cycles:
         if at < steps:
@@ -47,10 +48,19 @@ def set_rate(made: list[torch.optim.Optimizer], step: int, cycles: Sequence[int]
             group["lr"] = group["base_lr"] * scale
 
 
-# Where a training stands, written whole or not at all.
+def apply_gradients(made: list[torch.optim.Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+    """Take one step with gradients clipped to norm 1, and clear them."""
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    for optimiser in made:
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+# Checkpoints are complete or absent.
 
 
 History = list[dict[str, Any]]
+"""One entry per measurement: step, loss, held-out acceptance ..."""
 
 
 def save(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], step: int, history: History) -> None:
@@ -60,13 +70,18 @@ def save(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], 
         "step": step,
         "history": history,
     }
+    save_whole(path, state)
+
+
+def save_whole(path: Path, state: Any) -> None:
+    """Write what torch can store to `path`, or leave the file as it was."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
 
 
 def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> tuple[int, History]:
-    """The step to go on from and the history so far; 0 and nothing without a checkpoint."""
+    """Load a checkpoint and return the step to go on from and the history; without one, 0 and an empty history."""
     if not path.exists():
         return 0, []
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -76,29 +91,16 @@ def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer
     return state["step"], state["history"]
 
 
-def keep_best(path: Path, model: nn.Module) -> None:
-    """Beside the checkpoint, which goes on from the latest weights."""
-    part = path.with_suffix(".best.part")
-    torch.save(model.state_dict(), part)
-    part.replace(path.with_suffix(".best"))
-
-
-def restore_best(path: Path, model: nn.Module) -> None:
-    """Nothing happens where none were kept."""
-    if path.with_suffix(".best").exists():
-        model.load_state_dict(torch.load(path.with_suffix(".best"), map_location="cpu", weights_only=True))
-
-
 # Train any draft on stored rows: same rows, same order, same number of steps, resumable.
 
 
 SAVE_EVERY_S = 300.0
-"""What a training loses at most when it is cut off, in seconds; every measurement is saved at once."""
+"""Seconds of work that an interrupted training may lose at most; every measurement is saved at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecipe:
-    """What is common to both drafts, except the learning rates, which each has tuned for itself."""
+    """Optimisation of one draft. Drafts that are compared differ in their learning rates only."""
 
     steps: int
     matrix_lr: float
@@ -107,28 +109,40 @@ class DraftRecipe:
     warmup: int = 60
     seed: int = 602
     measurements: int = 8
-    """At least so many, and two in each epoch."""
+    """Number of measurements at least; there are also two in each epoch."""
     patience: int | None = None
     """Measurements without a gain after which training ends, with the best weights; None trains all steps."""
 
 
-class Objective(Protocol):
-    """How one draft learns from a batch of rows, and how many of its tokens would be accepted."""
+class Objective(ABC):
+    """How a draft learns from batches of packed rows, and how many of its tokens would be accepted."""
 
-    @property
-    def draft(self) -> nn.Module: ...
+    def __init__(self, draft: nn.Module, rows: Data) -> None:
+        self.draft: Any = draft
+        self.rows = rows
+        self.device = next(draft.parameters()).device
 
-    def loss(self, index: list[int], step: int) -> Tensor: ...
+    def heads(self) -> list[nn.Parameter]:
+        """Return the output layers: matrices of one row per token, which AdamW trains and Muon does not."""
+        return []
 
-    def accepted(self, index: list[int]) -> Tensor: ...
+    def half(self) -> torch.autocast:
+        """Return the context in which products are computed in bfloat16."""
+        return torch.autocast(self.device.type, torch.bfloat16)
 
-    def heads(self) -> list[nn.Parameter]: ...
+    @abstractmethod
+    def loss(self, index: list[int], step: int) -> Tensor:
+        """Return the loss of the rows `index`; `step` seeds whatever it draws at random."""
+
+    @abstractmethod
+    def accepted(self, index: list[int]) -> Tensor:
+        """Return the accepted length [n], bonus included, at the n places of the rows where a draft could begin."""
 
 
 def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Endless: every epoch visits each training row once, in an order of its own.
+    """Yield batches without end: every epoch visits each training row once, in an order of its own.
 
-    What is left over at its end waits for another epoch; of fewer rows than a batch holds, each has all of them.
+    Rows left over at the end of an epoch are skipped; with fewer rows than `size`, a batch holds all of them.
     """
     epoch, size = 0, min(size, num_rows)
     while True:
@@ -138,7 +152,7 @@ def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 Measure = Callable[[], float]
-"""Acceptance of the draft as it is, by decoding held-out prompts with it."""
+"""Returns the draft's present acceptance length, from decoding held-out prompts with it."""
 
 
 def train(
@@ -148,12 +162,13 @@ def train(
     path: Path,
     report: Callable[[str], object],
     measure: Measure | None = None,
-    crew: Crew = ALONE,
+    group: ProcessGroup = ALONE,
 ) -> History:
-    """Train in place. Now and then the history gets the running loss and the held-out accepted length.
+    """Train in place, with checkpoints in `path`, and return the history of losses and held-out accepted lengths.
 
-    Each process of a crew takes `recipe.rows` rows a step. With `measure` the history also gets `al_pooled`, which then
-    decides what is best. Raises UserError if the loss is no number, with the last good checkpoint left in `path`.
+    Each process of a group takes `recipe.rows` rows per step. With `measure` the history also gets `al_pooled`, which
+    then decides which weights are the best. Raises UserError if there are too few rows, or if the loss is not a number;
+    the last good checkpoint is then left in `path`.
     """
     draft = objective.draft
     heads = {id(p) for p in objective.heads()}
@@ -162,66 +177,64 @@ def train(
     others = [p for p in trained if p.ndim != 2 or id(p) in heads]
     made = optimisers(matrices, others, recipe.matrix_lr, recipe.other_lr)
     start, history = restore(path, draft, made)
-    num_train = len(rows.ids) - rows.num_held_out
+    num_train, per_step = len(rows.ids) - rows.num_held_out, recipe.rows * group.size
     if num_train < 1:
         raise UserError("there are too few answers: all are held out, and none is left to train on; give more prompts")
-    if num_train < crew.size:
-        raise UserError(f"{num_train} rows of answers are too few for {crew.size} processes; give more prompts")
-    per_epoch = max(1, num_train // (recipe.rows * crew.size))
+    if num_train < group.size:
+        raise UserError(f"{num_train} rows of answers are too few for {group.size} processes; give more prompts")
+    per_epoch = max(1, num_train // per_step)
     every = max(1, min(per_epoch // 2, recipe.steps // recipe.measurements))
     num_tokens = int(rows.answer[:num_train].sum())
     running = history[-1]["loss"] if history else 0.0
+    best = path.with_suffix(".best")  # beside the checkpoint, which goes on from the latest weights
     began = saved = time.monotonic()
-    for step, index in zip(range(recipe.steps), batches(num_train, recipe.rows * crew.size, recipe.seed), strict=False):
+    for step, index in zip(range(recipe.steps), batches(num_train, per_step, recipe.seed), strict=False):
         if step < start:
             continue
         if _has_ended(history, recipe):
             break
         set_rate(made, step, (recipe.steps,), recipe.warmup)
-        loss = _step(objective, made, crew.share(index), step + 1, path, crew)
+        loss = _step(objective, made, group.share(index), step + 1, path, group)
         running = 0.97 * running + 0.03 * loss if running else loss
         left = (time.monotonic() - began) / (step + 1 - start) * (recipe.steps - step - 1)
         report(f"{path.stem}: step {step + 1} of {recipe.steps}, loss {running:.4f}, {_minutes(left)} left")
-        if (step + 1) % every == 0 or step + 1 == recipe.steps:
-            read = round(num_tokens * (step + 1) * min(recipe.rows * crew.size, num_train) / num_train)
+        is_measured = (step + 1) % every == 0 or step + 1 == recipe.steps
+        if is_measured:
+            read = round(num_tokens * (step + 1) * min(per_step, num_train) / num_train)
             entry = {"step": step + 1, "epoch": round((step + 1) / per_epoch, 2), "tokens": read, "loss": running}
-            if crew.is_first:
+            if group.is_first:
                 entry["accepted"] = held_out(objective, rows, recipe.rows)
                 if measure is not None:
                     entry["al_pooled"] = measure()
-            history.append(crew.told(entry))
-            if crew.is_first:
-                if recipe.patience is not None and _is_best(history):
-                    keep_best(path, draft)
-                save(path, draft, made, step + 1, history)
-                saved = time.monotonic()
-        elif crew.is_first and time.monotonic() - saved > SAVE_EVERY_S:
+            history.append(group.broadcast(entry))
+            if group.is_first and recipe.patience is not None and _is_best(history):
+                save_whole(best, draft.state_dict())
+        if group.is_first and (is_measured or time.monotonic() - saved > SAVE_EVERY_S):
             save(path, draft, made, step + 1, history)
             saved = time.monotonic()
-    if recipe.patience is not None and crew.is_first:
-        restore_best(path, draft)
+    if recipe.patience is not None and group.is_first and best.exists():
+        draft.load_state_dict(torch.load(best, map_location="cpu", weights_only=True))
     return history
 
 
 def _step(
-    objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path, crew: Crew
-) -> float:
+    objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path,
+    group: ProcessGroup,
+) -> float:  # fmt: skip
+    """Take one step and return the loss. Raises UserError if it is not a number."""
     loss = objective.loss(index, step)
-    value = crew.mean(loss.item(), loss.device)
+    value = group.mean(loss.item(), loss.device)
     if not math.isfinite(value):
         kept = f"the last checkpoint before it is {path}" if path.exists() else "there is no checkpoint yet"
         raise UserError(f"{path.stem}: the loss is {value} at step {step}; {kept}; try a lower --rate")
     loss.backward()
-    crew.average(objective.draft.parameters())
-    torch.nn.utils.clip_grad_norm_(objective.draft.parameters(), 1.0)
-    for optimiser in made:
-        optimiser.step()
-        optimiser.zero_grad()
+    group.average_gradients(objective.draft.parameters())
+    apply_gradients(made, objective.draft.parameters())
     return value
 
 
 def _has_ended(history: History, recipe: DraftRecipe) -> bool:
-    """Has nothing been gained for so long?"""
+    """Have the last `patience` measurements brought no gain?"""
     if recipe.patience is None or len(history) <= recipe.patience:
         return False
     gains = _gains(history)
@@ -244,7 +257,7 @@ def _minutes(seconds: float) -> str:
 
 @torch.no_grad()
 def held_out(objective: Objective, rows: Data, size: int) -> float:
-    """Mean accepted length, bonus included, over the rows that are never trained on."""
+    """Return the mean accepted length, bonus included, over the rows that are never trained on."""
     first = len(rows.ids) - rows.num_held_out
     parts = [
         objective.accepted(list(range(i, min(i + size, len(rows.ids))))) for i in range(first, len(rows.ids), size)
@@ -252,19 +265,19 @@ def held_out(objective: Objective, rows: Data, size: int) -> float:
     return float(torch.cat(parts).mean())
 
 
-# A stage's folder belongs to the options that it was begun with: what they decide is never mixed with others'.
+def check_same_options(path: Path, options: Mapping[str, Any], what: str) -> None:
+    """Write the options that a folder of work was begun with to `path`, or compare them with those found there.
 
-
-def claim(path: Path, options: Mapping[str, Any], what: str) -> None:
-    """Write the options to `path`, or compare them with those that are there. Raises UserError if any differs."""
+    Raises UserError if any differs, so that the results of different options are never mixed.
+    """
     wanted = json.loads(json.dumps(options))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
-    claimed = files.json_of(path)
-    if not isinstance(claimed, dict):
+    stored = files.json_of(path)
+    if not isinstance(stored, dict):
         raise UserError(f"{path} does not hold the options of {what}; restore it, or use another --out")
-    for name, value in claimed.items():
+    for name, value in stored.items():
         if wanted.get(name) != value:
             raise UserError(
                 f"{path.parent} holds {what} with {name} {value}, not {wanted.get(name)}; use the same options, "

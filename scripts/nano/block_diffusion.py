@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dflash_bench.training.data import Batch, Data
-from dflash_bench.training.dflash import context_mask, sample_anchors
+from dflash_bench.training.masks import (
+    accepted_lengths,
+    additive,
+    causal,
+    context_mask,
+    is_answer_after,
+    sample_anchors,
+    shift,
+    slots,
+)
+from dflash_bench.training.trainer import Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +40,19 @@ class Noise:
     stop_token_id: int
 
 
-def block_tokens(batch: Batch, anchors: Tensor, real: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """The clean tokens of each block and the one behind it [R, A, B + 1], and which blocks are real [R, A].
+def block_tokens(batch: Batch, anchors: Tensor, noise: Noise) -> Tensor:
+    """Return the clean tokens [R, A, B + 1] of each block and the one behind it.
 
     Behind the end of an answer stands the stop token, again and again.
     """
-    places = anchors[..., None] + torch.arange(noise.block_size + 1)
-    last = batch.ids.shape[1] - 1
-    flat = places.clamp(max=last).flatten(1)
-    tokens = batch.ids.gather(1, flat).view_as(places)
-    same = batch.document.gather(1, flat).view_as(places) == batch.document.gather(1, anchors)[..., None]
-    return tokens.where(same & (places <= last), noise.stop_token_id), real
+    ids, _, exists = slots(batch, anchors, noise.block_size + 1)
+    return ids.where(exists, noise.stop_token_id)
 
 
 def hide(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
-    """[R, A, B + 1], true where a token is to be guessed: never the first, always the last, which is not read.
+    """Return [R, A, B + 1]: is this token hidden from the model? Never the first, always the last, which is not read.
 
-    Of each block that share [R, A] of tokens whose draws [R, A, B + 1] fall below it.
+    In each block, hide the tokens whose random draws [R, A, B + 1] are below the block's `share` [R, A].
     """
     hidden = draws < share[..., None]
     hidden[..., 0] = False
@@ -55,21 +61,23 @@ def hide(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
 
 
 def joint_mask(batch: Batch, anchors: Tensor, block_size: int) -> Tensor:
-    """Additive [R, 1, N + A * B, N + A * B] for a row's clean text and its blocks, read together in one pass."""
+    """Return the mask [R, 1, N + A * B, N + A * B] for a row's clean text and its blocks, read in one pass."""
     num_rows, length = batch.ids.shape
     width = anchors.shape[1] * block_size
     allowed = torch.zeros(num_rows, length + width, length + width, dtype=torch.bool)
-    allowed[:, :length, :length] = batch.mask(torch.float32)[:, 0] == 0
+    allowed[:, :length, :length] = causal(batch)
     allowed[:, length:, :length] = context_mask(batch, anchors).repeat_interleave(block_size, dim=1)
     block = torch.arange(width) // block_size
     allowed[:, length:, length:] = block[:, None] == block
-    mask = torch.zeros(allowed.shape).masked_fill_(~allowed, torch.finfo(torch.float32).min)
-    return mask[:, None]
+    return additive(allowed)
 
 
-class BlockDiffusionObjective:
+class BlockDiffusionObjective(Objective):
+    """Cross-entropy of hidden tokens, plus that of the answers' next tokens on the clean text."""
+
     def __init__(self, draft: Any, rows: Data, noise: Noise, compiled: bool = True) -> None:
-        self.draft, self.rows, self.noise = draft, rows, noise
+        super().__init__(draft, rows)
+        self.noise = noise
         # What is trained is compiled for one shape; the checkpoint is the plain model's.
         if compiled:
             for layer in draft.model.layers:
@@ -79,18 +87,21 @@ class BlockDiffusionObjective:
         return [self.draft.model.embed_tokens.weight]
 
     def _forward(self, index: list[int], seed: int, share: float | None = None) -> tuple[Tensor, Tensor, Tensor, Batch]:
-        """Logits [R, N + A * B, V]; the blocks' tokens [R, A, B + 1] and which are guessed; the batch."""
+        """Return logits [R, N + A * B, V], the blocks' tokens [R, A, B + 1], which of them are hidden, and the batch.
+
+        A block's tokens are its own and the one behind it.
+        """
         noise = self.noise
         batch, _ = self.rows.take(index, ())
         generator = torch.Generator().manual_seed(seed)
         anchors, real = sample_anchors(batch, noise.num_blocks, generator)
-        tokens, real = block_tokens(batch, anchors, real, noise)
+        tokens = block_tokens(batch, anchors, noise)
         shares = torch.rand(real.shape, generator=generator) if share is None else torch.full(real.shape, share)
         hidden = hide(tokens, shares, torch.rand(tokens.shape, generator=generator))
         blocks = tokens.masked_fill(hidden, noise.mask_token_id)[..., :-1]
         steps = torch.arange(noise.block_size)
         places = batch.position.gather(1, anchors)[..., None] + steps
-        with torch.autocast("cpu", torch.bfloat16):
+        with self.half():
             logits = self.draft(
                 torch.cat([batch.ids, blocks.flatten(1)], dim=1),
                 attention_mask=joint_mask(batch, anchors, noise.block_size),
@@ -105,15 +116,15 @@ class BlockDiffusionObjective:
         blocks = logits[:, length:].view(*guessed.shape[:2], self.noise.block_size, -1)
         use = guessed[..., 1:]
         diffusion = cross_entropy(blocks[use].float(), tokens[..., 1:][use])
-        answer = (batch.weights[:, 1:] > 0) & (batch.document[:, 1:] == batch.document[:, :-1])
-        return diffusion + cross_entropy(logits[:, : length - 1][answer].float(), batch.ids[:, 1:][answer])
+        answer = is_answer_after(batch, 1)
+        return diffusion + cross_entropy(logits[:, :length][answer].float(), shift(batch.ids, 1)[answer])
 
     def accepted(self, index: list[int]) -> Tensor:
         """How many leading tokens of a block are right after one pass over masks alone, plus one."""
         logits, tokens, guessed, batch = self._forward(index, 0, share=1.0)
         blocks = logits[:, batch.ids.shape[1] :].view(*guessed.shape[:2], self.noise.block_size, -1)
         right = blocks.argmax(dim=-1) == tokens[..., 1:]
-        return right.cumprod(dim=-1).sum(dim=-1)[guessed[..., -1]] + 1.0
+        return accepted_lengths(right, guessed[..., -1])
 
 
 def new_model(target: Any) -> Any:

@@ -21,13 +21,13 @@ from dflash_bench.models.nets import dflash as dflash_models
 from dflash_bench.models.nets import eagle3 as eagle3_models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
-from dflash_bench.training import medusa, trainer
+from dflash_bench.models.nets.medusa import MedusaHeads
+from dflash_bench.training import drafts, medusa, trainer
 from dflash_bench.training.contamination import Overlap
 from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.trainer import DraftRecipe, History
-from dflash_bench.training.vocab import Voice
 from nano import block_diffusion, cards, draft_model, features, leaks, responses, target
 from nano.block_diffusion import Noise
 from nano.data import corpus_text
@@ -114,9 +114,7 @@ class Builder:
                 model, tokenizer, recipe.num_greedy, recipe.num_sampled, recipe.response_seed, recipe.row_length,
                 self.report,
             )  # fmt: skip
-            part = path.with_suffix(".part")
-            torch.save([(item.ids, item.prompt_length) for item in items], part)
-            part.replace(path)
+            trainer.save_whole(path, [(item.ids, item.prompt_length) for item in items])
         if not (self.work / "rows.pt").exists():
             items = [responses.Conversation(*pair) for pair in torch.load(path, weights_only=True)]
             layers = tuple(sorted({*self._five(), *self._three()}))
@@ -131,8 +129,8 @@ class Builder:
     def embedding(self) -> torch.Tensor:
         return self._target_weight("model.embed_tokens.weight")
 
-    def voice(self) -> Voice:
-        return Voice.of(self.embedding(), self.embedding())
+    def vocab(self) -> DraftVocab:
+        return DraftVocab.of(self.embedding(), self.embedding())
 
     def _target_weight(self, name: str) -> torch.Tensor:
         weight: torch.Tensor = torch.load(self.work / "target.pt", weights_only=True)["model"][name]
@@ -172,13 +170,13 @@ class Builder:
     def dflash(self, recipe: DraftRecipe | None = None, name: str = "dflash") -> History:
         rows = features.load(self.work)
         objective = DFlashObjective(
-            self.new_dflash(), rows, self.voice(), self.recipe.num_anchors, self.recipe.gamma, compiled=True
+            self.new_dflash(), rows, self.vocab(), self.recipe.num_anchors, self.recipe.gamma, compiled=True
         )
         return trainer.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
     def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
         rows = features.load(self.work)
-        objective = Eagle3Objective(self.new_eagle3(rows), rows, self.voice(), self.recipe.num_ttt_steps)
+        objective = Eagle3Objective(self.new_eagle3(rows), rows, self.vocab(), self.recipe.num_ttt_steps)
         return trainer.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
 
     def new_draft_model(self, model: Any) -> Any:
@@ -192,8 +190,7 @@ class Builder:
         return trainer.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
 
     def new_medusa(self) -> MedusaHeads:
-        config = MedusaConfig(self.recipe.target.hidden, NUM_EMBEDDINGS, self.recipe.num_medusa_heads)
-        return medusa.new_heads(config, self.embedding())
+        return drafts.new_medusa(self.embedding(), self.recipe.num_medusa_heads)
 
     def medusa(self) -> History:
         rows = features.load(self.work)

@@ -96,20 +96,8 @@ def pack(samples: Iterator[Sample], num_rows: int, length: int, pad: int) -> Bat
             break
         filled[row].append(sample)
         room[row] -= len(sample.ids)
-    ids = torch.full((num_rows, length), pad)
-    weights = torch.zeros(num_rows, length)
-    document = torch.full((num_rows, length), -1)
-    position = torch.arange(length).repeat(num_rows, 1)
-    for r, row_samples in enumerate(filled):
-        at = 0
-        for d, sample in enumerate(row_samples):
-            n = len(sample.ids)
-            ids[r, at : at + n] = torch.tensor(sample.ids)
-            weights[r, at : at + n] = torch.tensor(sample.weights)
-            document[r, at : at + n] = d
-            position[r, at : at + n] = torch.arange(n)
-            at += n
-    return Batch(ids, weights, document, position)
+    rows = [[(torch.tensor(sample.ids), torch.tensor(sample.weights)) for sample in row] for row in filled]
+    return Batch.filled(rows, length, pad)
 
 
 def sample_stream(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_bench.models.architecture import decoder_layers
 from dflash_bench.training.data import Batch
+from dflash_bench.training.masks import additive, causal
 from nano.data import Sample, pack
 from nano.responses import Conversation
 
@@ -67,8 +68,7 @@ def pack_rows(items: list[Conversation], length: int, pad: int, seed: int) -> li
 
 
 def _without_empty_rows(batch: Batch) -> Batch:
-    full = batch.document[:, 0] >= 0
-    return Batch(batch.ids[full], batch.weights[full], batch.document[full], batch.position[full])
+    return batch.select((batch.document[:, 0] >= 0).nonzero().flatten().tolist())
 
 
 def compute(
@@ -92,7 +92,7 @@ def compute(
     for batch in batches:
         with torch.inference_mode():
             final = model.model(
-                batch.ids, attention_mask=batch.mask(torch.float32), position_ids=batch.position
+                batch.ids, attention_mask=additive(causal(batch)), position_ids=batch.position
             ).last_hidden_state
         stacked = torch.stack([*(tapped[i] for i in layers), final], dim=2)
         states[at : at + len(batch.ids)] = stacked.half().numpy()

@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dflash_bench.training.data import Batch
-from dflash_bench.training.trainer import History, optimisers, restore, save, set_rate
+from dflash_bench.training.masks import additive, causal
+from dflash_bench.training.trainer import History, apply_gradients, optimisers, restore, save, set_rate
 from nano.corpus.task import Task
 from nano.data import held_out_tasks, pack, sample_stream
 from nano.tokenizer import NUM_EMBEDDINGS
@@ -66,7 +67,7 @@ def build(recipe: TargetRecipe, tokenizer: Any) -> Any:
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     """Mean cross-entropy of the next token, weighted, never across samples."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(batch.ids, attention_mask=batch.mask(torch.float32), position_ids=batch.position).logits
+        logits = model(batch.ids, attention_mask=additive(causal(batch)), position_ids=batch.position).logits
     weights = batch.weights[:, 1:] * (batch.document[:, 1:] == batch.document[:, :-1])
     losses = cross_entropy(logits[:, :-1].float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
@@ -98,10 +99,7 @@ def train(
         batch = pack(samples, recipe.rows, recipe.length, pad)
         loss = loss_of(model, batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser in made:
-            optimiser.step()
-            optimiser.zero_grad()
+        apply_gradients(made, model.parameters())
         running = 0.95 * running + 0.05 * loss.item() if running else loss.item()
         report(f"target: step {step + 1} of {recipe.steps}, loss {running:.4f}")
         if (step + 1) % 100 == 0 or step + 1 == recipe.steps:

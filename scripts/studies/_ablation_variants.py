@@ -14,7 +14,7 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, default_t
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.training.data import Batch, Data
 from dflash_bench.training.dflash import DFlashObjective, block_hidden
-from dflash_bench.training.vocab import Voice
+from dflash_bench.training.drafts import DraftVocab
 
 NUM_ANCHORS = 32
 GAMMAS = {16: 7.0, 8: 4.0}
@@ -131,9 +131,9 @@ def new_draft(variant: Variant, target: Any, mask_token_id: int, seed: int) -> D
 class VariantObjective(DFlashObjective):
     """The loss of a variant."""
 
-    def __init__(self, variant: Variant, draft: DFlashDraft, rows: Data, voice: Voice) -> None:
+    def __init__(self, variant: Variant, draft: DFlashDraft, rows: Data, vocab: DraftVocab) -> None:
         gamma = GAMMAS[variant.block] if variant.decay else math.inf
-        super().__init__(draft, rows, voice, NUM_ANCHORS, gamma)
+        super().__init__(draft, rows, vocab, NUM_ANCHORS, gamma)
         self.variant = variant
         self.hidden = {"KV injection": block_hidden, "input fusion": fused_hidden, "tokens": token_hidden}[
             variant.conditioning

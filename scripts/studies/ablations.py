@@ -29,10 +29,10 @@ from dflash_bench.models import chat, loading
 from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.training import answers, prepare, session, trainer
-from dflash_bench.training.answers import AnswerPlan, AnswerRequest, Computed
+from dflash_bench.training.answers import AnswerPlan, AnswerRequest, ComputedStates
 from dflash_bench.training.data import Batch, PackedRows, TrainingChat, stored
+from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.trainer import DraftRecipe
-from dflash_bench.training.vocab import Voice
 from nano.corpus.mixture import question, tasks
 from nano.corpus.task import Task
 from nano.prompts import turns_of
@@ -98,7 +98,7 @@ class Ablations:
             for row in rows:
                 answer = tokenizer.encode(self.tasks[row].answers[0], add_special_tokens=False)
                 texts.append([*self.asked[row].ids, *answer[: MAX_NEW_TOKENS - 1], tokenizer.eos_token_id])
-            states = Computed(self.target, self.layers)(texts)
+            states = ComputedStates(self.target, self.layers)(texts)
             tensors = answers.joined(texts, [len(self.asked[row].ids) for row in rows], states)
             answers.write(path, {**tensors, "prompts": torch.tensor(rows)})
             tell(f"reference answers: batch {number + 1}")
@@ -120,7 +120,7 @@ class Ablations:
         rows, held_out = self.rows(variant.answers)
         draft = new_draft(variant, self.models.target, len(self.models.tokenizer), seed)
         data: Any = TokenRows(rows, embedding) if variant.conditioning == "tokens" else rows
-        objective = VariantObjective(variant, draft, data, Voice.of(embedding, embedding))
+        objective = VariantObjective(variant, draft, data, DraftVocab.of(embedding, embedding))
         recipe = DraftRecipe(steps=self.steps, matrix_lr=RATE, other_lr=RATE / 10, rows=ROWS, seed=seed, measurements=1)
         history = trainer.train(objective, data, recipe, self.work / f"{variant.name}-{seed}.pt", _silent)
         result: dict[str, Any] = {"accepted": history[-1]["accepted"], "history": history, "decoded": {}}

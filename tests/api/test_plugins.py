@@ -133,8 +133,8 @@ def test_a_run_says_whose_drafter_it_measured(install: Install, tmp_path: Path) 
 
 def test_a_scorer_of_another_package_scores(install: Install, tmp_path: Path) -> None:
     install("my_scorer", "[dflash_bench.scorers]\nshouting = my_scorer:shouting\n", {"__init__.py": SCORER})
+    from dflash_bench.core.option import check_options
     from dflash_bench.core.types import Prompt
-    from dflash_bench.runner.option import check_options
     from dflash_bench.tasks import scorers
 
     check_options(db_request(tmp_path, score="shouting"))

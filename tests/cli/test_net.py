@@ -216,17 +216,17 @@ def test_a_target_that_describes_no_network_is_one_line(
 
 
 TRAININGS = {
-    "epochs without end": (["--epochs", "inf"], "--epochs takes a number of at most"),
+    "epochs without end": (["--epochs", "inf"], "--epochs takes at most"),
     "no number of epochs": (["--epochs", "nan"], "--epochs"),
-    "an endless rate": (["--rate", "inf", "--estimate"], "--rate takes a number of at most"),
-    "a rate of nothing": (["--rate", "0"], "--rate 0 trains nothing"),
-    "endless steps": (["--steps", str(10**30)], "--steps takes a number of at most"),
-    "endless prompts": (["--written", str(10**15)], "--written takes a number of at most"),
-    "endless ones that it makes up": (["--invented", str(10**15)], "--invented takes a number of at most"),
-    "an endless disk": (["--max-disk", "inf"], "--max-disk takes a number of at most"),
-    "all processors": (["--threads", "100000"], "--threads 100000 is more than this machine has"),
-    "a batch of everything": (["--batch-size", str(10**12)], "--batch-size takes a number of at most"),
-    "a seed without end": (["--seed", "9" * 40], "--seed takes a number of at most"),
+    "an endless rate": (["--rate", "inf", "--estimate"], "--rate takes at most"),
+    "a rate of nothing": (["--rate", "0"], "--rate is a number above 0, not 0; leave it out"),
+    "endless steps": (["--steps", str(10**30)], "--steps takes at most"),
+    "endless prompts": (["--written", str(10**15)], "--written takes at most"),
+    "endless ones that it makes up": (["--invented", str(10**15)], "--invented takes at most"),
+    "an endless disk": (["--max-disk", "inf"], "--max-disk takes at most"),
+    "all processors": (["--threads", "100000"], "--threads 100000 is more than the processors of this machine"),
+    "a batch of everything": (["--batch-size", str(10**12)], "--batch-size takes at most"),
+    "a seed without end": (["--seed", "9" * 40], "--seed takes at most"),
 }
 
 
@@ -242,7 +242,7 @@ def test_prompts_that_are_all_written_end_in_one_line(monkeypatch: pytest.Monkey
     forms = {"forms": {"chat": ["Say {topic}."]}, "gaps": {"topic": ["yes", "no"]}}
     monkeypatch.setattr(prompts, "_texts", lambda: forms)
     with pytest.raises(UserError, match=r"there are only about 2 different prompts of chat; lower --written"):
-        list(prompts.prompts("chat", 3))
+        list(prompts.from_templates("chat", 3))
 
 
 def test_a_training_is_guarded_by_suites_that_are_there(main: Main, tmp_path: Path) -> None:
@@ -251,10 +251,10 @@ def test_a_training_is_guarded_by_suites_that_are_there(main: Main, tmp_path: Pa
 
     assert "absent: No such file or directory; known: aime24/" in refused("absent")
     (tmp_path / "empty").mkdir()
-    assert "holds rows of no suite, so no prompt would be held against it; known: " in refused("empty")
+    assert "holds rows of no suite, so no prompt would be compared with it; known: " in refused("empty")
     (tmp_path / "typo/gsm8").mkdir(parents=True)
     (tmp_path / "typo/gsm8/test.jsonl").write_text("{}\n")
-    assert "has rows of gsm8, which is no suite; known: " in refused("typo")
+    assert "has rows of gsm8, which is not a suite; known: " in refused("typo")
     (tmp_path / "split/gsm8k").mkdir(parents=True)
     (tmp_path / "split/gsm8k/train.jsonl").write_text("{}\n")
     assert "gsm8k holds no rows of its split; known: " in refused("split")

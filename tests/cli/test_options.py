@@ -14,11 +14,11 @@ from dflash_bench.cli import run
 from dflash_bench.cli.options import with_options
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
+from dflash_bench.core.option import check_options, options_of, to_json
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.diagnose import doctor, profile
 from dflash_bench.runner import session
 from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
-from dflash_bench.runner.option import check_options, options_of, to_json
 from dflash_bench.runner.plan import swept
 
 Main = Callable[..., tuple[int, str, str]]

@@ -164,7 +164,7 @@ def test_a_draft_below_its_card_is_named(tmp_path: Path) -> None:
     assert "40.00 by its card" in seen.findings[0].evidence and seen.card is not None
     assert "by its card      40.00 tokens a round; accepted by place: 90% 80%" in show.diagnosis_text(seen)
     (tmp_path / "draft" / "acceptance.json").write_text('{"al_pooled": 1}')
-    with pytest.raises(UserError, match="does not say what was accepted"):
+    with pytest.raises(UserError, match="is not the acceptance of a draft"):
         examined("dflash", tmp_path / "draft")
 
 

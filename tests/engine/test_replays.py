@@ -12,12 +12,12 @@ from traced import traced
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
+from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message
 from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
 from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
 from dflash_bench.models import loading, presets
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.option import check_options
 
 LABELS = (
     "ar", "dflash", "dflash:steps=2", "dflash:block=auto", "ddtree:nodes=16", "eagle3", "eagle3-tree:nodes=15", "ngram",

@@ -3,8 +3,8 @@
 from itertools import islice
 
 import pytest
-import torch
 
+from dflash_bench.training.masks import causal
 from nano.data import Sample, corpus_text, encode, pack, training_tasks
 from nano.prompts import turns_of
 from nano.responses import prompts
@@ -59,5 +59,5 @@ def test_packed_samples_never_see_each_other():
     batch = pack(iter(samples), num_rows=2, length=10, pad=0)
     assert batch.document.tolist() == [[0] * 5 + [1] * 4 + [-1], [0] * 6 + [1] * 3 + [-1]]
     assert batch.position[0].tolist()[:9] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    visible = batch.mask(torch.float32)[0, 0] == 0
+    visible = causal(batch)[0]
     assert visible[6].tolist() == [False] * 5 + [True, True] + [False] * 3

@@ -10,8 +10,8 @@ import torch
 from toy import tiny
 
 from dflash_bench.engine.target import Target
-from dflash_bench.models.nets.medusa import MedusaConfig
-from dflash_bench.training import medusa
+from dflash_bench.training import drafts
+from dflash_bench.training.masks import is_answer_after
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.trainer import DraftRecipe, Objective, train
 from nano import block_diffusion, draft_model
@@ -37,7 +37,7 @@ EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5
 
 
 def heads(num_heads: int = 3) -> Any:
-    made = medusa.new_heads(MedusaConfig(H, V, num_heads), EMBEDDING)
+    made = drafts.new_medusa(EMBEDDING, num_heads)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -59,7 +59,7 @@ def objective(kind: str, data: Rows) -> Objective:
 
 def test_fresh_medusa_heads_say_what_the_target_says_next() -> None:
     hidden = torch.randn(2, 5, H)
-    logits = medusa.new_heads(MedusaConfig(H, V, 3), EMBEDDING)(hidden)
+    logits = drafts.new_medusa(EMBEDDING, 3)(hidden)
     for head in range(3):
         torch.testing.assert_close(logits[:, :, head], hidden @ EMBEDDING.T)
 
@@ -112,7 +112,7 @@ def test_the_draft_model_learns_the_targets_distribution_and_not_the_text() -> N
     batch, _ = data.take([0], ())
     made._forward = lambda index: (teacher, batch)  # type: ignore[method-assign]
     best = made.loss([0], 0)
-    use = draft_model._predicts_answer(batch)
+    use = is_answer_after(batch, 1)
     assert use[0].nonzero().flatten().tolist() == [*range(3, 13), *range(17, 23)]
     torch.testing.assert_close(best, torch.distributions.Categorical(logits=teacher[use]).entropy().mean())
     made._forward = lambda index: (teacher.roll(1, dims=-1), batch)  # type: ignore[method-assign]
@@ -133,7 +133,7 @@ def test_right_tokens_in_a_row_are_counted_up_to_seven() -> None:
 def test_a_block_ends_in_stop_tokens_where_its_answer_ends() -> None:
     data = rows(1)
     batch, _ = data.take([0], ())
-    tokens, _ = block_diffusion.block_tokens(batch, torch.tensor([[6, 11, 21]]), torch.ones(1, 3).bool(), NOISE)
+    tokens = block_diffusion.block_tokens(batch, torch.tensor([[6, 11, 21]]), NOISE)
     assert tokens[0, 0].tolist() == data.ids[0, 6:11].tolist()
     assert tokens[0, 1].tolist() == [*data.ids[0, 11:14].tolist(), 1, 1]
     assert tokens[0, 2].tolist() == [*data.ids[0, 21:24].tolist(), 1, 1]

@@ -102,7 +102,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"cannot read {lines_path}: not UTF-8 (byte 9)"
     lines_path.unlink()
     lines_path.mkdir()
-    assert refusal(tmp_path) == f"cannot read {lines_path}: it is a folder, not a file"
+    assert refusal(tmp_path) == f"cannot read {lines_path}: it is a folder, not a file; give the path of a file"
 
 
 def test_a_folder_without_the_rows_names_both_files_looked_for(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from test_runner import Runs, loaded, prompts
 from dflash_bench.analysis import metrics
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.option import context_lengths
 from dflash_bench.core.types import Generation, Message, Prompt, Settings, context_name
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.answers import read_answers
@@ -26,7 +27,6 @@ from dflash_bench.report.sections import by_context
 from dflash_bench.results import run_info, store, table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.option import context_lengths
 from dflash_bench.runner.plan import settings_of as settings_of_request
 from dflash_bench.runner.work import WorkPlan, asked_of
 from dflash_bench.tasks import padding

@@ -12,11 +12,11 @@ import pytest
 import tiny
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.option import check_options
 from dflash_bench.results import parts
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.option import check_options
 from dflash_bench.runner.plan import methods_and_model
 
 Main = Callable[..., tuple[int, str, str]]

@@ -19,6 +19,7 @@ from dflash_bench.models import loading
 from dflash_bench.training import answers
 from dflash_bench.training import prompts as training_prompts
 from dflash_bench.training.answers import AnswerPlan, AnswerRequest
+from dflash_bench.training.config import TrainRequest
 from dflash_bench.training.data import PackedRows, stored
 
 LAYERS = (0, 2, 3)
@@ -81,8 +82,8 @@ def test_what_is_stored_is_not_made_again_and_what_is_missing_is(
     collected(tmp_path / "whole")
     begun(tmp_path / "broken")
     made = []
-    original = answers._answered
-    monkeypatch.setattr(answers, "_answered", lambda *given: made.append(1) or original(*given))
+    original = answers._answer
+    monkeypatch.setattr(answers, "_answer", lambda *given: made.append(1) or original(*given))
     collected(tmp_path / "broken")
     assert len(made) == 2
     for whole, broken in zip(*(sorted((tmp_path / n).glob("*.safetensors")) for n in ("whole", "broken")), strict=True):
@@ -127,8 +128,10 @@ def test_rows_hold_every_conversation_whole_with_its_states(tmp_path: Path) -> N
     batch, features = rows.take(range(len(rows.packed)), (2, 0))
     for row in range(len(rows.packed)):
         for number, item in enumerate(rows.packed[row]):
-            place = (rows.document[row] == number).nonzero()[:, 0]
-            assert rows.ids[row, place].equal(item.ids) and rows.position[row, place].tolist() == [*range(len(place))]
+            place = (rows.batch.document[row] == number).nonzero()[:, 0]
+            assert rows.ids[row, place].equal(item.ids) and rows.batch.position[row, place].tolist() == [
+                *range(len(place))
+            ]
             assert rows.answer[row, place].tolist() == [i >= item.prompt_length for i in range(len(place))]
             assert features[row, place].equal(item.states[:, [1, 0]].float().flatten(1))
             assert rows.final([row])[0, place].equal(item.states[:, 2].float())
@@ -150,8 +153,8 @@ def test_no_answers_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", training_prompts.KINDS)
 def test_prompts_of_ours_differ_and_have_no_gaps(kind: str) -> None:
-    made = list(training_prompts.prompts(kind, 400))
-    assert len(set(made)) == 400 and made == list(training_prompts.prompts(kind, 400))
+    made = list(training_prompts.from_templates(kind, 400))
+    assert len(set(made)) == 400 and made == list(training_prompts.from_templates(kind, 400))
     assert not any(
         "{" + name + "}" in text for text in made for name in (*training_prompts.NUMBERS, "topic", "person", "data")
     )
@@ -167,8 +170,10 @@ class Nano:
     def prompts(self, count: int, openings: list[str], batch_size: int = 6) -> list[str]:
         tokenizer: Any = self.models.tokenizer
         stops = frozenset({tokenizer.eos_token_id})
-        given = (count, openings, batch_size, 0, lambda _: None)
-        return list(training_prompts.invent(self.target, tokenizer, stops, *given))
+        request = TrainRequest(
+            target="nano", out=Path("out"), invented=count, openings=tuple(openings), batch_size=batch_size
+        )
+        return list(training_prompts.invent(self.target, tokenizer, stops, request, lambda _: None))
 
 
 def test_the_target_makes_up_different_prompts_that_begin_as_asked() -> None:

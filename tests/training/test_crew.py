@@ -16,14 +16,14 @@ import torch
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.training import distributed, trainer
-from dflash_bench.training.distributed import Crew
+from dflash_bench.training.distributed import ProcessGroup
 
 TOY = """
 import sys
 from pathlib import Path
 import torch
 from dflash_bench.training import trainer as loop
-from dflash_bench.training.distributed import assembled
+from dflash_bench.training.distributed import init_distributed
 
 class Rows:
     ids = torch.arange(18)[:, None]
@@ -42,7 +42,7 @@ class Objective:
     def accepted(self, index): return self.draft(self.x[index]).sum(dim=1)
 
 BROKEN, folder, rows = sys.argv[1] == "broken", Path(sys.argv[2]), int(sys.argv[3])
-made, _ = assembled("cpu")
+made, _ = init_distributed("cpu")
 def rows_of(index): return {made.rank}
 objective = Objective()
 recipe = loop.DraftRecipe(steps=6, matrix_lr=0.05, other_lr=0.01, rows=rows, warmup=2)
@@ -110,7 +110,7 @@ def test_a_draft_is_trained_by_two_processes(tmp_path: Path) -> None:
 
 def test_shares_are_all_there_is_and_none_twice() -> None:
     items = list(range(11))
-    shares = [Crew(rank, 3).share(items) for rank in range(3)]
+    shares = [ProcessGroup(rank, 3).share(items) for rank in range(3)]
     assert (
         sorted(item for share in shares for item in share) == items
         and max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -129,11 +129,11 @@ def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
 
     recipe = trainer.DraftRecipe(steps=1, matrix_lr=0.1, other_lr=0.1)
     with pytest.raises(UserError, match="2 rows of answers are too few for 4 processes"):
-        trainer.train(Objective(), Rows(), recipe, tmp_path / "x.pt", print, crew=Crew(0, 4))  # type: ignore[arg-type]
+        trainer.train(Objective(), Rows(), recipe, tmp_path / "x.pt", print, group=ProcessGroup(0, 4))  # type: ignore[arg-type]
 
 
 def test_without_accelerate_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UserError, match="pip install accelerate"):
-        distributed.assembled("cpu")
+        distributed.init_distributed("cpu")

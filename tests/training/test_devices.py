@@ -14,14 +14,13 @@ from torch.overrides import TorchFunctionMode
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
-from dflash_bench.models.nets.medusa import MedusaConfig
 from dflash_bench.training.data import Batch
 from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.drafts import DraftVocab, new_medusa
 from dflash_bench.training.eagle3 import Eagle3Objective
-from dflash_bench.training.medusa import MedusaObjective, new_heads
+from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.prepare import device_of
 from dflash_bench.training.trainer import Objective
-from dflash_bench.training.vocab import Voice
 
 FACTORIES = (torch.arange, torch.full, torch.zeros, torch.ones, torch.empty, torch.tensor, torch.eye)
 LENGTH = 24
@@ -60,17 +59,17 @@ def dflash() -> Objective:
         DFlashConfig(head_dim=16, num_layers=1, block_size=4, mask_token_id=3, target_layer_ids=(0, 2), **tiny.BODY)  # type: ignore[arg-type]
     )
     initialise(draft, 0)
-    return DFlashObjective(draft, Ready(), Voice.of(EMBEDDING, EMBEDDING), 4, 4.0, distil=0.5)
+    return DFlashObjective(draft, Ready(), DraftVocab.of(EMBEDDING, EMBEDDING), 4, 4.0, distil=0.5)
 
 
 def eagle3() -> Objective:
     draft = Eagle3Draft(Eagle3Config(head_dim=16, draft_vocab_size=64, target_layer_ids=(1, 0, 2), **tiny.BODY))  # type: ignore[arg-type]
     initialise(draft, 0)
-    return Eagle3Objective(draft, Ready(), Voice.of(EMBEDDING, EMBEDDING), 3)
+    return Eagle3Objective(draft, Ready(), DraftVocab.of(EMBEDDING, EMBEDDING), 3)
 
 
 def medusa() -> Objective:
-    return MedusaObjective(new_heads(MedusaConfig(tiny.HIDDEN, tiny.VOCABULARY, 2), EMBEDDING), Ready())
+    return MedusaObjective(new_medusa(EMBEDDING, 2), Ready())
 
 
 @pytest.mark.parametrize("make", [dflash, eagle3, medusa])

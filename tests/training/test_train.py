@@ -1,6 +1,7 @@
 """Training sees what decoding sees: the same blocks, the same context, the same chain; and it can be interrupted."""
 
 import math
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -14,12 +15,12 @@ from dflash_bench.models.nets import eagle3 as eagle3_models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
-from dflash_bench.training import dflash, eagle3
+from dflash_bench.training import dflash, eagle3, masks
 from dflash_bench.training.data import Batch
 from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.trainer import DraftRecipe, batches, optimisers, restore, save, set_rate, train
-from dflash_bench.training.vocab import Voice
 from nano.features import Rows
 
 V, H = 40, 32
@@ -54,7 +55,7 @@ def rows(count=70, length=24, layers=(1, 2, 3)):
 
 
 EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5
-VOICE = Voice.of(EMBEDDING, EMBEDDING)
+VOCAB = DraftVocab.of(EMBEDDING, EMBEDDING)
 
 
 def tables():
@@ -75,7 +76,7 @@ def test_a_block_sees_its_conversation_strictly_before_the_anchor():
     data = rows(1)
     batch, _ = data.take([0], (1, 2))
     anchors = torch.tensor([[6, 17]])
-    visible = dflash.context_mask(batch, anchors)[0]
+    visible = masks.context_mask(batch, anchors)[0]
     assert visible[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert visible[1].nonzero().flatten().tolist() == [14, 15, 16]
 
@@ -83,14 +84,14 @@ def test_a_block_sees_its_conversation_strictly_before_the_anchor():
 def test_labels_stop_at_the_end_of_the_conversation():
     data = rows(1)
     batch, _ = data.take([0], (1, 2))
-    labels, valid = dflash.block_labels(batch, torch.tensor([[12, 20]]), torch.tensor([[True, True]]), 4)
+    labels, valid = masks.block_labels(batch, torch.tensor([[12, 20]]), torch.tensor([[True, True]]), 4)
     assert valid.tolist() == [[[True, True, False, False], [True, True, True, True]]]
     assert labels[0, 1].tolist() == data.ids[0, 20:24].tolist()
 
 
 def test_anchors_are_distinct_places_with_an_answer_token_next():
     batch, _ = rows(3).take([0, 1, 2], (1,))
-    anchors, real = dflash.sample_anchors(batch, 20, torch.Generator().manual_seed(0))
+    anchors, real = masks.sample_anchors(batch, 20, torch.Generator().manual_seed(0))
     for row, keep in zip(anchors, real, strict=True):
         chosen = row[keep].tolist()
         assert sorted(chosen) == [4, 5, 6, 7, 8, 9, 10, 11, 12, 18, 19, 20, 21, 22]
@@ -102,9 +103,9 @@ def test_training_blocks_are_what_the_drafter_proposes():
     anchors = torch.tensor([[6, 10, 18]])
     hidden = dflash.block_hidden(
         draft, features, EMBEDDING, tables(), batch.position, batch.ids.gather(1, anchors),
-        batch.position.gather(1, anchors), dflash.context_mask(batch, anchors),
+        batch.position.gather(1, anchors), masks.context_mask(batch, anchors),
     )  # fmt: skip
-    logits = VOICE.logits(hidden)
+    logits = VOCAB.logits(hidden)
     for i, (anchor, start) in enumerate([(6, 0), (10, 0), (18, 14)]):
         drafter = DFlashDrafter(draft, Lookup(), Head())
         drafter.begin(1, 24)
@@ -129,16 +130,16 @@ def test_training_steps_are_what_the_chain_proposes():
         proposed = drafter.propose().tokens[0].tolist()
     ids = data.ids.clone()
     ids[0, row + 2 : row + 6] = torch.tensor(proposed)
-    states = eagle3.step_states(draft, features, EMBEDDING, tables(), ids, batch.document, batch.position, 4)
+    states = eagle3.step_states(draft, features, EMBEDDING, tables(), replace(batch, ids=ids), 4)
     assert [int(draft.target_ids(draft.logits(step[0, row]).argmax())) for step in states] == proposed
 
 
 def test_the_loss_is_the_papers_over_places_that_have_an_answer():
     """Slot k weighs exp(-(k - 1) / gamma), divided by the weights that count; summed here one by one."""
     data, draft = rows(2), big(DFlashDraft(DFLASH))
-    made = DFlashObjective(draft, data, VOICE, num_anchors=4, gamma=4.0)
+    made = DFlashObjective(draft, data, VOCAB, num_anchors=4, gamma=4.0)
     hidden, labels, valid, _ = made._forward([0, 1], 9)
-    scores = torch.log_softmax(VOICE.logits(hidden.float()), dim=-1)
+    scores = torch.log_softmax(VOCAB.logits(hidden.float()), dim=-1)
     total = weight = 0.0
     for row, anchor, slot in valid.nonzero().tolist():
         if slot:
@@ -149,10 +150,10 @@ def test_the_loss_is_the_papers_over_places_that_have_an_answer():
 
 def test_a_reduced_vocabulary_leaves_out_what_it_cannot_say():
     counts = torch.arange(V)
-    voice = Voice.of(EMBEDDING, EMBEDDING, counts, 24)
-    assert voice.token_ids.tolist() == list(range(V - 24, V)) and voice.numbers[: V - 24].eq(-1).all()
+    vocab = DraftVocab.of(EMBEDDING, EMBEDDING, counts, 24)
+    assert vocab.token_ids.tolist() == list(range(V - 24, V)) and vocab.index_of[: V - 24].eq(-1).all()
     data, draft = rows(2), big(DFlashDraft(DFLASH))
-    whole, reduced = (DFlashObjective(draft, data, one, 4, 4.0) for one in (VOICE, voice))
+    whole, reduced = (DFlashObjective(draft, data, one, 4, 4.0) for one in (VOCAB, vocab))
     data.ids.clamp_(min=V - 24)  # all of the answers can be said
     small = reduced.loss([0, 1], 3)
     assert 0 < small < whole.loss([0, 1], 3)  # fewer tokens to tell apart
@@ -162,9 +163,9 @@ def test_a_reduced_vocabulary_leaves_out_what_it_cannot_say():
 
 def test_distilling_from_a_certain_teacher_is_learning_its_tokens():
     data, draft = rows(2), big(DFlashDraft(DFLASH))
-    taught = [DFlashObjective(draft, data, VOICE, 4, 4.0, distil) for distil in (0.0, 1.0, 0.5)]
+    taught = [DFlashObjective(draft, data, VOCAB, 4, 4.0, distil) for distil in (0.0, 1.0, 0.5)]
     embedding = EMBEDDING / EMBEDDING.norm(dim=-1, keepdim=True)
-    certain = Voice.of(EMBEDDING, embedding * 100)
+    certain = DraftVocab.of(EMBEDDING, embedding * 100)
     states = torch.zeros_like(data.final([0, 1]))
     states[:, :-1] = embedding[data.ids[:2, 1:]]
     for one in taught:
@@ -206,9 +207,9 @@ def test_the_loss_of_eagle3_is_that_of_each_step_summed_one_by_one():
     """Step i at place t learns what the target says at place t + 1 + i, by weight 0.8^i over the places that count."""
     data, draft = rows(2), big(Eagle3Draft(EAGLE3))
     draft.d2t, draft.t2d = eagle3_models.vocabulary_map(torch.arange(V), 24)
-    made = Eagle3Objective(draft, data, VOICE, 3)
+    made = Eagle3Objective(draft, data, VOCAB, 3)
     states, _, masks = made._forward([0, 1])
-    target = VOICE.logits(data.final([0, 1]))
+    target = VOCAB.logits(data.final([0, 1]))
     total = 0.0
     for step in range(3):
         losses = []
@@ -251,12 +252,12 @@ def test_an_interrupted_training_ends_where_an_unbroken_one_does(kind, tmp_path)
         if kind == "dflash":
             draft = DFlashDraft(DFLASH)
             dflash_models.initialise(draft, 1)
-            made = DFlashObjective(draft, data, VOICE, 4, 4.0, distil=0.5)
+            made = DFlashObjective(draft, data, VOCAB, 4, 4.0, distil=0.5)
         else:
             draft = Eagle3Draft(EAGLE3)
             dflash_models.initialise(draft, 1)
             draft.d2t, draft.t2d = eagle3_models.vocabulary_map(torch.arange(V), 24)
-            made = Eagle3Objective(draft, data, VOICE, 2)
+            made = Eagle3Objective(draft, data, VOCAB, 2)
         return made
 
     whole = objective()

@@ -22,7 +22,7 @@ from dflash_bench.engine.selection import target_of
 from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.training import contamination, drafts, estimate, prepare, session, trainer
-from dflash_bench.training.answers import Computed
+from dflash_bench.training.answers import ComputedStates
 from dflash_bench.training.config import TrainRequest, check
 from dflash_bench.training.data import stored
 
@@ -158,7 +158,9 @@ def test_a_draft_that_was_cut_off_while_it_was_written_is_written_again(target: 
 def test_other_prompts_of_the_targets_own_are_not_taken_for_those_that_are_there(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare.prompts, "invent", lambda *given: [f"What is {n} + {n}?" for n in range(given[3])])
+    monkeypatch.setattr(
+        prepare.prompts, "invent", lambda *given: [f"What is {n} + {n}?" for n in range(given[3].invented)]
+    )
     performed(request(target, tmp_path, written=0, invented=8))
     with pytest.raises(UserError, match="prompts of the target's own with invented 8, not 9"):
         performed(request(target, tmp_path, method="eagle3", draft_vocab=64, written=0, invented=9))
@@ -182,7 +184,7 @@ def test_a_prompt_of_a_suite_that_the_target_made_up_is_left_out(
     monkeypatch.setattr(prepare.prompts, "invent", lambda *given: made_up)
     told: list[str] = []
     folder = session.perform(request(target, tmp_path, written=0, invented=7), told.append)
-    assert "left out 1 prompts that the target made up and that stand in a test suite" in told
+    assert "left out 1 prompts that the target made up and that occur in a test suite" in told
     assert folder is not None and "made up by the target: 6" in (folder / "README.md").read_text()
 
 
@@ -225,7 +227,7 @@ def test_later_turns_follow_the_targets_own_answers(target: Path, tmp_path: Path
         assert item.ids[: item.prompt_length].tolist() == models.tokenizer.encode(text, add_special_tokens=False)
         assert item.chat == before.chat and item.is_later_turn and not before.is_later_turn
     assert third[0].chat == greedy[0].chat
-    assert "asked after the target's own answers: 3" in (folder / "README.md").read_text()
+    assert "each after the target's own answers: 3" in (folder / "README.md").read_text()
     for seed in range(5):
         kept, apart = session.split([*first, *second, *third], seed)
         assert len(kept) + len(apart) == 9 and not {item.chat for item in kept} & {item.chat for item in apart}
@@ -251,7 +253,7 @@ def test_states_that_are_computed_are_those_that_are_stored(target: Path, tmp_pa
     items = stored([tmp_path / "stored" / "work" / "answers"])
     again = stored([tmp_path / "fly" / "work" / "tokens"])
     assert [item.ids.tolist() for item in items] == [item.ids.tolist() for item in again]
-    computed = Computed(target_of(models.target), drafts.taps(4))([item.ids.tolist() for item in again])
+    computed = ComputedStates(target_of(models.target), drafts.taps(4))([item.ids.tolist() for item in again])
     for item, states in zip(items, computed, strict=True):
         near = torch.nn.functional.cosine_similarity(item.states.float(), states.float(), dim=-1)
         assert states.shape == item.states.shape and near.min() > 0.999

@@ -6,6 +6,7 @@ configuration file, what is refused, and what `run.json` keeps.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -55,7 +56,8 @@ class OptionSpec:
     metavar: str | None = None
     flag: str = ""
     name: str = ""
-    minimum: int | None = None
+    required: bool = False
+    minimum: float | None = None
     most: int | None = None
     """Far more than any run takes: a slip of the keyboard must not run for ever."""
     choices: Callable[[], Sequence[str]] | None = None
@@ -88,7 +90,8 @@ def under(heading: str) -> Callable[..., Any]:
     """Makes fields of a group that help shows under this heading, from their help and the rest of `OptionSpec`."""
 
     def declared(help: str, *, default: Any = None, **rest: Any) -> Any:  # noqa: A002
-        return field(default=default, metadata={"option": OptionSpec(heading, help, **rest)})
+        option = OptionSpec(heading, help, **rest)
+        return field(default=MISSING if option.required else default, metadata={"option": option})
 
     return declared
 
@@ -154,7 +157,9 @@ def refuse_values(options: Any) -> None:
 
 
 def refuse_value(spec: OptionSpec, value: Any) -> None:
-    if spec.most is not None and value > spec.most:
+    if spec.minimum is not None and not value >= spec.minimum:
+        raise UserError(f"{spec.flag} takes at least {spec.minimum:,}, not {shortened(str(value), 40)}")
+    if spec.most is not None and not value <= spec.most:  # nor what is not a number
         raise UserError(f"{spec.flag} takes at most {spec.most:,}, not {shortened(str(value), 40)}")
     if spec.range is not None:
         _refuse_out_of_range(spec, spec.range, value if isinstance(value, tuple) else (value,))
@@ -175,6 +180,14 @@ def _refuse_out_of_range(spec: OptionSpec, allowed: Range, values: Sequence[floa
 
 def _listed(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
+
+
+def check_threads(number: int) -> None:
+    """Raise UserError for more threads than this machine has processors."""
+    if number > (os.cpu_count() or 1):
+        raise UserError(
+            f"--threads {shortened(str(number), 40)} is more than the processors of this machine, {os.cpu_count()}"
+        )
 
 
 # How text is read
