@@ -186,14 +186,14 @@ def test_a_dialect_of_another_package_has_its_own_rule_words_and_remedies(
         urls = {"plain": plain.url, "dflash": drafts.url}
         run = db.run(servers=urls, out=out, prompts=prompts, max_new_tokens=24)
         hidden = db.run(servers=urls | {"dflash": mute.url}, out=tmp_path / "mute", prompts=prompts, max_new_tokens=24)
-    assert {*run.answers["counted_by"]} == {"mine.counters"}
+    assert {*run.document.results.rows["counted_by"]} == {"mine.counters"}
     assert "rounds of dflash by mine.counters: mine's own counters" in " ".join(str(run).split())
     (finding,) = (one for one in hidden.findings if one.kind == "uncounted")
     assert (finding.remedy, finding.remedy_code) == ("start mine with --count-rounds", "mine")
     assert main("check", out)[0] == 0
     # What the rule does not allow, and what no rule is known for, are refused when the run is read.
     totals = "its totals of rounds are not those"
-    for forged, why in (({"total_rounds": 1}, totals), ({"counted_by": "mine.guess"}, UNKNOWN_RULE)):
+    for forged, why in (({"total_rounds": 99}, totals), ({"counted_by": "mine.guess"}, UNKNOWN_RULE)):
         copy = shutil.copytree(out, tmp_path / "-".join(forged))
         for part in parts.of(copy):
             rows = parquet.read_table(part)

@@ -17,17 +17,17 @@ from typing import Any
 import planted
 import pytest
 import torch
-from dflash_side.core.types import Settings
-from dflash_side.diagnose import causes, compare_counts, crosscheck
-from dflash_side.diagnose.compare_counts import drafts_per_round, fitting_causes
-from dflash_side.diagnose.show import sentence
-from dflash_side.engine.backend import LocalBackend
-from dflash_side.engine.drafters.dflash import DFlashDrafter
-from dflash_side.engine.forward.native_drafts import LeanDFlash
-from dflash_side.engine.verify import Draft
-from dflash_side.models.nets.eagle3 import Eagle3Draft
-from dflash_side.models.presets import NANO
-from dflash_side.runner.plan import Resolved
+from dflash_bench.core.types import Settings
+from dflash_bench.diagnose import causes, compare_counts, crosscheck
+from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_causes
+from dflash_bench.diagnose.show import sentence
+from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.forward.native_drafts import LeanDFlash
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.models.presets import NANO
+from dflash_bench.runner.plan import Resolved
 from safetensors.torch import load_file, save_file
 from serving import Said, chats, checked, decoded, engine, names, server
 from torch import Tensor
