@@ -238,7 +238,7 @@ class Cell:
     """The most tokens that a round of these answers could give: those of its widest draft, and the bonus token.
     Infinite where the backend does not show its rounds."""
     counted_by: tuple[str, ...] = ()
-    """How a backend that hides rounds counted them: keys of `counted.COUNTED`."""
+    """How a backend that hides rounds counted them: ids of `dialects.CountingRule`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
     sums: Any = field(compare=False, repr=False, default=None)
     """`TERMS` per prompt, [prompts, terms]."""

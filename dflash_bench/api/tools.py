@@ -61,7 +61,7 @@ def examine(request: RunRequest, tell: Tell) -> Diagnosis:
     """The same for a request, as the command has it."""
     from dflash_bench.diagnose import doctor
 
-    return doctor.perform(request, tell)
+    return doctor.diagnose(request, tell)
 
 
 def crosscheck(
@@ -84,10 +84,10 @@ def crosscheck(
     from dflash_bench.diagnose import crosscheck
     from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 
-    ours = {name: value for name, value in options.items() if name not in OF_SERVERS}
-    theirs = {name: value for name, value in options.items() if name in OF_SERVERS}
-    request = request_of(model=model, suite=suite, methods=methods, limit=limit, **ours)
-    return crosscheck.perform(CrosscheckRequest(request, request_of(servers=servers, **theirs), chats), tell)
+    of_engine = {name: value for name, value in options.items() if name not in OF_SERVERS}
+    of_servers = {name: value for name, value in options.items() if name in OF_SERVERS}
+    request = request_of(model=model, suite=suite, methods=methods, limit=limit, **of_engine)
+    return crosscheck.crosscheck(CrosscheckRequest(request, request_of(servers=servers, **of_servers), chats), tell)
 
 
 def train(target: str | Path, out: str | Path, method: str = "dflash", *, tell: Tell = _nobody, **options: Any) -> Path:
@@ -146,4 +146,4 @@ def profile(
 
     request = request_of(methods=methods, model=model, **options)
     shapes = (tuple(batch), tuple(context), tuple(width))
-    return profile.perform(profile.ProfileRequest(request, random_weights, layers, *shapes, acceptance), tell)
+    return profile.profile(profile.ProfileRequest(request, random_weights, layers, *shapes, acceptance), tell)

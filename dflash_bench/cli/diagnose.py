@@ -81,7 +81,7 @@ def verify_distribution(
 
     settings = Settings(temperature, top_k, top_p, min_p, repetition_penalty)
     request = replace(request, methods=tuple(dict.fromkeys(method or distribution.METHODS)), dtype=dtype)
-    draws_of_methods = distribution.perform(
+    draws_of_methods = distribution.draw(
         distribution.DrawRequest(request, settings, draws or distribution.NUM_DRAWS, length, seed)
     )
     tests = analysis.compared(draws_of_methods)
@@ -154,7 +154,7 @@ def profile(
     )  # fmt: skip
     profile.check_out(out)
     with status() as tell:
-        profiled = profile.perform(asked, tell)
+        profiled = profile.profile(asked, tell)
     text = json.dumps(shown.as_json(profiled), indent=1, allow_nan=False)
     if out is not None:
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
@@ -239,7 +239,7 @@ def crosscheck(
     if output is not None and not output.parent.is_dir():
         raise UserError(f"there is no folder {output.parent} to write {output.name} to; make it, or name another")
     with status() as tell:
-        checked = crosscheck.perform(
+        checked = crosscheck.crosscheck(
             CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell
         )
     if output is not None:

@@ -21,17 +21,20 @@ Entry = TypeVar("Entry")
 class Registry(Mapping[str, Entry], Generic[Entry]):
     """Our own entries first, then those of plug-ins, sorted by name. Names alone import nothing."""
 
-    def __init__(self, group: str, own: Mapping[str, Entry], read: Callable[[str, object], Entry]) -> None:
-        """`read` makes an entry of a name and what a plug-in has under it; it raises TypeError for anything else."""
+    def __init__(self, group: str, own: Mapping[str, Entry | EntryPoint], read: Callable[[str, object], Entry]) -> None:
+        """`own` are entries, or the entry points to load them from. `read` checks what an entry point of this name
+        holds, and raises TypeError for anything that is not such an entry."""
         self.group, self.own, self._read = group, own, read
         self._loaded: dict[str, Entry] = {}
 
     def __getitem__(self, name: str) -> Entry:
         """Raises KeyError for an unknown name, and UserError for a plug-in that is broken."""
-        if name in self.own:
-            return self.own[name]
         if name not in self._loaded:
-            self._loaded[name] = self._load(found(self.group)[name])
+            own = self.own.get(name)
+            if own is None:
+                self._loaded[name] = self._load(found(self.group)[name])
+            else:
+                self._loaded[name] = self._read(name, own.load()) if isinstance(own, EntryPoint) else own
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:

@@ -1,4 +1,9 @@
-"""Known causes why a server accepts other tokens than our engine, each emulated in our engine."""
+"""Known causes why a server accepts other tokens than our engine does, each emulated in our engine.
+
+A server may do to a sound draft what `doctor` tries in order to undo a fault, so its probes are tried here, too. The
+other causes are what servers are known for: the number of drafted tokens, the anchor, labels, one norm for all layers,
+the target's dtype and quantisation and, where they render prompts themselves, how they do it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose.compare_counts import Cause
 from dflash_bench.diagnose.doctor import EXAMINED
-from dflash_bench.diagnose.probes import Patient, changed, drafter, probes
+from dflash_bench.diagnose.probes import DraftUnderTest, build_drafter, change_draft, probes
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -26,11 +31,11 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.quantization import linear_layers
 from dflash_bench.runner.setup import Wanted
 
-# Drafters as they are in servers with a known fault: none of these is a draft with something changed.
+# Drafters of servers with a known fault, which a change to the draft cannot express.
 
 
 class FirstOf(DFlashDrafter):
-    """Predicts a whole block, of which only the first tokens are verified."""
+    """Predicts a whole block, but proposes only its first `num_drafts` tokens."""
 
     def __init__(self, *options: Any, num_drafts: int) -> None:
         super().__init__(*options)
@@ -41,7 +46,7 @@ class FirstOf(DFlashDrafter):
 
 
 class Unanchored(DFlashDrafter):
-    """Its block begins with a mask in place of the anchor."""
+    """Begins its block with a mask in place of the anchor."""
 
     def observe(self, committed: Committed) -> None:
         super().observe(committed)
@@ -49,7 +54,7 @@ class Unanchored(DFlashDrafter):
 
 
 class OneNorm(DFlashDrafter):
-    """Norms the keys of the context by the weights of the first layer, in all layers."""
+    """Norms the context's keys of all layers with the weights of the first layer."""
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
@@ -59,7 +64,7 @@ class OneNorm(DFlashDrafter):
         self.network.key_norm = Norm(everywhere, self.config.rms_norm_eps, first.dtype)
 
 
-# A target as servers change it: computed in another type, or with weights that were rounded to few bits.
+# A target with weights rounded to few bits.
 
 
 GROUP = 32
@@ -68,15 +73,15 @@ GROUP = 32
 
 @torch.no_grad()
 def round_weights(model: Any, bits: int) -> None:
-    """Rounds the weights of the decoder's linear layers in place, symmetrically and to nearest."""
+    """Round the weights of the decoder's linear layers in place, symmetrically and to nearest."""
     decoder = model.get_decoder() or model
     for name in linear_layers(model):
         weight = decoder.get_submodule(name).weight.data
-        weight.copy_(rounded(weight, bits))
+        weight.copy_(round_to_bits(weight, bits))
 
 
-def rounded(weight: Tensor, bits: int) -> Tensor:
-    """[rows, columns] with a scale for every 32 columns, or one a row where these do not come out even."""
+def round_to_bits(weight: Tensor, bits: int) -> Tensor:
+    """Round a weight [rows, columns] with one scale per 32 columns, or per row if 32 does not divide the columns."""
     groups = weight.float().unflatten(1, (-1, GROUP if weight.shape[1] % GROUP == 0 else weight.shape[1]))
     most = 2 ** (bits - 1) - 1
     scale = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / most
@@ -84,25 +89,21 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     return near.flatten(1).to(weight.dtype)
 
 
-# Known causes why a server accepts other tokens than our engine, each of them emulated in our engine.
-#
-# What `doctor` tries in order to undo a fault of a draft, a server may do to a sound one; so its probes are tried here
-# too. The others are what servers are known for: the number of drafted tokens, the anchor, labels, one norm for all
-# layers, the target's type and its quantisation, and where they render prompts themselves, the way in which they do.
+# Hypotheses: a cause, and how to decode with it.
 
 
-MEANS = {
-    "layers": "it gives the draft the outputs of other layers of the target",
+EFFECTS = {
+    "layers": "it feeds the draft the outputs of other target layers",
     "mask": "it fills the block with another mask token",
     "positions": "it puts the block at other positions",
     "rotary": "it computes other rotary angles for the draft",
-    "norms": "it computes the draft's norms otherwise",
+    "norms": "it computes the draft's norms differently",
     "embedding": "it gives the draft other embeddings",
-    "head": "it turns the draft's states into tokens by another head or another map of the vocabulary",
+    "head": "it turns the draft's states into tokens with another head or another vocabulary map",
     "network": "it takes the draft for another variant of its network",
 }
-"""What a server does, by the kind of the doctor's change. Labels are moved below, where the number of tokens stays."""
-TYPES = ("float32", "bfloat16", "float16")
+"""What a server does, by the kind of the doctor's change. Labels are moved below, keeping the number of tokens."""
+DTYPES = ("float32", "bfloat16", "float16")
 BITS = (8, 4)
 ROWS = 8
 
@@ -110,21 +111,21 @@ Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Emulation:
-    """`build` makes what decodes these prompts as a server with this cause would."""
+class Hypothesis:
+    """A cause, and what decodes these prompts as a server with this cause would."""
 
     cause: Cause
     build: Callable[[], tuple[Target, Drafter]]
     prompts: Sequence[Tokens]
     is_enough: bool = False
-    """Where it fits, is nothing left to explain?"""
+    """If it fits, nothing else needs an explanation."""
     rows: int = ROWS
     """Prompts decoded together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """Our side of a comparison. `num_drafts` are the tokens that the server drafts a round, which may be others."""
+class ReferenceSide:
+    """Our side of a comparison. `num_drafts` is how many tokens the server drafts per round, if it reports that."""
 
     backend: LocalBackend
     method: Method
@@ -133,13 +134,14 @@ class Bench:
     chats: Sequence[Sequence[Message]]
     settings: Settings
     wanted: Wanted
-    opened: Callable[[Wanted], LocalBackend]
-    """The same models, loaded anew in another way."""
-    is_rendered_there: bool
+    reopen: Callable[[Wanted], LocalBackend]
+    """Load the same models again, in another way."""
+    server_renders: bool
+    """The server gets chats, and renders them itself."""
 
     @property
     def has_draft(self) -> bool:
-        """Is there a draft of which things can be changed?"""
+        """It has a draft that can be changed."""
         return self.method.name in EXAMINED and not self.method.options.keys() - {"n", "block"}
 
     @property
@@ -152,120 +154,111 @@ class Bench:
     def drafter(self, backend: LocalBackend) -> Drafter:
         if not self.has_draft:
             return backend.drafters[self.method.label]
-        return drafter(self.draft(backend), backend.target, self.num_drafts)
+        return build_drafter(self.draft(backend), backend.target, self.num_drafts)
 
 
-def emulations(bench: Bench) -> Iterator[Emulation]:
-    """Cheap ones first; those that load the target again come last."""
-    if bench.has_draft:
-        yield from _of_drafts(bench)
-    if bench.is_rendered_there:
-        yield from _of_prompts(bench)
-    yield from _of_targets(bench)
+def hypotheses(side: ReferenceSide) -> Iterator[Hypothesis]:
+    """Yield the cheap ones first; those that load the target again come last."""
+    if side.has_draft:
+        yield from _about_drafts(side)
+    if side.server_renders:
+        yield from _about_prompts(side)
+    yield from _about_targets(side)
 
 
-def _of_drafts(bench: Bench) -> Iterator[Emulation]:
-    backend = bench.backend
-    draft = bench.draft(backend)
-    if bench.num_drafts != bench.own_drafts:
-        yield _number(bench)
+def _about_drafts(side: ReferenceSide) -> Iterator[Hypothesis]:
+    backend = side.backend
+    draft = side.draft(backend)
+    if side.num_drafts != side.own_drafts:
+        name, count = side.method.name, side.num_drafts
+        effect = (
+            f"it drafts {count} tokens per round, and our engine {side.own_drafts}: compare with --method "
+            f"{name}:n={count}"
+        )
+        build = partial(side.drafter, backend)
+        yield replace(_hypothesis(side, f"{count} tokens per round", effect, build), is_enough=True)
     if isinstance(draft, DFlashDraft):
-        yield from _of_blocks(bench, draft)
-    patient = Patient(draft, backend.target, backend.tokenizer, bench.num_drafts)
-    for probe in probes(patient):
-        if probe.change.kind in MEANS:
-            yield _emulation(bench, probe.change.name, MEANS[probe.change.kind], probe.build)
+        yield from _about_blocks(side, draft)
+    for probe in probes(DraftUnderTest(draft, backend.target, backend.tokenizer, side.num_drafts)):
+        if probe.change.kind in EFFECTS:
+            yield _hypothesis(side, probe.change.name, EFFECTS[probe.change.kind], probe.build)
 
 
-def _emulation(bench: Bench, name: str, means: str, build: Callable[[], Drafter]) -> Emulation:
-    return Emulation(Cause(name, means), lambda: (bench.backend.target, build()), bench.prompts)
+def _hypothesis(side: ReferenceSide, name: str, effect: str, build: Callable[[], Drafter]) -> Hypothesis:
+    return Hypothesis(Cause(name, effect), lambda: (side.backend.target, build()), side.prompts)
 
 
-def _number(bench: Bench) -> Emulation:
-    name, count = bench.method.name, bench.num_drafts
-    means = (
-        f"it drafts {count} tokens a round, and our engine {bench.own_drafts}: compare with --method {name}:n={count}"
-    )
-    emulation = _emulation(bench, f"{count} tokens a round", means, partial(bench.drafter, bench.backend))
-    return replace(emulation, is_enough=True)
-
-
-def _of_blocks(bench: Bench, draft: DFlashDraft) -> Iterator[Emulation]:
-    target, config, count = bench.backend.target, draft.config, bench.num_drafts
+def _about_blocks(side: ReferenceSide, draft: DFlashDraft) -> Iterator[Hypothesis]:
+    target, config, count = side.backend.target, draft.config, side.num_drafts
     block = config.block_for(count)
-
-    def built(kind: type[DFlashDrafter]) -> Drafter:
-        return kind(draft, target.embedding, target.head, block)
 
     def first_of(network: DFlashDraft, wide: int) -> Drafter:
         return FirstOf(network, target.embedding, target.head, wide, num_drafts=count)
 
-    means = "its block begins with a mask in place of the last token"
-    yield _emulation(bench, "no anchor", means, partial(built, Unanchored))
+    options = (draft, target.embedding, target.head, block)
+    effect = "its block begins with a mask in place of the last token"
+    yield _hypothesis(side, "no anchor", effect, partial(Unanchored, *options))
     if config.num_layers > 1:
-        means = "it norms the draft's context keys of all layers by the weights of the first"
-        yield _emulation(bench, "the first layer's norm for all", means, partial(built, OneNorm))
-    moved = changed(draft, shifted_labels=not config.shifted_labels)
+        effect = "it norms the draft's context keys of all layers with the weights of the first"
+        yield _hypothesis(side, "the first layer's norm for all", effect, partial(OneNorm, *options))
+    moved = change_draft(draft, shifted_labels=not config.shifted_labels)
     assert isinstance(moved, DFlashDraft)
     # As many tokens as it drafts: the block is one wider where a slot is left out.
     enough = block if moved.config.num_drafts(block) >= count else block + 1
-    means = f"it takes a slot of the block for the token {'at' if config.shifted_labels else 'after'} its place"
-    yield _emulation(bench, "labels moved by one", means, partial(first_of, moved, enough))
+    effect = f"it takes a slot of the block for the token {'at' if config.shifted_labels else 'after'} its place"
+    yield _hypothesis(side, "labels moved by one", effect, partial(first_of, moved, enough))
     for wide in sorted({block + 1, config.block_size}):
         if wide > block:
-            means = f"it drafts {count} tokens as the first of a block of {wide}, where our engine's block is {block}"
-            yield _emulation(bench, f"a block of {wide}", means, partial(first_of, draft, wide))
+            effect = f"it drafts {count} tokens as the first of a block of {wide}, where our engine's block is {block}"
+            yield _hypothesis(side, f"a block of {wide}", effect, partial(first_of, draft, wide))
 
 
-def _of_prompts(bench: Bench) -> Iterator[Emulation]:
-    """The chats as a server may render them, instead of how the target's own template does."""
-    backend, rendered = bench.backend, [list(prompt) for prompt in bench.prompts]
+def _about_prompts(side: ReferenceSide) -> Iterator[Hypothesis]:
+    """Render the chats as a server might, instead of with the target's own template."""
+    backend, rendered = side.backend, [list(prompt) for prompt in side.prompts]
     others: list[tuple[str, str, list[list[int]]]] = []
     if backend.has_thinking:
-        other = replace(bench.settings, thinking=not bench.settings.thinking)
+        other = replace(side.settings, thinking=not side.settings.thinking)
         mode = "on" if other.thinking else "off"
-        asked = [backend.encode(chat, other) for chat in bench.chats]
-        others.append((f"thinking {mode}", f"it renders chats with thinking {mode}", asked))
-    texts = ["\n".join(message.content for message in chat) for chat in bench.chats]
+        prompts = [backend.encode(chat, other) for chat in side.chats]
+        others.append((f"thinking {mode}", f"it renders chats with thinking {mode}", prompts))
+    texts = ["\n".join(message.content for message in chat) for chat in side.chats]
     bare = [list(backend.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     others.append(("no template", "it uses no chat template", bare))
     first = backend.tokenizer.bos_token_id
-    if first is not None:
-        has_it = all(prompt[0] == first for prompt in rendered)
-        means = f"it begins prompts with {'one more' if has_it else 'a'} token for their begin"
-        others.append((f"{'two tokens' if has_it else 'a token'} of begin", means, [[first, *p] for p in rendered]))
-        if has_it:
-            means = "it leaves out the token with which prompts begin"
-            others.append(("no token of begin", means, [prompt[1:] for prompt in rendered]))
-    for name, means, prompts in others:
+    if first is not None and all(prompt[0] == first for prompt in rendered):
+        effect = "it starts prompts with one more begin-of-text token"
+        others.append(("two begin-of-text tokens", effect, [[first, *prompt] for prompt in rendered]))
+        effect = "it leaves out the begin-of-text token of prompts"
+        others.append(("no begin-of-text token", effect, [prompt[1:] for prompt in rendered]))
+    elif first is not None:
+        effect = "it starts prompts with a begin-of-text token"
+        others.append(("a begin-of-text token", effect, [[first, *prompt] for prompt in rendered]))
+    for name, effect, prompts in others:
         if prompts != rendered:
-            yield Emulation(Cause(name, means), lambda: (backend.target, bench.drafter(backend)), prompts)
+            yield Hypothesis(Cause(name, effect), lambda: (backend.target, side.drafter(backend)), prompts)
 
 
-def _of_targets(bench: Bench) -> Iterator[Emulation]:
-    own = str(bench.backend.target.model.dtype).removeprefix("torch.")
-    for kind in TYPES:
-        if kind != own:
-            cause = Cause(f"all in {kind}", f"it computes target and draft in {kind}, and our engine in {own}")
-            build = partial(_reopened, bench, replace(bench.wanted, dtype=kind))
-            # In few digits the rows of a pass change each other's rounding, and the server was asked one by one.
-            yield Emulation(cause, build, bench.prompts, rows=1)
-    if bench.wanted.quantize is not None:
-        cause = Cause("the target as it was", f"its target is not quantised, as ours is ({bench.wanted.quantize})")
-        yield Emulation(cause, partial(_reopened, bench, replace(bench.wanted, quantize=None)), bench.prompts)
+def _about_targets(side: ReferenceSide) -> Iterator[Hypothesis]:
+    own = str(side.backend.target.model.dtype).removeprefix("torch.")
+    for dtype in DTYPES:
+        if dtype != own:
+            cause = Cause(f"all in {dtype}", f"it computes target and draft in {dtype}, and our engine in {own}")
+            build = partial(_reopen, side, replace(side.wanted, dtype=dtype))
+            # In low precision the rows of a pass change each other's rounding, and the server was asked one by one.
+            yield Hypothesis(cause, build, side.prompts, rows=1)
+    if side.wanted.quantize is not None:
+        cause = Cause("the unquantised target", f"its target is not quantised, as ours is ({side.wanted.quantize})")
+        yield Hypothesis(cause, partial(_reopen, side, replace(side.wanted, quantize=None)), side.prompts)
         return
     for bits in BITS:
-        cause = Cause(f"the target in {bits} bits", f"its target is quantised, to about {bits} bits a weight")
-        yield Emulation(cause, partial(_quantised, bench, bits), bench.prompts)
+        cause = Cause(f"the target in {bits} bits", f"its target is quantised to about {bits} bits per weight")
+        yield Hypothesis(cause, partial(_reopen, side, side.wanted, bits), side.prompts)
 
 
-def _reopened(bench: Bench, wanted: Wanted) -> tuple[Target, Drafter]:
-    backend = bench.opened(wanted)
-    return backend.target, bench.drafter(backend)
-
-
-def _quantised(bench: Bench, bits: int) -> tuple[Target, Drafter]:
-    backend = bench.opened(bench.wanted)
-    round_weights(backend.target.model, bits)
-    backend.target = target_of(backend.target.model, bench.wanted.engine)
-    return backend.target, bench.drafter(backend)
+def _reopen(side: ReferenceSide, wanted: Wanted, bits: int | None = None) -> tuple[Target, Drafter]:
+    backend = side.reopen(wanted)
+    if bits is not None:
+        round_weights(backend.target.model, bits)
+        backend.target = target_of(backend.target.model, wanted.engine)
+    return backend.target, side.drafter(backend)

@@ -56,7 +56,7 @@ class PromptDraws:
     seeds: range
 
 
-def perform(request: DrawRequest) -> list[Draws]:
+def draw(request: DrawRequest) -> list[Draws]:
     """Raises UserError for what cannot be measured."""
     settings, chosen = request.settings, [methods.parse(text) for text in request.of_run.methods]
     if settings.greedy:

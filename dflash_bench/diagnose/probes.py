@@ -1,4 +1,10 @@
-"""Drafts with one thing changed, and what else is looked at or tried to explain low acceptance."""
+"""What may be wrong between a draft and its target, one thing at a time: each probe undoes one fault, if it is there.
+
+A checkpoint that was written by other conventions than it is read by still loads, and drafts badly. Probes try the
+conventions that implementations disagree on: which outputs are tapped and in which order, what a slot stands for, which
+id is the mask, how the embedding is scaled, how norms and rotary angles are meant, and how ids of a reduced vocabulary
+are counted.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +29,16 @@ from dflash_bench.models.nets.dflash import DFlashDraft, default_target_layers
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
 
-# A draft with one thing changed, as a drafter of its own; the original stays as it is.
+# A draft with one thing changed. The original stays as it is.
 
 
 Draft = DFlashDraft | Eagle3Draft
 
 
-def changed(draft: Draft, tensors: Mapping[str, Tensor] | None = None, **config: Any) -> Draft:
-    """A copy with these tensors, by their names in its state, and with these values in its config.
+def change_draft(draft: Draft, tensors: Mapping[str, Tensor] | None = None, **config: Any) -> Draft:
+    """Return a copy with these tensors (by their names in its state dict) and these config values.
 
-    Where the config asks for a tensor that the draft does not have, `tensors` must hold it.
+    If the config asks for a tensor that the draft does not have, `tensors` must hold it.
     """
     weight = draft.fc.weight
     with torch.device("meta"):
@@ -45,12 +51,12 @@ def changed(draft: Draft, tensors: Mapping[str, Tensor] | None = None, **config:
     return made
 
 
-def drafter(
+def build_drafter(
     draft: Draft, target: Target, num_drafts: int, offset: int = 0, embedding: nn.Module | None = None
 ) -> Drafter:
-    """It proposes so many tokens a round, and reads the target's embedding unless it has its own or is given one.
+    """Return a drafter of `num_drafts` tokens per round, with the given embedding or else the target's.
 
-    `offset` moves the positions of a block.
+    `offset` moves the positions of a block. A draft with an embedding of its own uses that.
     """
     embedding = embedding or target.embedding
     if isinstance(draft, Eagle3Draft):
@@ -60,7 +66,7 @@ def drafter(
 
 
 def num_drafts_of(draft: Draft, method: Method) -> int:
-    """Tokens of a round, as the method's options say or the draft was trained."""
+    """Return the drafted tokens per round, by the method's options or as the draft was trained."""
     if isinstance(draft, Eagle3Draft):
         return method.number("n")
     if method.option("block") == "auto":
@@ -69,7 +75,7 @@ def num_drafts_of(draft: Draft, method: Method) -> int:
 
 
 class MovedDFlashDrafter(DFlashDrafter):
-    """Its block lies `offset` places behind where it should, and its context where it is."""
+    """Puts its block `offset` places after where it should be; its context stays in place."""
 
     def __init__(self, *options: Any, offset: int) -> None:
         super().__init__(*options)
@@ -87,7 +93,7 @@ class MovedDFlashDrafter(DFlashDrafter):
 
 
 class Moved:
-    """Rotary tables of places further on; the first place has none before it."""
+    """Rotary tables of positions `offset` further on, clamped at the first position."""
 
     def __init__(self, rotary: Rotary, offset: int) -> None:
         self.rotary, self.offset = rotary, offset
@@ -101,7 +107,7 @@ class Moved:
 
 
 class Scaled(nn.Module):
-    """An embedding whose rows are all multiplied."""
+    """An embedding with all rows multiplied by a factor."""
 
     def __init__(self, embedding: nn.Module, factor: float) -> None:
         super().__init__()
@@ -112,22 +118,17 @@ class Scaled(nn.Module):
         return rows * self.factor
 
 
-# What may be wrong between a draft and its target, one thing at a time: each probe undoes one fault, if it is there.
-#
-# A checkpoint that was written by other conventions than it is read by still loads, and drafts badly. The conventions
-# that implementations disagree on are the list of what is tried: which outputs are tapped and in which order, what a
-# slot stands for, which id is the mask, how the embedding is scaled, how norms and rotary angles are meant, and how ids
-# of a reduced vocabulary are counted.
+# The probes.
 
 
 MOST_MASKS = 12
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
-"""Those of Llama 2, Llama 3 and Qwen."""
+"""Those of Llama 2, Llama 3 and Qwen, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
-    """A draft, and what it was opened with."""
+class DraftUnderTest:
+    """A draft with its target, tokenizer and number of drafted tokens per round."""
 
     draft: Draft
     target: Target
@@ -137,9 +138,9 @@ class Patient:
 
 @dataclass(frozen=True, slots=True)
 class DraftChange:
-    """`cause` is what is wrong if acceptance rises with it, and `remedy` what to do then.
+    """`cause` is what is wrong if acceptance rises with the change, and `remedy` what to do then.
 
-    Of one `kind` at most one is the fault: others may help as well, because they come close to it.
+    At most one change of a `kind` is the fault; others may help, too, because they come close to it.
     """
 
     kind: str
@@ -150,20 +151,20 @@ class DraftChange:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A change, and the drafter that drafts with it."""
+    """A change, and how to build a drafter with it."""
 
     change: DraftChange
     build: Callable[[], Drafter]
 
 
-def probes(patient: Patient) -> Iterator[Probe]:
-    """All that can be tried on this draft."""
+def probes(subject: DraftUnderTest) -> Iterator[Probe]:
+    """Yield all probes that apply to this draft."""
     for group in (_taps, _labels, _masks, _positions, _rotary, _norms, _embedding, _head, _variants):
-        yield from group(patient)
+        yield from group(subject)
 
 
 def _probe(
-    patient: Patient,
+    subject: DraftUnderTest,
     kind: str,
     name: str,
     cause: str,
@@ -172,87 +173,87 @@ def _probe(
     **config: Any,
 ) -> Probe:
     def build() -> Drafter:
-        return drafter(changed(patient.draft, tensors, **config), patient.target, patient.num_drafts)
+        return build_drafter(change_draft(subject.draft, tensors, **config), subject.target, subject.num_drafts)
 
     return Probe(DraftChange(kind, name, cause, remedy), build)
 
 
-def _taps(patient: Patient) -> Iterator[Probe]:
-    taps, depth = patient.draft.config.target_layer_ids, patient.target.config.num_hidden_layers
+def _taps(subject: DraftUnderTest) -> Iterator[Probe]:
+    taps, depth = subject.draft.config.target_layer_ids, subject.target.config.num_hidden_layers
     remedy = "name the layers in the draft's config.json in the convention of its format (see 'dflash-bench inspect')"
     tried: dict[tuple[int, ...], str] = {}
-    counted = "its features are the outputs of layers {new}, and not of {old}: the list counts otherwise"
+    counted = "its features are the outputs of layers {new}, and not of {old}: the list counts layers differently"
     for by in (-1, 1):
         tried.setdefault(tuple(i + by for i in taps), counted)
-    tried.setdefault(taps[::-1], "its features stand in the order of layers {new}, and not {old}")
-    if isinstance(patient.draft, DFlashDraft) and depth > len(taps) + 3:
+    tried.setdefault(taps[::-1], "its features are in the order of layers {new}, and not {old}")
+    if isinstance(subject.draft, DFlashDraft) and depth > len(taps) + 3:
         usual = default_target_layers(depth, len(taps))
         tried.setdefault(usual, "its features are those of the usual layers, {new}, and not {old}")
     for layers, cause in tried.items():
         if layers != taps and all(0 <= layer < depth - 1 for layer in layers):
             words = cause.format(new=_list(layers), old=_list(taps))
-            yield _probe(patient, "layers", f"layers {_list(layers)}", words, remedy, target_layer_ids=layers)
+            yield _probe(subject, "layers", f"layers {_list(layers)}", words, remedy, target_layer_ids=layers)
 
 
 def _list(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _labels(patient: Patient) -> Iterator[Probe]:
-    draft = patient.draft
+def _labels(subject: DraftUnderTest) -> Iterator[Probe]:
+    draft = subject.draft
     if not isinstance(draft, DFlashDraft):
         return
     shifted = draft.config.shifted_labels
     means = ("the token at its own place", "the token after it")
-    cause = f"a slot stands for {means[not shifted]}, and not for {means[shifted]}: labels are shifted by one"
+    cause = f"a slot predicts {means[not shifted]}, and not {means[shifted]}: labels are shifted by one"
     remedy = "say so in config.json (speculators: sample_from_anchor), or convert it from the format it was trained in"
-    other = changed(draft, shifted_labels=not shifted)
+    other = change_draft(draft, shifted_labels=not shifted)
     assert isinstance(other, DFlashDraft)
     # The block stays as wide as it was trained, so it drafts one token more, or one less.
-    count = max(1, other.config.num_drafts(draft.config.block_for(patient.num_drafts)))
-    change = DraftChange("labels", "labels moved by one", cause, remedy)
-    yield Probe(change, lambda: drafter(other, patient.target, count))
+    count = max(1, other.config.num_drafts(draft.config.block_for(subject.num_drafts)))
+    moved = DraftChange("labels", "labels moved by one", cause, remedy)
+    yield Probe(moved, lambda: build_drafter(other, subject.target, count))
 
 
-def _masks(patient: Patient) -> Iterator[Probe]:
-    if not isinstance(patient.draft, DFlashDraft):
+def _masks(subject: DraftUnderTest) -> Iterator[Probe]:
+    if not isinstance(subject.draft, DFlashDraft):
         return
-    current = patient.draft.config.mask_token_id
+    current = subject.draft.config.mask_token_id
     remedy = "correct mask_token_id in the draft's config.json"
-    for token_id in islice(mask_candidates(patient), MOST_MASKS):
-        token = patient.tokenizer.convert_ids_to_tokens(token_id)
+    for token_id in islice(mask_candidates(subject), MOST_MASKS):
+        token = subject.tokenizer.convert_ids_to_tokens(token_id)
         named = "which no token has" if token is None else token
         cause = f"the mask is id {token_id}, {named}, and not {current}"
-        yield _probe(patient, "mask", f"mask {token_id}", cause, remedy, mask_token_id=token_id)
+        yield _probe(subject, "mask", f"mask {token_id}", cause, remedy, mask_token_id=token_id)
 
 
-def mask_candidates(patient: Patient) -> Iterator[int]:
-    """Ids that a draft may have learnt as its mask: by name, behind the vocabulary, special, or off by one."""
-    tokenizer, current = patient.tokenizer, patient.draft.config.mask_token_id  # type: ignore[union-attr]
+def mask_candidates(subject: DraftUnderTest) -> Iterator[int]:
+    """Yield ids that a draft may have learnt as its mask: by name, after the vocabulary, special, or off by one."""
+    tokenizer, current = subject.tokenizer, subject.draft.config.mask_token_id  # type: ignore[union-attr]
     special = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
     named = [token_id for token, token_id in special if "mask" in token.lower()]
     unused = [token_id for token, token_id in special if token not in (tokenizer.chat_template or "")]
     usual = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, 0]
-    beside = [len(tokenizer), len(tokenizer) - 1, current - 1, current + 1, patient.target.vocab_size - 1]
+    beside = [len(tokenizer), len(tokenizer) - 1, current - 1, current + 1, subject.target.vocab_size - 1]
     for token_id in dict.fromkeys([*named, *beside, *usual, *unused]):
-        if token_id is not None and token_id != current and 0 <= token_id < patient.target.vocab_size:
+        if token_id is not None and token_id != current and 0 <= token_id < subject.target.vocab_size:
             yield token_id
 
 
-def _positions(patient: Patient) -> Iterator[Probe]:
-    if not isinstance(patient.draft, DFlashDraft):
+def _positions(subject: DraftUnderTest) -> Iterator[Probe]:
+    if not isinstance(subject.draft, DFlashDraft):
         return
     for offset, where in ((1, "after"), (-1, "before")):
-        change = DraftChange(
+        moved = DraftChange(
             "positions", f"block one place {where}",
             f"its block was trained one place {where} where it is put here: positions",
-            "train it again with the anchor at its own position; no checkpoint can say otherwise",
+            "train it again with the anchor at its own position; no checkpoint can express this",
         )  # fmt: skip
-        yield Probe(change, partial(drafter, patient.draft, patient.target, patient.num_drafts, offset=offset))
+        yield Probe(moved, partial(build_drafter, subject.draft, subject.target, subject.num_drafts, offset=offset))
 
 
-def _rotary(patient: Patient) -> Iterator[Probe]:
-    draft, target = patient.draft.config, patient.target.config
+def _rotary(subject: DraftUnderTest) -> Iterator[Probe]:
+    draft, target = subject.draft.config, subject.target.config
     rope = dict(getattr(target, "rope_parameters", None) or {})
     theta = float(rope.pop("rope_theta", 10_000.0))
     scaling = rope if rope.get("rope_type", "default") != "default" else None
@@ -260,87 +261,92 @@ def _rotary(patient: Patient) -> Iterator[Probe]:
     for value in dict.fromkeys([theta, *THETAS]):
         if value != draft.rope_theta:
             cause = f"its rotary angles were trained with theta {value:g}, and not {draft.rope_theta:g}"
-            yield _probe(patient, "rotary", f"theta {value:g}", cause, remedy, rope_theta=value)
+            yield _probe(subject, "rotary", f"theta {value:g}", cause, remedy, rope_theta=value)
     if scaling != draft.rope_scaling:
         cause = f"its rotary angles were trained with the target's scaling, {scaling}, and not {draft.rope_scaling}"
-        yield _probe(patient, "rotary", "the target's scaling", cause, remedy, rope_scaling=scaling)
+        yield _probe(subject, "rotary", "the target's scaling", cause, remedy, rope_scaling=scaling)
     if draft.rope_scaling is not None and scaling is not None:
         cause = f"its rotary angles were trained without scaling, and not with {draft.rope_scaling}"
-        yield _probe(patient, "rotary", "no scaling", cause, remedy, rope_scaling=None)
+        yield _probe(subject, "rotary", "no scaling", cause, remedy, rope_scaling=None)
 
 
-def _norms(patient: Patient) -> Iterator[Probe]:
-    state = patient.draft.state_dict()
+def _norms(subject: DraftUnderTest) -> Iterator[Probe]:
+    state = subject.draft.state_dict()
     norms = {name: tensor for name, tensor in state.items() if tensor.ndim == 1 and tensor.is_floating_point()}
     more = {name: tensor + 1 for name, tensor in norms.items()}
     less = {name: tensor - 1 for name, tensor in norms.items()}
     remedy = "write the weights of its norms as x * weight, the convention of Llama and Qwen, into the checkpoint"
     yield _probe(
-        patient, "norms", "norms plus one", "its norms are stored without the one that is added to them", remedy, more
+        subject, "norms", "norms plus one", "its norms are stored without the 1 that is added to them", remedy, more
     )
     yield _probe(
-        patient, "norms", "norms minus one", "its norms are stored with a one that was to be added later", remedy, less
+        subject, "norms", "norms minus one", "its norms are stored with a 1 that should be added later", remedy, less
     )
-    last: Any = final_norm(patient.target.model)
-    theirs = {"norm.weight": last.weight.detach().to(state["norm.weight"])}
-    if theirs["norm.weight"].shape == state["norm.weight"].shape:
-        cause = "its last norm is not the one that it was trained with, which is the target's"
+    last: Any = final_norm(subject.target.model)
+    target_norm = {"norm.weight": last.weight.detach().to(state["norm.weight"])}
+    if target_norm["norm.weight"].shape == state["norm.weight"].shape:
+        cause = "its last norm is not the one it was trained with, which is the target's"
         yield _probe(
-            patient, "norms", "the target's last norm", cause, "put norm.weight of the target into the draft", theirs
+            subject,
+            "norms",
+            "the target's last norm",
+            cause,
+            "put norm.weight of the target into the draft",
+            target_norm,
         )
-    eps = float(getattr(patient.target.config, "rms_norm_eps", patient.draft.config.rms_norm_eps))
-    if eps != patient.draft.config.rms_norm_eps:
+    eps = float(getattr(subject.target.config, "rms_norm_eps", subject.draft.config.rms_norm_eps))
+    if eps != subject.draft.config.rms_norm_eps:
         cause = f"its norms were trained with the target's epsilon, {eps:g}"
         yield _probe(
-            patient, "norms", f"epsilon {eps:g}", cause, "correct rms_norm_eps in config.json", rms_norm_eps=eps
+            subject, "norms", f"epsilon {eps:g}", cause, "correct rms_norm_eps in config.json", rms_norm_eps=eps
         )
 
 
-def _embedding(patient: Patient) -> Iterator[Probe]:
-    config, target = patient.draft.config, patient.target
+def _embedding(subject: DraftUnderTest) -> Iterator[Probe]:
+    config, target = subject.draft.config, subject.target
     if config.own_embedding and not config.target_hidden_size:
-        cause = "it reads the target's embedding, and the one in its checkpoint is another"
+        cause = "it should read the target's embedding, and its checkpoint holds a different one"
         yield _probe(
-            patient, "embedding", "the target's embedding", cause, "leave embed_tokens out of it", own_embedding=False
+            subject, "embedding", "the target's embedding", cause, "leave embed_tokens out of it", own_embedding=False
         )
     factor = math.sqrt(config.hidden_size)
-    mine: nn.Module = patient.draft.embed_tokens if config.own_embedding else target.embedding
+    mine: nn.Module = subject.draft.embed_tokens if config.own_embedding else target.embedding
     for name, value in ((f"embedding times {factor:.3g}", factor), (f"embedding by {factor:.3g}", 1 / factor)):
-        cause = f"it was trained on embeddings that are scaled by {value:.3g} in comparison, the root of their width"
+        cause = f"it was trained on embeddings scaled by {value:.3g}, the root of their width"
         remedy = "scale embed_tokens in the draft's own checkpoint, as its trainer did"
-        yield Probe(DraftChange("embedding", name, cause, remedy), partial(_reading, patient, Scaled(mine, value)))
+        yield Probe(DraftChange("embedding", name, cause, remedy), partial(_reading, subject, Scaled(mine, value)))
 
 
-def _reading(patient: Patient, embedding: nn.Module) -> Drafter:
-    shared = changed(patient.draft, own_embedding=False)
-    return drafter(shared, patient.target, patient.num_drafts, embedding=embedding)
+def _reading(subject: DraftUnderTest, embedding: nn.Module) -> Drafter:
+    shared = change_draft(subject.draft, own_embedding=False)
+    return build_drafter(shared, subject.target, subject.num_drafts, embedding=embedding)
 
 
-def _head(patient: Patient) -> Iterator[Probe]:
-    draft, target_head = patient.draft, getattr(patient.target.head, "weight", None)
+def _head(subject: DraftUnderTest) -> Iterator[Probe]:
+    draft, target_head = subject.draft, getattr(subject.target.head, "weight", None)
     if not hasattr(draft, "lm_head") or target_head is None:
         return
     size = len(draft.lm_head.weight)
     ids = draft.target_ids(torch.arange(size, device=draft.lm_head.weight.device))
     if target_head.shape[1] == draft.lm_head.weight.shape[1]:
         rows = {"lm_head.weight": target_head.detach()[ids]}
-        cause = "its head is not the one that it was trained with: with the target's rows it is accepted more"
-        yield _probe(patient, "head", "the target's head", cause, "put the target's rows into lm_head.weight", rows)
+        cause = "its head is not the one it was trained with: with the target's rows, more is accepted"
+        yield _probe(subject, "head", "the target's head", cause, "put the target's rows into lm_head.weight", rows)
     if draft.config.draft_vocab_size is None or not hasattr(draft, "d2t"):
         return
     absolute = draft.d2t - torch.arange(size, device=draft.d2t.device)
-    if bool((draft.d2t >= 0).all()) and bool((draft.d2t < patient.target.vocab_size).all()):
-        cause = "d2t holds ids of the target, and not what is to be added to the draft's"
-        yield _probe(patient, "head", "d2t as ids", cause, "subtract 0, 1, 2, ... from d2t", {"d2t": absolute})
+    if bool((draft.d2t >= 0).all()) and bool((draft.d2t < subject.target.vocab_size).all()):
+        cause = "d2t holds ids of the target, and not offsets to add to the draft's ids"
+        yield _probe(subject, "head", "d2t as ids", cause, "subtract 0, 1, 2, ... from d2t", {"d2t": absolute})
 
 
-def _variants(patient: Patient) -> Iterator[Probe]:
-    """What EAGLE-3 networks of the same tensors differ in."""
-    if not isinstance(patient.draft, Eagle3Draft):
+def _variants(subject: DraftUnderTest) -> Iterator[Probe]:
+    """EAGLE-3 networks with the same tensors differ in these flags."""
+    if not isinstance(subject.draft, Eagle3Draft):
         return
-    config = patient.draft.config
+    config = subject.draft.config
     for name in ("norm_before_residual", "norm_output"):
         value = not getattr(config, name)
-        cause = f"it is a network with {name} {value}, which its config.json does not say"
+        cause = f"it is a network with {name} {value}, and its config.json says otherwise"
         flag: dict[str, Any] = {name: value}
-        yield _probe(patient, "network", f"{name} {value}", cause, f"set {name} in config.json", **flag)
+        yield _probe(subject, "network", f"{name} {value}", cause, f"set {name} in config.json", **flag)

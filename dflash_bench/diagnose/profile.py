@@ -55,7 +55,7 @@ class _Subject:
     """The whole target's; of one that was not cut, its own."""
 
 
-def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
+def profile(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     """Raises UserError for options without effect, unknown shapes, and what does not fit into memory."""
     _check(asked)
     request = asked.of_run

@@ -1,4 +1,4 @@
-"""What doctor, crosscheck and verify-distribution show: text, Markdown and JSON."""
+"""Renders the results of doctor, crosscheck and verify-distribution as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any, NamedTuple
 
-from dflash_bench.core.types import COUNTED, Draws, Settings
-from dflash_bench.diagnose import examine
+from dflash_bench.core import dialects
+from dflash_bench.core.dialects import AcceptanceCounts
+from dflash_bench.core.types import Draws, Settings
+from dflash_bench.diagnose import trials
 from dflash_bench.diagnose.compare_counts import (
     CauseTrial,
     CountComparison,
     CrosscheckResult,
-    drafts_a_round,
-    named,
-    nearest,
+    drafts_per_round,
+    fitting_causes,
+    has_other_drafts,
 )
 from dflash_bench.diagnose.doctor import Diagnosis
-from dflash_bench.diagnose.examine import Sample
 from dflash_bench.diagnose.goodness_of_fit import LEVEL, FitTest, FitVerdict, Kind, decided
+from dflash_bench.diagnose.trials import Sample
 from dflash_bench.report.tables import ABSENT, Rows, aligned, in_markdown, markdown, number, p_value, with_interval
 
-# A diagnosis, for people and for programs.
-
-
 SHOWN = 5
-"""Of what was tried, the highest."""
+"""How many of the best trials are shown."""
+
+
+# `doctor`
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """One page, the likeliest cause first."""
+    """Render one page, the likeliest cause first."""
     return "\n".join(_lines(diagnosis))
 
 
@@ -39,43 +41,39 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"on {diagnosis.target}"
     yield ""
     for sample in diagnosis.samples:
-        yield _line_of(sample)
+        yield _sample_line(sample)
     if diagnosis.card is not None:
-        places = _places(diagnosis.card.by_position)
-        yield f"{'by its card':<16} {diagnosis.card.al_pooled:5.2f} tokens a round; {places}"
+        positions = _by_position(diagnosis.card.by_position)
+        yield f"{'by its card':<16} {diagnosis.card.al_pooled:5.2f} tokens per round; {positions}"
     if diagnosis.samples:
         yield ""
     if not diagnosis.has_cause:
-        yield "Nothing that was looked at or tried explains low acceptance."
+        yield "Nothing that was checked or tried explains low acceptance."
     for place, finding in enumerate(diagnosis.findings, start=1):
         kind = "" if finding.is_cause else "note: "
         yield f"{place}. {kind}{finding.cause}"
         yield f"   seen   {finding.evidence}"
         yield f"   to do  {finding.remedy}"
-    if diagnosis.tried:
+    if diagnosis.trials:
         yield ""
-        yield f"The highest of {len(diagnosis.tried)} changes that were tried, one at a time:"
-        for one in sorted(diagnosis.tried, key=lambda one: -one.al)[:SHOWN]:
+        yield f"The best of {len(diagnosis.trials)} changes that were tried, one at a time:"
+        for one in sorted(diagnosis.trials, key=lambda one: -one.al)[:SHOWN]:
             yield f"  {one.al:5.2f}  {one.gain:4.2f}x  {one.change.name}"
 
 
-def _line_of(sample: Sample) -> str:
-    interval = examine.interval(sample)
-    within = ""
-    if interval is not None and interval.low is not None:
-        within = f" [{interval.low:.2f}, {interval.high:.2f}]"
-    elif interval is not None and interval.too_few:
-        within = f" (n = {interval.too_few})"
-    num = len(sample.answers)
+def _sample_line(sample: Sample) -> str:
+    interval, num = trials.interval(sample), len(sample.answers)
+    length, _, within = (with_interval(interval) if interval else f"{sample.al:.2f}").partition(" ")
+    within = f" {within}" if within else ""
     prompts = "1 prompt" if num == 1 else f"{num} prompts"
-    return f"{sample.name:<16} {sample.al:5.2f} tokens a round{within} on {prompts}; {_places(sample.by_position)}"
+    return f"{sample.name:<16} {length:>5} tokens per round{within} on {prompts}; {_by_position(sample.by_position)}"
 
 
-def _places(shares: list[float] | tuple[float, ...], most: int = 8) -> str:
-    """How often each drafted token is accepted, with all before it."""
+def _by_position(shares: Sequence[float]) -> str:
+    """Render the share of rounds that accept each drafted token, with all before it."""
     if not shares:
         return "no drafted token was accepted"
-    return "accepted by place: " + " ".join(f"{share:.0%}" for share in shares[:most])
+    return "accepted by position: " + " ".join(f"{share:.0%}" for share in shares[:8])
 
 
 def diagnosis_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -92,25 +90,13 @@ def diagnosis_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             for sample in diagnosis.samples
         ],
         "tried": [
-            {"change": one.change.name, "al_pooled": one.al, "gain": one.gain, "p": one.p} for one in diagnosis.tried
+            {"change": one.change.name, "al_pooled": one.al, "gain": one.gain, "p": one.p} for one in diagnosis.trials
         ],
         "card": None if diagnosis.card is None else asdict(diagnosis.card),
     }  # fmt: skip
 
 
-# `crosscheck` as text, as Markdown and as JSON; `sentence` says in one what it comes to.
-
-
-"""Of the causes that do not fit, the nearest."""
-REMEDIES = {
-    "llamacpp": "start llama.cpp's server with --metrics",
-    "vllm": "start vLLM without --disable-log-stats, or with --per-request-spec-decode-metrics summary",
-    "sglang": "use a version of SGLang that counts verified drafts in meta_info",
-    "tensorrt_llm": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options",
-    "lmdeploy": "start lmdeploy with --enable-metrics",
-    "mlx": "mlx_lm.server tells nobody what it accepts",
-    "openai": "name the server's own --dialect, if it has one here",
-}
+# `crosscheck`; `sentence` is its result in one sentence.
 
 
 class Table(NamedTuple):
@@ -129,7 +115,7 @@ def crosscheck_text(all_checked: Sequence[CrosscheckResult]) -> str:
 
 
 def page(all_checked: Sequence[CrosscheckResult], command: str) -> str:
-    """Markdown."""
+    """Render the results of a command in Markdown."""
     blocks = ["# Crosscheck: a server and this engine", f"```\n{command}\n```"]
     for checked in all_checked:
         blocks += [f"## {in_markdown(checked.method)}", in_markdown(sentence(checked))]
@@ -148,15 +134,15 @@ def _about(checked: CrosscheckResult) -> Iterator[str]:
 
 def _notes(checked: CrosscheckResult) -> Iterator[str]:
     if checked.counted_by is not None:
-        yield f"counted by {checked.counted_by}: {COUNTED[checked.counted_by]}"
-    if checked.rule is not None:
-        yield f"our counts are put its way: {checked.rule.description}"
+        yield f"counted by {checked.counted_by}: {dialects.describe_rule(checked.counted_by)}"
+    if checked.conversion is not None:
+        yield f"our counts are converted to its way of counting: {checked.conversion.description}"
     if checked.num_prompt_tokens is not None:
-        ours, theirs = checked.num_prompt_tokens
-        yield f"its prompts have {theirs} tokens, as it rendered them, and ours {ours}"
+        reference, server = checked.num_prompt_tokens
+        yield f"its prompts have {server} tokens, as it rendered them, and ours {reference}"
     for number_of, pair in enumerate(checked.base.pairs, start=1):
-        if pair.departure is not None:
-            yield f"answer {number_of}: {pair.departure.verdict} at {pair.departure}"
+        if pair.divergence is not None:
+            yield f"answer {number_of}: {pair.divergence.verdict} at {pair.divergence}"
     for error in checked.failed:
         yield f"an answer of the server failed: {error}"
 
@@ -165,16 +151,22 @@ def tables(checked: CrosscheckResult) -> Iterator[Table]:
     yield Table("Answers that are the same", ["", "here", "server"], list(_totals(checked.base)))
     if positions := checked.base.positions():
         rows = [
-            [str(p.place), number(p.ours, 4), number(p.theirs, 4), f"{p.theirs - p.ours:+.4f}", number(p.allowed, 4)]
+            [
+                str(p.place),
+                number(p.reference, 4),
+                number(p.server, 4),
+                f"{p.server - p.reference:+.4f}",
+                number(p.allowed, 4),
+            ]
             for p in positions
         ]
         title = "Share of rounds that accept the draft at a position"
         yield Table(title, ["position", "here", "server", "difference", "allowed"], rows)
-    if checked.tried:
-        fitting = named(checked.tried)
-        others = sorted((one for one in checked.tried if one not in fitting), key=_order)[:SHOWN]
+    if checked.trials:
+        fitting = fitting_causes(checked.trials)
+        others = sorted((one for one in checked.trials if one not in fitting), key=_nearness)[:SHOWN]
         heads = ["cause, in our engine", "same answers", "same counts", "al.pooled", "fits"]
-        title = f"Causes that were tried ({len(checked.tried)}): those that fit, and the nearest others"
+        title = f"Causes that were tried ({len(checked.trials)}): those that fit, and the nearest others"
         yield Table(title, heads, [_cause(one, one in fitting) for one in [*fitting, *others]])
 
 
@@ -186,7 +178,7 @@ def _totals(base: CountComparison) -> Iterator[list[str]]:
         return
     for name in ("rounds", "drafted", "accepted"):
         yield [name, *(_total([getattr(one, name) for one in side]) for side in sides)]
-    yield ["tokens drafted a round, at most", *(ABSENT if n is None else str(n) for n in drafts_a_round(base))]
+    yield ["tokens drafted per round, at most", *(ABSENT if n is None else str(n) for n in drafts_per_round(base))]
     yield ["al.pooled", *(number(_pooled(side)) for side in sides)]
     yield ["its al.pooled over ours", "", with_interval(base.ratio(), 4)]
     yield ["answers with the same counts", "", f"{base.num_identical} of {len(base.counted)}"]
@@ -202,27 +194,27 @@ def _pooled(side: Sequence[Any]) -> float | None:
     return 1 + sum(one.accepted for one in side) / rounds if rounds else None
 
 
-def _order(one: CauseTrial) -> tuple[int, int, int]:
-    return -one.comparison.num_equal, -one.comparison.num_identical, one.comparison.distance
+def _nearness(one: CauseTrial) -> tuple[int, int, int]:
+    return one.comparison.nearness
 
 
 def _cause(one: CauseTrial, fits: bool) -> list[str]:
     its, counted = one.comparison, one.comparison.counted
-    pooled = number(_pooled([ours for ours, _ in counted])) if counted else ABSENT
+    pooled = number(_pooled([reference for reference, _ in counted])) if counted else ABSENT
     same = f"{its.num_identical} of {len(counted)}"
     return [one.cause.name, f"{its.num_equal} of {len(its.pairs)}", same, pooled, str(one.how) if fits else "no"]
 
 
 def sentence(checked: CrosscheckResult) -> str:
-    """What it comes to, and why."""
+    """State the verdict, and why."""
     base = checked.base
     if checked.verdict == "cannot tell":
-        return f"It cannot be told whether the server drafts as this engine does: {_why_not(checked)}."
+        return f"Whether the server drafts as this engine does cannot be determined: {_why_not(checked)}."
     if checked.verdict == "agree":
         counts = f"{base.num_identical} of {len(base.counted)} have the same counts of rounds and accepted drafts"
         if base.state == "same":
             return f"The server and this engine agree: {_equal(base)}, and {counts}."
-        rest = f", and none of {len(checked.tried)} causes that were tried gives its counts" if checked.tried else ""
+        rest = f", and none of {len(checked.trials)} causes that were tried gives its counts" if checked.trials else ""
         return (
             f"The server and this engine agree within chance: {_equal(base)}, and its al.pooled is "
             f"{with_interval(base.ratio(), 3)} of ours; {counts}{rest}."
@@ -237,50 +229,52 @@ def _equal(base: CountComparison) -> str:
 def _why_not(checked: CrosscheckResult) -> str:
     base = checked.base
     if base.counted:
-        return f"only {len(base.counted)} equal answers have counts, which are not the same; raise --limit"
+        return f"only {len(base.counted)} equal answers have counts, and those differ; raise --limit"
     if checked.uncounted is None:
         return f"{_equal(base)}, and acceptance is compared on those; raise --limit"
     dialect = checked.about["dialect"].partition(" ")[0]
-    return f"{checked.uncounted} ({_equal(base)}); {REMEDIES[dialect]}"
+    remedy = dialects.remedy(dialect, "uncounted") or "use a server that reports its rounds"
+    return f"{checked.uncounted} ({_equal(base)}); {remedy}"
 
 
 def _differences(checked: CrosscheckResult) -> Iterator[str]:
     base = checked.base
-    ours, theirs = drafts_a_round(base)
     if checked.failed:
         yield f"{len(checked.failed)} of its answers failed"
     if base.mismatches:
         yield f"{len(base.mismatches)} of {len(base.pairs)} answers are not what the model answers here"
-    if theirs is not None and ours != theirs:
-        yield f"it drafts {theirs} tokens a round, and this engine {ours}"
-    sides = list(zip(*base.counted, strict=True))
-    if sides and not any(one.rounds for one in sides[1]):
-        yield "it counts no rounds, so it drafts nothing"
-    elif sides and base.state in ("differ", "alike"):
-        mine, other = (number(_pooled(side)) for side in sides)
+    if base.server_drafts_nothing:
+        yield "it counts no drafts, so it drafts nothing"
+        return
+    if has_other_drafts(base):
+        reference, server = drafts_per_round(base)
+        yield f"it drafts {server} tokens per round, and this engine {reference}"
+    if base.counted and base.state in ("differ", "alike"):
+        own, its = (number(_pooled(side)) for side in zip(*base.counted, strict=True))
         yield (
-            f"its al.pooled is {other}, and ours {mine}, on the same answers, and the counts are the same in "
+            f"its al.pooled is {its}, and ours {own}, on the same answers, and the counts are the same in "
             f"{base.num_identical} of {len(base.counted)}"
         )
 
 
 def _explanation(checked: CrosscheckResult) -> str:
-    if not checked.tried:
+    if not checked.trials:
+        if checked.base.server_drafts_nothing:
+            return "Check that the server was started with a draft, and read its log."
         return "" if checked.failed else "No cause can be emulated for this method."
-    fitting = named(checked.tried)
+    fitting = fitting_causes(checked.trials)
     if not fitting:
-        near = nearest(checked.tried)
-        told = "" if near is None else f" (nearest: {near.cause.name})"
+        nearest = min(checked.trials, key=_nearness)
         return (
-            f"None of {len(checked.tried)} known causes fits{told}: its weights are others, or what it does "
-            "otherwise is not known here."
+            f"None of {len(checked.trials)} known causes fits (nearest: {nearest.cause.name}): it has other weights, "
+            "or does something that is not known here."
         )
-    by_meaning: dict[str, list[str]] = {}
+    by_effect: dict[str, list[str]] = {}
     for one in fitting:
-        by_meaning.setdefault(one.cause.means, []).append(one.cause.name)
-    named_causes = ", or ".join(f"{' or '.join(some)} ({means})" for means, some in by_meaning.items())
+        by_effect.setdefault(one.cause.effect, []).append(one.cause.name)
+    causes = ", or ".join(f"{' or '.join(names)} ({effect})" for effect, names in by_effect.items())
     apart = "; these prompts do not tell them apart" if len(fitting) > 1 else ""
-    return f"What fits is {named_causes}: {_fit(fitting[0])}{apart}."
+    return f"The cause that fits is {causes}: {_fit(fitting[0])}{apart}."
 
 
 def _fit(one: CauseTrial) -> str:
@@ -301,25 +295,30 @@ def _json(checked: CrosscheckResult) -> dict[str, Any]:
     return {
         "method": checked.method, "about": dict(checked.about), "verdict": checked.verdict,
         "sentence": sentence(checked), "counted_by": checked.counted_by,
-        "rule": checked.rule and {"id": checked.rule.id, "description": checked.rule.description},
+        "conversion": checked.conversion
+        and {"id": checked.conversion.id, "description": checked.conversion.description},
         "uncounted": checked.uncounted, "failed": list(checked.failed),
         "num_prompt_tokens": checked.num_prompt_tokens, **_numbers(base),
         "positions": [asdict(position) for position in base.positions()],
         "answers": [
             {
                 "same": pair.is_equal,
-                "here": pair.ours.counts and asdict(pair.ours.counts),
-                "server": pair.theirs.counts and asdict(pair.theirs.counts),
-                "verdict": pair.departure.verdict if pair.departure else None,
+                "here": pair.reference.counts and _counts_json(pair.reference.counts),
+                "server": pair.server.counts and _counts_json(pair.server.counts),
+                "verdict": pair.divergence.verdict if pair.divergence else None,
             }
             for pair in base.pairs
         ],
         "tried": [
-            {"cause": one.cause.name, "means": one.cause.means, "fits": one.how, **_numbers(one.comparison)}
-            for one in checked.tried
+            {"cause": one.cause.name, "effect": one.cause.effect, "fits": one.how, **_numbers(one.comparison)}
+            for one in checked.trials
         ],
-        "named": [one.cause.name for one in named(checked.tried)],
+        "named": [one.cause.name for one in fitting_causes(checked.trials)],
     }  # fmt: skip
+
+
+def _counts_json(counts: AcceptanceCounts) -> dict[str, Any]:
+    return {"rounds": counts.rounds, "accepted": counts.accepted, "drafted": counts.drafted, "at": counts.at}
 
 
 def _numbers(comparison: CountComparison) -> dict[str, Any]:
@@ -332,16 +331,16 @@ def _numbers(comparison: CountComparison) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# `verify-distribution` as text and as JSON.
+# `verify-distribution`
 
 
 NAMES = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Settings that are said where they are not these, which change nothing."""
+"""Settings that are shown unless they have these values, which have no effect."""
 VIEWS: dict[Kind, str] = {"by_id": "{}, by id", "pairs": "steps to the next"}
 HEADS = ["method", "tested", "tokens", "log p", "due", "p", "draft", "due", "p", "off by", "chance", "p", ""]
 LEGEND = (
-    "tokens = those of which the model was not certain; draft place = so deep in a draft that did not know the token\n"
-    "log p = mean log-probability, draft = agreement with the draft (0 to 1), each beside what the model makes it;\n"
+    "tokens = those of which the model was not certain; draft place = position in a draft that did not know the token\n"
+    "log p = mean log-probability, draft = agreement with the draft (0 to 1), each with what the model expects (due);\n"
     "off by = largest difference in the share of tokens up to some place in the model's order; p = adjusted"
 )
 
@@ -395,7 +394,7 @@ def distribution_as_json(
 
 
 def _rows(tests: Sequence[FitTest]) -> list[list[str]]:
-    """One for each view, with its two scores and its order; orders that one view alone has get a row of their own."""
+    """Return a row per view, with its two scores and its order; orders of a single view get a row of their own."""
     by_row: dict[tuple[str, str], dict[Kind, FitTest]] = {}
     for test in tests:
         view = VIEWS.get(test.kind, "{}").format(test.view)
@@ -420,13 +419,13 @@ def _cells(found: dict[Kind, FitTest]) -> list[str]:
 
 
 def _sentence(verdict: FitVerdict) -> str:
-    said = {
+    text = {
         "as the model": "draws as the published model does",
         "differs": "does NOT draw as the published model does",
         "not tested": "was not tested",
     }[verdict.state]
-    said = f"{verdict.method} {said}" + (f": {verdict.why}" if verdict.why else "")
-    return said + (f" (too few tokens to test: {', '.join(verdict.unreached)})" if verdict.unreached else "")
+    text = f"{verdict.method} {text}" + (f": {verdict.why}" if verdict.why else "")
+    return text + (f" (too few tokens to test: {', '.join(verdict.unreached)})" if verdict.unreached else "")
 
 
 def _settings(settings: Settings) -> str:

@@ -11,8 +11,8 @@ from dflash_bench.analysis.findings.case import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
 from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
+from dflash_bench.core.dialects import describe_rule
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.core.types import COUNTED
 from dflash_bench.report.tables import ABSENT, number, with_interval
 
 
@@ -102,10 +102,7 @@ def counted(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         for by in cell.counted_by if cell.method != BASELINE else ():
             ways.setdefault(by, {})[cell.method] = None
-    return [
-        f"rounds of {', '.join(methods)} by {by}: {COUNTED.get(by, 'a way that is not known here')}"
-        for by, methods in ways.items()
-    ]
+    return [f"rounds of {', '.join(methods)} by {by}: {describe_rule(by)}" for by, methods in ways.items()]
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradiction, rule_of
 from dflash_bench.core.methods import is_lossy, name_of
-from dflash_bench.core.types import CEILINGS, COUNTED, contradiction, is_greedy
+from dflash_bench.core.types import CEILINGS, is_greedy
 from dflash_bench.results import validity
 from dflash_bench.results.validity import lengths_of
 
@@ -400,13 +401,19 @@ def _totals_of_no_answer(rows: RowArrays) -> Any:
     wrong = (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
     ways, ends = (rows.batch.column(name).to_pylist() for name in ("counted_by", "finish_reason"))
     for row in np.flatnonzero(~np.isnan(rounds + accepted)):
-        if ways[row] is not None:
+        if ways[row] is not None and rule_of(ways[row]) is not None:
             drafts = None if np.isnan(drafted[row]) else int(drafted[row])
-            wrong[row] |= ways[row] not in COUNTED or None is not contradiction(
-                ways[row], int(num[row]), int(rounds[row]), drafts, int(accepted[row]),
-                at_limit=ends[row] != "stop", hides_tokens=not np.isnan(hidden[row]),
-            )  # fmt: skip
+            counts = AcceptanceCounts(int(rounds[row]), int(accepted[row]), drafts, by=ways[row])
+            hides = not np.isnan(hidden[row])
+            why = contradiction(counts, int(num[row]), at_limit=ends[row] != "stop", hides_tokens=hides)
+            wrong[row] |= why is not None
     return wrong
+
+
+def _unknown_rule(rows: RowArrays) -> Any:
+    ways = rows.batch.column("counted_by").to_pylist()
+    unknown = {way for way in set(ways) if way is not None and rule_of(way) is None}
+    return np.array([way in unknown for way in ways], dtype=bool)
 
 
 class RowLaw(NamedTuple):
@@ -433,6 +440,7 @@ LAWS = (
     RowLaw("it is longer than allowed, or was cut off before that", _wrong_length),
     RowLaw("a verdict excuses more than rounding can", _excused_too_much),
     RowLaw("its totals of rounds are not those of its tokens", _totals_of_no_answer),
+    RowLaw(f"its rounds follow {UNKNOWN_RULE}", _unknown_rule),
 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from dflash_bench.core import plugins
+from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import (
@@ -47,8 +47,6 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
 """What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
 ENGINES = ("native", "transformers")
-DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
-"""As `servers.detection` has them, which loads an HTTP client."""
 THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
 
 # Where an option has an effect, and where it has none
@@ -274,10 +272,10 @@ class ServerOptions:
     )
     """NAME=URL"""
     dialect: str | None = _servers(
-        "What the servers speak: vllm, sglang, llamacpp, tensorrt_llm, lmdeploy, mlx or openai (any compatible "
-        "server). Default: what their pages say; mlx must be named.",
+        f"The kind of server: {', '.join(DIALECTS.own)} (openai is any compatible server). Default: recognised by its "
+        "pages; mlx must be named.",
         metavar="NAME",
-        choices=lambda: (*DIALECTS, *plugins.found(plugins.DIALECTS)),
+        choices=lambda: tuple(DIALECTS),
         needs=(SERVERS,),
         conflicts=(LAUNCHED,),
     )
@@ -311,7 +309,7 @@ class ServerOptions:
         "--method. Their logs are kept in the run's folder.",
         metavar="PROGRAM",
     )
-    """A key of `launching.PROGRAMS`."""
+    """The name of a `dialects.Program`."""
     launch_with: str | None = _servers(
         "The program for --launch. Default: vllm or llama-server, from the PATH.", metavar="PATH", needs=(LAUNCH,)
     )
@@ -729,7 +727,7 @@ def access_of(request: RunRequest) -> Access:
     if request.launch is not None:
         # These servers hold our environment, and want the key that they were started with.
         given = request.launch_args
-        key = launch.key_of(launch.named(request.launch), given, os.environ)
+        key = launch.key_of(launch.program_named(request.launch), given, os.environ)
         return Access(timeout_s, key, others=(*(given.secrets if given else ()), *of_environment(os.environ)))
     others = of_environment(os.environ) if request.env_proxy else ()
     if request.api_key_env is None:

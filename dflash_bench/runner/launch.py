@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_bench.core import environment
+from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.core.secrets import Arguments
@@ -20,7 +21,6 @@ from dflash_bench.runner.plan import Resolved
 from dflash_bench.runner.setup import device_and_dtype, wanted_of
 from dflash_bench.servers import launch as servers_launch
 from dflash_bench.servers.address import Address
-from dflash_bench.servers.dialects.base import Program, Serving
 from dflash_bench.servers.launch import Launched
 
 PROMPT_TOKENS = 4096
@@ -32,7 +32,7 @@ GPU_SHARE = 0.9
 def check(request: RunRequest, methods: Sequence[Method]) -> None:
     """Raises UserError for a program that is not there, and for methods by which it cannot draft."""
     assert request.launch is not None
-    program = servers_launch.named(request.launch)
+    program = servers_launch.program_named(request.launch)
     servers_launch.executable(program, request.launch_with)
     for method in methods[1:]:
         options = {*method.options} - {"n", "block"}
@@ -49,12 +49,12 @@ def launch(
     """All servers, ready, with their logs beside `folder` until `keep_logs`. Raises UserError."""
     request = resolved.request
     assert request.launch is not None
-    program = servers_launch.named(request.launch)
-    servings = servings_of(program, resolved, tell)
+    program = servers_launch.program_named(request.launch)
+    specs = launch_specs(program, resolved, tell)
     path = servers_launch.executable(program, request.launch_with)
     beside = folder.absolute().with_name(f"{folder.absolute().name}.servers")
     launched = stack.enter_context(Launched(program, path, request.launch_args or Arguments(()), beside))
-    return launched, launched.start(servings)
+    return launched, launched.start(specs)
 
 
 def with_dtype(resolved: Resolved) -> Resolved:
@@ -72,7 +72,7 @@ def keep_logs(launched: Launched, folder: Path) -> None:
     launched.move(next(place for name in names if not (place := folder / name).exists()))
 
 
-def servings_of(program: Program, resolved: Resolved, tell: Callable[[str], object]) -> list[Serving]:
+def launch_specs(program: Program, resolved: Resolved, tell: Callable[[str], object]) -> list[LaunchSpec]:
     import torch
 
     request, model = resolved.request, resolved.model
@@ -83,20 +83,20 @@ def servings_of(program: Program, resolved: Resolved, tell: Callable[[str], obje
     # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
-    plain = Serving(
+    plain = LaunchSpec(
         resolved.methods[0], request.name.rpartition("/")[2], home, None, None, _length(resolved, home),
         max(request.concurrency, default=1), dtype, GPU_SHARE / num_copies, request.trust_remote_code,
     )  # fmt: skip
     if program.wants_gguf:
         plain = replace(plain, target=str(_as_gguf(home, None, tell)))
-    servings = [plain]
+    specs = [plain]
     for method in resolved.methods[1:]:
         assert method.draft is not None
         draft = drafts[method.draft]
         number = _num_drafts(method, resolved, draft, home)
         weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
-        servings.append(replace(plain, method=method, draft=str(weights), num_drafts=number))
-    return servings
+        specs.append(replace(plain, method=method, draft=str(weights), num_drafts=number))
+    return specs
 
 
 def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> int:

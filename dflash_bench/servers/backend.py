@@ -1,4 +1,4 @@
-"""Servers as a backend: a server for each method, asked over HTTP and timed here."""
+"""The backend of a run against servers: one server per method, asked over HTTP and timed here."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from random import Random
 from typing import Any, Protocol
 from uuid import uuid4
 
+from dflash_bench.core.dialects import AnswerError, ServerRequest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import common_prefix_length, shortened, visible
 from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings, TimedGeneration
 from dflash_bench.servers import connect
-from dflash_bench.servers import requests as servers_requests
 from dflash_bench.servers.address import Access, Address
-from dflash_bench.servers.client import AnswerError
 from dflash_bench.servers.connect import Server
-from dflash_bench.servers.dialects.base import Ask
-from dflash_bench.servers.requests import Timed
-
-NO_IDS = "chat"
-"""How prompts are sent where the server renders them: as messages."""
+from dflash_bench.servers.requests import closed_loop, open_loop, sequential
 
 
 class Local(Protocol):
-    """The same target in this process: it makes token ids of prompts, and judges answers."""
+    """The same target in this process, which turns prompts into token ids and judges answers."""
 
     @property
     def has_thinking(self) -> bool: ...
@@ -49,7 +44,7 @@ class Local(Protocol):
 
 
 class ServerBackend:
-    """Answers each method by its server. Close it, or use it in a `with`."""
+    """Asks the server of each method. Close it, or use it in a `with`."""
 
     tells_rounds = False
 
@@ -64,20 +59,20 @@ class ServerBackend:
         model: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Raises UserError for a server that cannot be measured."""
+        """Connect to all servers. Raises UserError for a server that cannot be measured."""
         self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
         self.local: Local | None = None
         self.vocabulary = 2**31
-        """Token ids that `local` knows."""
+        """The number of token ids that `local` knows."""
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
-        """Does the user say what thinking is to be?"""
+        """The user chose a mode of thinking."""
         self.sends_chats = False
-        """Are servers to render chats themselves, where they could be sent token ids?"""
+        """Send chats for the servers to render, even where they accept token ids."""
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
         self.lags: dict[tuple[str, Settings], float] = {}
-        """By method and settings, how late this process was; see `Server.lag_s`."""
+        """How late this process was, by method and settings; see `Server.lag_s`."""
         self.servers: dict[str, Server] = {}
         try:
             wanted = connect.named(dialect)
@@ -106,8 +101,8 @@ class ServerBackend:
             return self.asks_to_think
         if not self.local.has_thinking:
             return False
-        heard = (self._sends_ids(server) or server.dialect.takes_thinking for server in self.servers.values())
-        return self.asks_to_think or all(heard)
+        can_think = (self._sends_ids(server) or server.dialect.takes_thinking for server in self.servers.values())
+        return self.asks_to_think or all(can_think)
 
     def describe(self) -> Mapping[str, Any]:
         methods: dict[str, Any] = {
@@ -115,10 +110,10 @@ class ServerBackend:
             for label, server in self.servers.items()
         }
         servers = {
-            label: connect.described(server, "token ids" if self._sends_ids(server) else NO_IDS)
+            label: connect.describe(server, "token ids" if self._sends_ids(server) else "chat")
             for label, server in self.servers.items()
         }
-        types = {str(server.about.facts.get("dtype")) for server in self.servers.values()}
+        types = {str(server.info.properties.get("dtype")) for server in self.servers.values()}
         dtype = types.pop() if len(types) == 1 and "None" not in types else "unknown"
         names = [server.model for server in self.servers.values()]
         own: dict[str, Any] = {"model": names[0] or "server"} if self.local is None else {}
@@ -126,23 +121,23 @@ class ServerBackend:
         return {**own, **self.about}
 
     def sends_ids(self, method: str) -> bool:
-        """Does its server get prompts as token ids, and not as chats?"""
+        """The method's server gets prompts as token ids, not as chats."""
         return self._sends_ids(self.servers[method])
 
     def _sends_ids(self, server: Server) -> bool:
         return self.local is not None and server.dialect.takes_ids and not self.sends_chats
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
-        """Raises UserError also for settings that a server has no words for."""
+        """Raises UserError for chats that cannot be rendered, and for settings that a dialect cannot express."""
         if self.local is not None:
             self.local.check_chats(chats, settings)
         usual = asdict(Settings())
         for server in self.servers.values():
-            for name in server.dialect.lacks:
+            for name in server.dialect.unsupported:
                 if any(getattr(one, name) != usual[name] for one in settings):
                     raise UserError(
-                        f"--server {server.method.label}: the {server.dialect.name} dialect cannot say "
-                        f"--{name.replace('_', '-')}; leave it out, or name the server's own dialect with --dialect"
+                        f"--server {server.method.label}: the {server.dialect.name} dialect does not support "
+                        f"--{name.replace('_', '-')}; leave it out, or give the server's own dialect with --dialect"
                     )
 
     def generate(
@@ -153,14 +148,16 @@ class ServerBackend:
         repeat: int = 0,
         listener: Listener = NOBODY,
     ) -> Generation:
-        """The listener is told nothing: a server's rounds are its own."""
+        """Ask for one answer alone. The listener hears nothing: a server's rounds are hidden."""
         return self.answer(method, messages, settings, repeat).generation
 
-    def answer(self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0) -> Timed:
-        """The same, with all that the server counts."""
+    def answer(
+        self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
+    ) -> TimedGeneration:
+        """The same, with what the server accepted by position."""
         server = self.servers[method]
-        ask = self._ask(server, messages, settings, repeat)
-        return self._in_words(self._runner.run(servers_requests.answer_alone(server, ask, self.clock)), ask)
+        request = self._request(server, messages, settings, repeat)
+        return self._with_text(self._runner.run(sequential(server, request, self.clock)), request)
 
     def serve(
         self,
@@ -170,47 +167,49 @@ class ServerBackend:
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
     ) -> list[TimedGeneration]:
-        """`settings.concurrency` at a time, or at `settings.rate`; an answer begins when it is sent."""
+        """Ask `settings.concurrency` at a time, or at `settings.rate`. An answer starts when its request is sent.
+
+        Raises UserError if a server is gone, understands no request, or does not empty its prefix cache.
+        """
         server = self.servers[method]
-        asks = [self._ask(server, messages, settings, repeat) for messages, repeat in requests]
-        begin_s = self.clock()
+        sent = [self._request(server, messages, settings, repeat) for messages, repeat in requests]
+        start_s = self.clock()
         try:
             if settings.rate is None:
-                several = servers_requests.in_turn(server, asks, self.clock, settings.concurrency, ended)
+                loop = closed_loop(server, sent, self.clock, settings.concurrency, ended)
             else:
-                due_s = arrivals(len(asks), settings.rate, f"{self.seed} {requests[0][1]}")
-                several = servers_requests.when_due(server, asks, self.clock, due_s, ended)
-            answers = self._runner.run(_unwrapped(several))
-            timed = [self._in_words(one, ask) for one, ask in zip(answers, asks, strict=True)]
+                due_s = arrivals(len(sent), settings.rate, f"{self.seed} {requests[0][1]}")
+                loop = open_loop(server, sent, self.clock, due_s, ended)
+            timed = [self._with_text(one, request) for one, request in zip(self._runner.run(loop), sent, strict=True)]
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
         self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
-        return [TimedGeneration(one.generation, one.begin_s - begin_s, one.end_s - begin_s) for one in timed]
+        return [replace(one, start_s=one.start_s - start_s, end_s=one.end_s - start_s) for one in timed]
 
-    def _in_words(self, timed: Timed, ask: Ask) -> Timed:
-        """With the text of its tokens as they are decoded here; it failed if the server says another one.
+    def _with_text(self, timed: TimedGeneration, request: ServerRequest) -> TimedGeneration:
+        """Replace the text by its tokens' as decoded here; the answer failed if the server sent a different text.
 
-        A server that renders chats may also take thoughts and marks out of its text, which is then not compared.
+        A server that renders chats may strip reasoning and markers from its text, which is then not compared.
         """
-        said, ids = timed.generation, timed.generation.token_ids
-        if self.local is None or said.error is not None or not ids:
+        generation, ids = timed.generation, timed.generation.token_ids
+        if self.local is None or generation.error is not None or not ids:
             return timed
         unknown = self._unknown(ids)
         text = self.local.decode(ids if unknown is None else ids[: unknown.index])
-        if ask.prompt_ids is None or not said.text or unknown is not None:
-            return replace(timed, generation=replace(said, text=text))
-        ends = ids[:-1] if said.finish_reason == "stop" else ids
+        if request.prompt_ids is None or not generation.text or unknown is not None:
+            return replace(timed, generation=replace(generation, text=text))
+        ends = ids[:-1] if generation.finish_reason == "stop" else ids
         ways = [way for tokens in {ids, ends} for way in self.local.writings(tokens)]
-        if any(is_same_text(said.text, way) for way in ways):
-            return replace(timed, generation=replace(said, text=text))
-        return replace(timed, generation=_failed(said, text))
+        if any(is_same_text(generation.text, way) for way in ways):
+            return replace(timed, generation=replace(generation, text=text))
+        return replace(timed, generation=_failed(generation, text))
 
-    def _ask(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> Ask:
+    def _request(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> ServerRequest:
         ids = self.local.encode(messages, settings) if self.local is not None and self._sends_ids(server) else None
-        said = [(message.role, message.content) for message in messages]
-        seed = zlib.crc32(repr((self.seed, repeat, said)).encode())
+        chat = [(message.role, message.content) for message in messages]
+        seed = zlib.crc32(repr((self.seed, repeat, chat)).encode())
         salt = f"{self._salt}-{next(self._number)}"
-        return Ask(server.model, messages, ids, settings, self.max_new_tokens, seed, salt)
+        return ServerRequest(server.model, messages, ids, settings, self.max_new_tokens, seed, salt)
 
     def divergence(
         self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings = GREEDY
@@ -225,48 +224,37 @@ class ServerBackend:
         self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence | None:
         if self.local is None:
-            raise AssertionError("nothing is audited without a target in this process")
+            raise AssertionError("an audit needs a target in this process")
         if unknown := self._unknown(answer):
             return unknown
         return self.local.audit(messages, answer, settings)
 
     def _unknown(self, answer: Sequence[int]) -> Divergence | None:
-        """Where an answer first has a token that the target here does not have, about which no judge can be asked."""
+        """Return where an answer first has a token unknown to the target here, which no judge can be asked about."""
         places = (place for place, token in enumerate(answer) if token >= self.vocabulary)
         return next((Divergence(place) for place in places), None)
 
 
-def is_same_text(said: str, ours: str) -> bool:
-    """But for a space before the first word, which some tokenizers take away, and half a character at the end."""
-    return _bare(said) == _bare(ours)
+def is_same_text(server: str, decoded: str) -> bool:
+    """Compare but for a space before the first word, which some tokenizers drop, and half a character at the end."""
+    return _bare(server) == _bare(decoded)
 
 
 def _bare(text: str) -> str:
     return text.rstrip("\ufffd").removeprefix(" ")
 
 
-def _failed(said: Generation, text: str) -> Generation:
-    place = common_prefix_length(_bare(said.text), _bare(text))
-    theirs, ours = (visible(shortened(_bare(one)[place:], 40)) for one in (said.text, text))
+def _failed(generation: Generation, text: str) -> Generation:
+    place = common_prefix_length(_bare(generation.text), _bare(text))
+    server, decoded = (visible(shortened(_bare(one)[place:], 40)) for one in (generation.text, text))
     return Generation(
-        said.token_ids, said.text, "error", said.num_prompt_tokens, 0.0, 0.0,
-        error=f"its text is not that of its tokens: from letter {place} on it says '{theirs}', and they say '{ours}'",
+        generation.token_ids, generation.text, "error", generation.num_prompt_tokens, 0.0, 0.0,
+        error=f"its text is not that of its tokens: from character {place} on it is '{server}', and they are "
+        f"'{decoded}'",
     )  # fmt: skip
 
 
 def arrivals(num: int, rate: float, seed: str) -> list[float]:
-    """Seconds at which so many are due, the first at once: a Poisson process, the same for the same seed."""
+    """Return the seconds at which `num` requests are due, the first at 0: a Poisson process fixed by the seed."""
     random = Random(f"{seed} {rate}")
     return list(accumulate((random.expovariate(rate) for _ in range(num - 1)), initial=0.0))
-
-
-async def _unwrapped(several: Any) -> list[Timed]:
-    """What a group of tasks raises, without the group around it, if it is one for users."""
-    try:
-        result: list[Timed] = await several
-    except BaseExceptionGroup as group:
-        for error in group.exceptions:
-            if isinstance(error, UserError):
-                raise error from group
-        raise
-    return result

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 
+from dflash_bench.core.dialects import AnswerError
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.servers.address import Access
@@ -48,10 +49,6 @@ class Bounds:
         line = once + 512 * max_new_tokens
         each = (1 << 12) + (64 * max_new_tokens if repeats else 1 << 12)
         return cls(line, 2 * line + each * (max_new_tokens + 64), 4 * max_new_tokens + 1024)
-
-
-class AnswerError(Exception):
-    """Why one answer failed; it becomes the error of its row."""
 
 
 class StatusError(AnswerError):

@@ -1,4 +1,4 @@
-"""Which dialect a server speaks, which model it serves, and what it says of itself."""
+"""Which dialect a server speaks, which model it serves, and what it reports about itself."""
 
 from __future__ import annotations
 
@@ -8,71 +8,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_bench.core import plugins
+from dflash_bench.core.dialects import DIALECTS, AnswerError, Dialect, Pages, ServerInfo
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import Method
-from dflash_bench.core.plugins import Registry
 from dflash_bench.servers import prometheus
 from dflash_bench.servers.address import Access, Address
-from dflash_bench.servers.client import AnswerError, Client, StatusError
-from dflash_bench.servers.dialects.base import About, Dialect, Pages
-from dflash_bench.servers.dialects.llamacpp import LLAMACPP
-from dflash_bench.servers.dialects.lmdeploy import LMDEPLOY
-from dflash_bench.servers.dialects.mlx import MLX
-from dflash_bench.servers.dialects.openai import MODELS, OPENAI
-from dflash_bench.servers.dialects.sglang import SGLANG
-from dflash_bench.servers.dialects.tensorrt_llm import TENSORRT_LLM
-from dflash_bench.servers.dialects.vllm import VLLM
-from dflash_bench.servers.prometheus import Counters
-from dflash_bench.servers.stream import table, whole
+from dflash_bench.servers.client import Client, StatusError
+from dflash_bench.servers.dialects.openai import MODELS
+from dflash_bench.servers.prometheus import CounterPage
+from dflash_bench.servers.stream import as_count, as_object
 
-OWN = {one.name: one for one in (SGLANG, LLAMACPP, VLLM, TENSORRT_LLM, LMDEPLOY, MLX, OPENAI)}
-"""The most particular first: all of them have the pages of the last."""
-
-
-def _of_plugin(name: str, found: object) -> Dialect:
-    """Raises TypeError for what is no dialect."""
-    if not isinstance(found, Dialect) or found.name != name:
-        raise TypeError(f"it must be a dflash_bench.servers.dialects.base.Dialect named '{name}'")
-    return found
-
-
-DIALECTS: Registry[Dialect] = Registry(plugins.DIALECTS, OWN, _of_plugin)
 MOST_NAMED = 20
 CONNECT_TIMEOUT_S = 120.0
-"""For all pages that say what a server is."""
+"""For all the pages that identify a server."""
 
 
 @dataclass(slots=True)
 class Server:
-    """One that answers; `refused` are fields that it does not take."""
+    """A server that answers; `refused` are the fields that it does not accept."""
 
     method: Method
     client: Client
     dialect: Dialect
-    about: About
+    info: ServerInfo
     model: str | None
-    flushes: bool
-    counts: bool
-    """Has it counters of rounds?"""
     address: str
     """As it is stored."""
+    flushes: bool = False
+    counts: bool = False
+    """It has counters of rounds."""
     refused: set[str] = field(default_factory=set)
     has_answered: bool = False
     lag_s: float = 0.0
-    """How late this process was in noticing what arrived, when several answers last ran at a time: 95th percentile."""
+    """How late this process noticed arrivals when it last asked for several answers at a time: 95th percentile."""
 
     async def flush(self) -> None:
-        """Forget earlier prompts. Raises AnswerError where it does not."""
+        """Empty the prefix cache. Raises AnswerError if that fails."""
         if self.flushes and self.dialect.flush is not None:
             await self.client.page(self.dialect.flush, "POST")
 
-    async def counters(self) -> Counters | None:
-        """None for a server without them."""
+    async def counters(self) -> CounterPage | None:
+        """Read its counters; None for a server without any."""
         if not self.counts:
             return None
         try:
-            return prometheus.parse(await self.client.page(prometheus.METRICS, most=prometheus.LONGEST))
+            return await self._read_counters()
         except StatusError:
             return None
         except AnswerError as error:
@@ -80,21 +60,40 @@ class Server:
             self.counts = False
             return prometheus.unreadable(str(error))
 
+    async def _read_counters(self) -> CounterPage | None:
+        # A server may have another dialect's counters than the one that the user chose for it.
+        dialects = [self.dialect, *(DIALECTS[name] for name in DIALECTS.own)]
+        return prometheus.parse(await self.client.page(prometheus.METRICS, most=prometheus.LONGEST), dialects)
+
+    async def find_abilities(self) -> None:
+        """Try whether its prefix cache can be emptied (vLLM's only in development mode), and whether it counts."""
+        try:
+            if self.dialect.flush is not None:
+                await self.client.page(self.dialect.flush, "POST")
+                self.flushes = True
+        except AnswerError:
+            pass
+        try:
+            known = await self._read_counters()
+            self.counts = known is not None and known.count_rounds
+        except AnswerError:
+            pass
+
     @property
     def prefix_cache(self) -> str:
-        """What is done about prompts that it keeps."""
+        """How cached prompts are kept out of the measurement."""
         return "flushed" if self.flushes else self.dialect.prefix_cache
 
 
 def named(name: str | None) -> Dialect | None:
-    """The dialect that a user names. Raises UserError for an unknown one."""
+    """Return the dialect that the user named, if any. Raises UserError for an unknown one."""
     if name is not None and name not in DIALECTS:
         raise unknown("dialect", name, list(DIALECTS))
     return None if name is None else DIALECTS[name]
 
 
 async def connect(address: Address, access: Access, dialect: Dialect | None, model: str | None) -> Server:
-    """Raises UserError for a server that does not answer, is not ready, or speaks a dialect that nothing here knows."""
+    """Identify a server. Raises UserError if it does not answer, is not ready, or is of no known kind."""
     client = Client(address.method.label, address.url, access)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -102,7 +101,7 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
     except TimeoutError as error:
         await client.close()
         raise UserError(
-            f"--server {client.name}: {client.url} takes more than {CONNECT_TIMEOUT_S:g} s to say what it is"
+            f"--server {client.name}: {client.url} takes more than {CONNECT_TIMEOUT_S:g} s to identify itself"
         ) from error
     except BaseException:
         await client.close()
@@ -110,42 +109,40 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
 
 
 async def _connected(address: Address, client: Client, dialect: Dialect | None, model: str | None) -> Server:
-    # A plug-in knows its own server best.
-    wanted = [dialect] if dialect else [*(DIALECTS[name] for name in DIALECTS.added), *OWN.values()]
+    # A plug-in knows its own server best; general dialects come last.
+    several = [DIALECTS[name] for name in (*DIALECTS.added, *DIALECTS.own)] if dialect is None else [dialect]
+    wanted = sorted(several, key=lambda one: one.is_general)
     paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))
     pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
-    chosen, about = _recognised(client, wanted, pages)
-    served = _model(client, pages, model)
-    server = Server(
-        address.method, client, chosen, _shown(client, about), served, False, False, address.shown or address.url
-    )
-    server.flushes = await _flushes(server)
-    server.counts = await _counts(client)
+    chosen, info = _recognise(client, wanted, pages)
+    served = _choose_model(client, pages, model)
+    server = Server(address.method, client, chosen, _sanitize(client, info), served, address.shown or address.url)
+    await server.find_abilities()
     return server
 
 
-def _shown(client: Client, about: About) -> About:
-    """As it can be stored and printed; what is no number that a server means is left out."""
-    facts = {
-        name: client.shown(fact) if isinstance(fact, str) else fact
-        for name, fact in about.facts.items()
-        if isinstance(fact, str | bool) or whole(fact) is not None
+def _sanitize(client: Client, info: ServerInfo) -> ServerInfo:
+    """Make it safe to store and print; numbers that are not plausible counts are dropped."""
+    properties = {
+        name: client.shown(value) if isinstance(value, str) else value
+        for name, value in info.properties.items()
+        if isinstance(value, str | bool) or as_count(value) is not None
     }
-    return About(about.version and client.shown(about.version), facts)
+    return ServerInfo(info.version and client.shown(info.version), properties)
 
 
 async def _page(client: Client, path: str) -> Any | None:
-    """The JSON of a path; None where there is none."""
+    """Return the JSON of a path; None if there is none. Raises UserError if the server cannot be used at all."""
     where = f"--server {client.name}: {client.url}"
     try:
         return json.loads(await client.page(path))
     except StatusError as error:
         if error.status in (401, 403):
             raise UserError(
-                f"{where} wants a key ({error}); put it in a variable, and give --api-key-env NAME"
+                f"{where} requires an API key ({error}); put it in a variable, and give --api-key-env NAME"
             ) from error
         if error.status == 503:
-            raise UserError(f"{where} is not ready ({error}); wait until it has loaded its model") from error
+            raise UserError(f"{where} is not ready ({error}); wait until its model is loaded") from error
         if 300 <= error.status < 400:
             raise UserError(f"{where}: {error}") from error
         return None
@@ -155,24 +152,24 @@ async def _page(client: Client, path: str) -> Any | None:
         return None
 
 
-def _recognised(client: Client, wanted: list[Dialect], pages: Pages) -> tuple[Dialect, About]:
+def _recognise(client: Client, wanted: list[Dialect], pages: Pages) -> tuple[Dialect, ServerInfo]:
     for dialect in wanted:
-        about = dialect.identify(pages)
-        if about is not None:
-            return dialect, about
+        info = dialect.identify(pages)
+        if info is not None:
+            return dialect, info
     if len(wanted) == 1:
-        # What the user names is spoken, whatever the server says of itself.
-        return wanted[0], About()
+        # The user's --dialect is used whatever the server's pages say.
+        return wanted[0], ServerInfo()
     raise UserError(
-        f"--server {client.name}: {client.url} answers {MODELS} as no server does that is known here; correct the "
-        f"address, or say with --dialect what it is like ({', '.join(DIALECTS)})"
+        f"--server {client.name}: {client.url} does not look like any server we know (checked {MODELS}); correct the "
+        f"address, or name its dialect with --dialect ({', '.join(DIALECTS)})"
     )
 
 
-def _model(client: Client, pages: Pages, wanted: str | None) -> str | None:
-    """The name to ask for. Raises UserError for one that is not served, and where there are several to choose from."""
-    data = table(pages.get(MODELS)).get("data")
-    listed = [table(one).get("id") for one in data] if isinstance(data, list) else []
+def _choose_model(client: Client, pages: Pages, wanted: str | None) -> str | None:
+    """Return the model's name for requests. Raises UserError if it is not served, or if one must be chosen."""
+    data = as_object(pages.get(MODELS)).get("data")
+    listed = [as_object(model).get("id") for model in data] if isinstance(data, list) else []
     served = [client.shown(name) for name in listed if isinstance(name, str) and name]
     where = f"--server {client.name}: {client.url}"
     if wanted is not None:
@@ -186,29 +183,10 @@ def _model(client: Client, pages: Pages, wanted: str | None) -> str | None:
     return served[0] if served else None
 
 
-async def _flushes(server: Server) -> bool:
-    """Can it be made to forget earlier prompts? vLLM can only in its development mode."""
-    if server.dialect.flush is None:
-        return False
-    try:
-        await server.client.page(server.dialect.flush, "POST")
-    except AnswerError:
-        return False
-    return True
-
-
-async def _counts(client: Client) -> bool:
-    try:
-        known = prometheus.parse(await client.page(prometheus.METRICS, most=prometheus.LONGEST))
-    except AnswerError:
-        return False
-    return known is not None and known.count_rounds
-
-
-def described(server: Server, prompts: str) -> Mapping[str, Any]:
-    """As `run.json` holds it; `prompts` is how they are sent."""
+def describe(server: Server, prompts: str) -> Mapping[str, Any]:
+    """Describe a server for `run.json`; `prompts` is the form in which prompts are sent to it."""
     return {
-        "address": server.address, "dialect": server.dialect.name, "version": server.about.version,
+        "address": server.address, "dialect": server.dialect.name, "version": server.info.version,
         "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,
-        "facts": dict(server.about.facts),
+        "facts": dict(server.info.properties),
     }  # fmt: skip

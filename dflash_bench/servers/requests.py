@@ -1,130 +1,124 @@
-"""One answer from one server: asked, timed, counted. What goes wrong becomes the error of the answer."""
+"""Asks a server for answers, times and counts them: one alone, in a closed loop, or in an open loop.
+
+Whatever goes wrong with an answer becomes its error.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from dflash_bench.core.dialects import AcceptanceCounts, AnswerError, ServerRequest, contradiction, rule_of
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Generation
+from dflash_bench.core.types import Generation, TimedGeneration
 from dflash_bench.servers import prometheus
-from dflash_bench.servers.client import AnswerError, Bounds, StatusError
+from dflash_bench.servers.client import Bounds, StatusError
 from dflash_bench.servers.connect import Server
-from dflash_bench.servers.dialects.base import Ask
-from dflash_bench.servers.prometheus import Counters
-from dflash_bench.servers.stream import AcceptanceCounts, StreamState
+from dflash_bench.servers.prometheus import CounterPage
+from dflash_bench.servers.stream import StreamState
 
 OPTIONAL = "stream_options"
-"""A field of the specification that some servers refuse, and then behave as if it had been there."""
+"""A field of the specification that some servers refuse, although they then behave as if it had been sent."""
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Waits until a server has counted an answer that it has given."""
+"""Waits for a server to count an answer that it has already sent."""
 TICK_S = 0.01
 STALLED = 0.25
-"""Of the time for a whole answer, what may pass without a token of it once there is one."""
-WRONGLY_ASKED = (400, 404, 405, 415, 422)
-EXACT = frozenset(("vllm.request", "sglang.request", "tensorrt_llm.request"))
-"""Counts in an answer that need no others."""
-TOGETHER = "the server counts no rounds in its answers, and several answers ran at a time"
+"""The share of the time for a whole answer that may pass without a new token."""
+WRONG_REQUEST = (400, 404, 405, 415, 422)
+CONCURRENT = "the server counts no rounds in its answers, and several answers ran at a time"
+
+Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """`begin_s` and `end_s` are on the clock that was given.
+async def ask(server: Server, request: ServerRequest, clock: Clock) -> TimedGeneration:
+    """Ask for one answer, whatever else is being asked at the time. Times are on `clock`, in seconds.
 
-    `at` says by position of the draft how many rounds accepted it; None where the server does not.
+    Raises UserError if the server is gone, or understands no request at all.
     """
-
-    generation: Generation
-    begin_s: float
-    end_s: float
-    at: tuple[int, ...] | None = None
-
-
-async def answer(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
-    """Beside whatever else is being asked. Raises UserError if the server has gone."""
-    heard = StreamState(clock, ask.max_new_tokens)
-    heard.begin()
-    num_prompt = None if ask.prompt_ids is None else len(ask.prompt_ids)
-    at = None
+    state = StreamState(clock, request.max_new_tokens)
+    state.start()
+    num_prompt = None if request.prompt_ids is None else len(request.prompt_ids)
     try:
-        await _listen(server, ask, heard)
-        generation = _counted(heard.generation(num_prompt), heard.counts)
-        at = heard.counts.by_position if heard.counts is not None and generation.uncounted is None else None
+        await _read_answer(server, request, state)
+        generation = state.generation(num_prompt)
+        timed = _count(TimedGeneration(generation, state.start_s, state.now_s), state.acceptance or CONCURRENT)
         server.has_answered = True
     except AnswerError as error:
-        _refuse_if_never_right(server, error)
-        generation = heard.failed(num_prompt, server.client.shown(str(error)))
-    generation = _without_secrets(server, generation)
-    end_s = heard.now_s if generation.error is None else clock()
-    return Timed(generation, heard.begin_s, end_s, at)
+        _refuse_wrong_dialect(server, error)
+        generation = state.failed(num_prompt, server.client.shown(str(error)))
+        timed = TimedGeneration(generation, state.start_s, clock())
+    return replace(timed, generation=_without_secrets(server, timed.generation))
 
 
-def _refuse_if_never_right(server: Server, error: AnswerError) -> None:
-    """What a server does not understand from the first answer on would fail all of them."""
-    if isinstance(error, StatusError) and error.status in WRONGLY_ASKED and not server.has_answered:
+def _refuse_wrong_dialect(server: Server, error: AnswerError) -> None:
+    """A server that does not understand the first request would fail them all."""
+    if isinstance(error, StatusError) and error.status in WRONG_REQUEST and not server.has_answered:
         raise UserError(
-            f"--server {server.client.name}: {server.client.url} refuses what it is asked ({error}); name another "
-            f"--dialect than {server.dialect.name}, or correct what it names"
+            f"--server {server.client.name}: {server.client.url} refuses the request ({error}); give another --dialect "
+            f"than {server.dialect.name}, or correct what the server names"
         ) from error
 
 
-async def answer_alone(server: Server, ask: Ask, clock: Callable[[], float]) -> Timed:
-    """With nothing kept of earlier prompts, and counted by the server's counters where the answer does not say."""
+async def sequential(server: Server, request: ServerRequest, clock: Clock) -> TimedGeneration:
+    """Ask for one answer alone, with an empty prefix cache. Where it does not report its rounds, use the counters."""
     try:
         await server.flush()
     except AnswerError as error:
-        failed = StreamState(clock, ask.max_new_tokens).failed(None, f"its prefix cache could not be emptied: {error}")
-        return Timed(failed, clock(), clock())
+        state = StreamState(clock, request.max_new_tokens)
+        failed = state.failed(None, f"the server's prefix cache could not be emptied: {error}")
+        return TimedGeneration(failed, clock(), clock())
     before = await server.counters()
-    timed = await answer(server, ask, clock)
+    timed = await ask(server, request, clock)
     generation = timed.generation
-    if generation.error is not None or generation.counted_by in EXACT:
+    rule = rule_of(generation.counted_by or "")
+    if generation.error is not None or (rule is not None and not rule.is_derived):
         return timed
-    counts = await _difference(server, before, generation.num_tokens)
-    # What the answer itself says comes before what its counters do not.
-    if isinstance(counts, str) and generation.uncounted != TOGETHER:
+    counts = await _count_difference(server, before, generation.num_tokens)
+    # What the answer itself reports is preferred to counters that cannot be used.
+    if isinstance(counts, str) and generation.uncounted != CONCURRENT:
         return timed
-    generation = _counted(generation, counts)
-    at = counts.by_position if isinstance(counts, AcceptanceCounts) and generation.uncounted is None else None
-    return replace(timed, generation=generation, at=at)
+    return _count(timed, counts)
 
 
 def _without_secrets(server: Server, generation: Generation) -> Generation:
-    """A server may write the key that it was sent into its answers."""
+    """Hide the API key, which a server may repeat in its answers."""
     hidden = server.client.access.hidden
     return replace(
         generation, text=hidden(generation.text), uncounted=generation.uncounted and hidden(generation.uncounted)
     )
 
 
-async def _listen(server: Server, ask: Ask, heard: StreamState) -> None:
-    """Raises AnswerError, also for an answer that does not end in time, or of which nothing more comes."""
+async def _read_answer(server: Server, request: ServerRequest, state: StreamState) -> None:
+    """Raises AnswerError, also for an answer that stalls or does not end in time."""
     most_s = server.client.access.timeout_s
     stalled_s = STALLED * most_s
     try:
         async with asyncio.timeout(most_s), asyncio.timeout(None) as stalled:
-            await _hear(server, ask, heard, lambda: stalled.reschedule(asyncio.get_running_loop().time() + stalled_s))
+            loop = asyncio.get_running_loop()
+            await _read_stream(server, request, state, lambda: stalled.reschedule(loop.time() + stalled_s))
     except TimeoutError as error:
         if stalled.expired():
-            raise AnswerError(f"no token came for {stalled_s:g} s after {heard.sofar}; see --timeout") from error
-        raise AnswerError(f"no whole answer within {most_s:g} s, after {heard.sofar}; see --timeout") from error
+            raise AnswerError(f"no token came for {stalled_s:g} s after {state.progress}; see --timeout") from error
+        raise AnswerError(f"no complete answer within {most_s:g} s, after {state.progress}; see --timeout") from error
 
 
-async def _hear(server: Server, ask: Ask, heard: StreamState, went_on: Callable[[], object]) -> None:
-    path, body = server.dialect.call(ask)
+async def _read_stream(
+    server: Server, request: ServerRequest, state: StreamState, on_token: Callable[[], object]
+) -> None:
+    path, body = server.dialect.call(request)
     for _ in range(2):
         sent = json.dumps({name: value for name, value in body.items() if name not in server.refused}).encode()
-        bounds = Bounds.of(ask.max_new_tokens, len(sent), server.dialect.repeats)
+        bounds = Bounds.of(request.max_new_tokens, len(sent), server.dialect.repeats)
         num_deltas = 0
         try:
-            async for event in server.client.events(path, sent, bounds, heard.begin, heard.arrived):
-                server.dialect.read(event, heard)
-                if heard.num_deltas > num_deltas:
-                    num_deltas = heard.num_deltas
-                    went_on()
+            async for event in server.client.events(path, sent, bounds, state.start, state.mark_arrival):
+                server.dialect.read(event, state)
+                if state.num_deltas > num_deltas:
+                    num_deltas = state.num_deltas
+                    on_token()
         except StatusError as error:
             if error.status not in (400, 422) or OPTIONAL not in error.reason or OPTIONAL in server.refused:
                 raise
@@ -133,7 +127,7 @@ async def _hear(server: Server, ask: Ask, heard: StreamState, went_on: Callable[
             return
 
 
-async def _difference(server: Server, before: Counters | None, num_tokens: int) -> AcceptanceCounts | str:
+async def _count_difference(server: Server, before: CounterPage | None, num_tokens: int) -> AcceptanceCounts | str:
     after = None
     for wait_s in SETTLES_S:
         await asyncio.sleep(wait_s)
@@ -143,71 +137,80 @@ async def _difference(server: Server, before: Counters | None, num_tokens: int) 
     return prometheus.difference(before, after, num_tokens)
 
 
-def _counted(generation: Generation, counts: AcceptanceCounts | str | None) -> Generation:
-    """With these counts, or why there are none."""
-    if not isinstance(counts, AcceptanceCounts):
-        return replace(generation, uncounted=counts or TOGETHER)
-    if why := counts.contradiction(generation):
-        # What it said before in another place is not believed either.
-        return replace(
-            generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None,
-            uncounted=f"what the server counts cannot be right ({counts.by}): {why}",
+def _count(timed: TimedGeneration, counts: AcceptanceCounts | str) -> TimedGeneration:
+    """Add these counts, or why there are none. Counts that cannot be right replace earlier ones by the reason."""
+    generation, why = timed.generation, counts if isinstance(counts, str) else None
+    if not isinstance(counts, str):
+        at_limit = generation.finish_reason != "stop"
+        wrong = contradiction(
+            counts, generation.num_tokens, at_limit=at_limit, hides_tokens=generation.hides_tokens
         )  # fmt: skip
-    return replace(
-        generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
-        counted_by=counts.by, uncounted=None,
-    )  # fmt: skip
+        if wrong is None:
+            counted = replace(
+                generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
+                counted_by=counts.by, uncounted=None,
+            )  # fmt: skip
+            return replace(timed, generation=counted, accepted_at=counts.by_position)
+        why = f"the server's counts cannot be right ({counts.by}): {wrong}"
+        generation = replace(
+            generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None
+        )  # fmt: skip
+    return replace(timed, generation=replace(generation, uncounted=why), accepted_at=None)
 
 
-async def when_due(
-    server: Server, asks: Sequence[Ask], clock: Callable[[], float], due_s: Sequence[float], ended: Callable[[], object]
-) -> list[Timed]:
-    """An open loop: each is sent so many seconds after the begin, whether others have ended or not."""
+async def open_loop(
+    server: Server, requests: Sequence[ServerRequest], clock: Clock, due_s: Sequence[float], ended: Callable[[], object]
+) -> list[TimedGeneration]:
+    """Send each request so many seconds after the start, whether earlier answers have ended or not."""
 
-    async def one(ask: Ask, due: float) -> Timed:
-        await asyncio.sleep(max(0.0, begin_s + due - clock()))
-        timed = await answer(server, ask, clock)
+    async def send(request: ServerRequest, due: float) -> TimedGeneration:
+        await asyncio.sleep(max(0.0, start_s + due - clock()))
+        timed = await ask(server, request, clock)
         ended()
         return timed
 
     await server.flush()
-    begin_s = clock()
-    return await _together(server, [one(ask, due) for ask, due in zip(asks, due_s, strict=True)], clock)
+    start_s = clock()
+    return await _gather(server, [send(one, due) for one, due in zip(requests, due_s, strict=True)], clock)
 
 
-async def in_turn(
-    server: Server, asks: Sequence[Ask], clock: Callable[[], float], at_a_time: int, ended: Callable[[], object]
-) -> list[Timed]:
-    """A closed loop: so many are in flight, and when one has ended the next one is sent."""
-    places = asyncio.Semaphore(at_a_time)
+async def closed_loop(
+    server: Server, requests: Sequence[ServerRequest], clock: Clock, concurrency: int, ended: Callable[[], object]
+) -> list[TimedGeneration]:
+    """Keep so many requests in flight: when one ends, send the next."""
+    places = asyncio.Semaphore(concurrency)
 
-    async def one(ask: Ask) -> Timed:
+    async def send(request: ServerRequest) -> TimedGeneration:
         async with places:
-            timed = await answer(server, ask, clock)
+            timed = await ask(server, request, clock)
         ended()
         return timed
 
     await server.flush()
-    return await _together(server, [one(ask) for ask in asks], clock)
+    return await _gather(server, [send(request) for request in requests], clock)
 
 
-async def _together(
-    server: Server, answers: Sequence[Coroutine[Any, Any, Timed]], clock: Callable[[], float]
-) -> list[Timed]:
-    """All of them, and how late this process itself was while they ran."""
+async def _gather(
+    server: Server, answers: Sequence[Coroutine[Any, Any, TimedGeneration]], clock: Clock
+) -> list[TimedGeneration]:
+    """Run all of them, and record how late this process itself was meanwhile. Raises UserError as `ask` does."""
     lags: list[float] = []
     watch = asyncio.create_task(_watch(lags, clock))
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in answers]
+            tasks = [group.create_task(answer) for answer in answers]
+    except BaseExceptionGroup as errors:
+        if own := next((error for error in errors.exceptions if isinstance(error, UserError)), None):
+            raise own from errors
+        raise
     finally:
         watch.cancel()
     server.lag_s = sorted(lags)[int(0.95 * (len(lags) - 1))] if lags else 0.0
     return [task.result() for task in tasks]
 
 
-async def _watch(lags: list[float], clock: Callable[[], float]) -> None:
-    """A sleep that takes longer than it should shows how long arrivals waited to be noticed."""
+async def _watch(lags: list[float], clock: Clock) -> None:
+    """A sleep that takes too long shows how long arrivals waited to be noticed."""
     while True:
         before = clock()
         await asyncio.sleep(TICK_S)

@@ -1,95 +1,81 @@
-"""What the stream of one answer has said so far, and what it comes to."""
+"""The state of one answer's stream, and the generation that it becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-from dflash_bench.core import types
+from dflash_bench.core.dialects import AcceptanceCounts, AnswerError
 from dflash_bench.core.types import FinishReason, Generation
-from dflash_bench.servers.client import AnswerError
 
 MOST = 2**31
 LETTERS = 1024
-"""That a token may have at most, on the whole; and some more."""
+"""Characters per token that an answer may have on average; a little slack is added."""
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "eos": "stop", "limit": "length"}
-"""What servers call the two ways in which an answer ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptanceCounts:
-    """Totals over the rounds of one answer; None where they are not told. `by` is a key of `types.COUNTED`."""
-
-    by: str
-    rounds: int | None
-    drafted: int | None
-    accepted: int | None
-    at: tuple[int, ...] | None = None
-    """By position in the draft, how many rounds accepted it."""
-
-    @property
-    def by_position(self) -> tuple[int, ...] | None:
-        """`at` if it is told, agrees with the totals, and no draft is accepted without the one before it."""
-        if self.at is None or self.rounds is None or sum(self.at) != self.accepted:
-            return None
-        falls = all(more >= less for more, less in pairwise((self.rounds, *self.at, 0)))
-        return self.at if falls else None
-
-    def contradiction(self, generation: Generation) -> str | None:
-        """Why they are not those of this answer; None if they can be."""
-        if self.rounds is None or self.accepted is None:
-            return "it does not tell its rounds"
-        at = self.by_position
-        most = None if at is None else sum(number > 0 for number in at)
-        return types.contradiction(
-            self.by, generation.num_tokens, self.rounds, self.drafted, self.accepted, most_accepted=most,
-            at_limit=generation.finish_reason != "stop", hides_tokens=generation.hides_tokens,
-        )  # fmt: skip
+"""The names that servers give to the two ways in which an answer ends."""
 
 
 @dataclass(slots=True)
 class StreamState:
-    """Dialects write into it; times are those of `clock`, in seconds."""
+    """Dialects write into it. Times are read from `clock`, in seconds."""
 
     clock: Callable[[], float]
     max_new_tokens: int
     text: str = ""
-    thought: str = ""
-    """Text that the server holds apart as thinking."""
+    reasoning: str = ""
+    """Text that the server sends separately as thinking."""
     token_ids: list[int] = field(default_factory=list)
     ids_missing: bool = False
-    """Were there tokens without ids? Then none of the ids are used."""
+    """Some tokens came without ids; then no ids are used."""
     finish: str | None = None
     num_tokens: int | None = None
-    """As the server counts them."""
+    """By the server's own count."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
-    counts: AcceptanceCounts | None = None
-    begin_s: float = 0.0
+    acceptance: AcceptanceCounts | None = None
+    start_s: float = 0.0
     now_s: float = 0.0
-    """When what is being read arrived."""
+    """When the piece that is being read arrived."""
     first_s: float | None = None
     last_s: float | None = None
     num_first: int = 0
     num_deltas: int = 0
 
-    def begin(self) -> None:
-        self.begin_s = self.clock()
+    def start(self) -> None:
+        self.start_s = self.clock()
 
-    def arrived(self) -> None:
+    def mark_arrival(self) -> None:
         self.now_s = self.clock()
 
-    def delta(self, text: str, ids: Sequence[int] | None, finish: str | None = None, thought: str = "") -> None:
-        """A piece of the answer. Raises AnswerError for more than was asked for."""
+    def set_counts(self, **counts: Any) -> None:
+        """Set `num_tokens`, `num_prompt_tokens` or `num_cached_tokens`; anything that is not a count is ignored."""
+        for name, value in counts.items():
+            if as_count(value) is not None:
+                setattr(self, name, value)
+
+    def set_acceptance(self, by: str, rounds: Any, drafted: Any, accepted: Any, histogram: Any) -> None:
+        """Set the totals over all rounds, if rounds and accepted drafts are counts.
+
+        `histogram` is the server's list of how many rounds accepted 0, 1, 2, ... drafts; anything else is ignored.
+        """
+        rounds, drafted, accepted = as_count(rounds), as_count(drafted), as_count(accepted)
+        if rounds is None or accepted is None:
+            return
+        at = None
+        if isinstance(histogram, list) and histogram and all(as_count(number) is not None for number in histogram):
+            at = tuple(sum(histogram[place:]) for place in range(1, len(histogram)))
+        self.acceptance = AcceptanceCounts(rounds, accepted, drafted, at, by)
+
+    def add_delta(self, text: str, ids: Sequence[int] | None, finish: str | None = None, reasoning: str = "") -> None:
+        """Add a piece of the answer. Raises AnswerError if it is longer than was asked for."""
         if finish is not None:
             self.finish = finish
         self.text += text
-        self.thought += thought
-        if len(self.text) + len(self.thought) > LETTERS * (self.max_new_tokens + 64):
+        self.reasoning += reasoning
+        if len(self.text) + len(self.reasoning) > LETTERS * (self.max_new_tokens + 64):
             raise AnswerError(f"its text is longer than {self.max_new_tokens} tokens can be")
-        has_text = bool(text or thought)
+        has_text = bool(text or reasoning)
         if ids:
             self.token_ids.extend(ids)
         elif has_text and ids is None:
@@ -103,12 +89,12 @@ class StreamState:
         self.last_s = self.now_s
         if self.first_s is None:
             self.first_s = self.now_s
-        # What came in one piece has no time between.
+        # Tokens that arrive together have no time between them.
         if self.now_s == self.first_s:
             self.num_first += num
-        # Each delta is at least one token; a few may be of none.
+        # Each delta holds at least one token; a few may hold none.
         if max(len(self.token_ids), self.num_deltas - 8) > self.max_new_tokens:
-            raise AnswerError(f"it went on after {self.max_new_tokens} tokens, the most it was asked for")
+            raise AnswerError(f"it went on after {self.max_new_tokens} tokens, the limit of the request")
 
     @property
     def has_ids(self) -> bool:
@@ -116,11 +102,11 @@ class StreamState:
 
     @property
     def whole_text(self) -> str:
-        # A server may repeat the empty thought with which the prompt ended.
-        return f"<think>{self.thought}</think>{self.text}" if self.thought.strip() else self.text
+        # A server may repeat the empty reasoning with which the prompt ended.
+        return f"<think>{self.reasoning}</think>{self.text}" if self.reasoning.strip() else self.text
 
     def generation(self, num_prompt_tokens: int | None) -> Generation:
-        """Raises AnswerError for an answer that breaks off, or whose tokens cannot be counted."""
+        """Return the finished answer. Raises AnswerError if it broke off, or its tokens cannot be counted."""
         num = self._count()
         first_s = self.now_s if self.first_s is None else self.first_s
         last_s = first_s if self.last_s is None else self.last_s
@@ -131,7 +117,7 @@ class StreamState:
             text=self.whole_text,
             finish_reason=self._finish(),
             num_prompt_tokens=known or 0,
-            prefill_s=first_s - self.begin_s,
+            prefill_s=first_s - self.start_s,
             decode_s=last_s - first_s,
             num_hidden_tokens=None if self.has_ids else num,
             num_first_tokens=num_first if num_first > 1 else None,
@@ -140,30 +126,30 @@ class StreamState:
 
     def _finish(self) -> FinishReason:
         if self.finish not in FINISHES:
-            raise AnswerError(f"it ended for the reason '{self.finish}', which is neither stop nor length")
+            raise AnswerError(f"it ended with finish reason '{self.finish}', which is neither stop nor length")
         return FINISHES[self.finish]
 
     def _count(self) -> int:
-        """Tokens of the answer; ids and the server's own count must agree."""
+        """Count the answer's tokens; ids and the server's own count must agree."""
         if self.finish is None:
-            raise AnswerError(f"the stream ended before the answer did, after {self.sofar}")
+            raise AnswerError(f"the stream ended before the answer did, after {self.progress}")
         if self.num_tokens is None:
             if not self.has_ids:
-                raise AnswerError("the server gives neither token ids nor usage, so its tokens cannot be counted")
+                raise AnswerError("the server sends neither token ids nor usage, so its tokens cannot be counted")
             return len(self.token_ids)
         if self.has_ids and len(self.token_ids) != self.num_tokens:
             raise AnswerError(
                 f"the stream has {len(self.token_ids)} tokens, but the server counts {self.num_tokens}: pieces were "
-                "lost or came twice"
+                "lost or sent twice"
             )
-        if not self.num_tokens and (self.text or self.thought):
-            raise AnswerError("the server counts no tokens for an answer that has text")
+        if not self.num_tokens and (self.text or self.reasoning):
+            raise AnswerError("the server counts no tokens in an answer that has text")
         if self.num_tokens > self.max_new_tokens:
-            raise AnswerError(f"it has {self.num_tokens} tokens, and was asked for at most {self.max_new_tokens}")
+            raise AnswerError(f"it has {self.num_tokens} tokens, and the request allowed {self.max_new_tokens}")
         return self.num_tokens
 
     @property
-    def sofar(self) -> str:
+    def progress(self) -> str:
         return f"{len(self.token_ids)} tokens" if self.has_ids else f"{self.num_deltas} pieces"
 
     def failed(self, num_prompt_tokens: int | None, error: str) -> Generation:
@@ -174,37 +160,35 @@ class StreamState:
         )
 
 
-def whole(value: Any) -> int | None:
-    """A count from a server; None for what is none."""
+def as_count(value: Any) -> int | None:
+    """Return a count that a server sent, or None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
 
 
-def at_of_histogram(value: Any) -> tuple[int, ...] | None:
-    """How many rounds accepted each position, of how many accepted 0, 1, 2, ... drafts; None for what is none."""
-    if not isinstance(value, list) or not value or any(whole(one) is None for one in value):
-        return None
-    return tuple(sum(value[place:]) for place in range(1, len(value)))
-
-
-def ids_of(value: Any) -> list[int] | None:
-    """Token ids from a server; None where there are none. Raises AnswerError for what cannot be ids."""
+def as_ids(value: Any) -> list[int] | None:
+    """Return token ids that a server sent; None for null. Raises AnswerError for anything else."""
     if value is None:
         return None
-    if not isinstance(value, list) or any(whole(one) is None for one in value):
-        raise AnswerError("what should be token ids is not a list of whole numbers")
+    if not isinstance(value, list) or any(as_count(token) is None for token in value):
+        raise AnswerError("its token ids are not a list of whole numbers")
     return list(value)
 
 
-def text_of(value: Any) -> str:
-    """Raises AnswerError for what is no text; nothing is an empty one."""
+def as_text(value: Any) -> str:
+    """Return text that a server sent, empty for null. Raises AnswerError for anything else."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise AnswerError("what should be a piece of text is none")
+        raise AnswerError("a piece of its text is not a string")
     # Halves of characters, which JSON can hold, cannot be stored.
     return value.encode("utf-8", errors="replace").decode()
 
 
-def table(value: Any) -> Mapping[str, Any]:
-    """An object from a server; an empty one for anything else."""
+def as_object(value: Any) -> Mapping[str, Any]:
+    """Return an object that a server sent; an empty one for anything else."""
     return value if isinstance(value, dict) else {}
+
+
+def version_of(page: Any) -> str | None:
+    version = as_object(page).get("version")
+    return version if isinstance(version, str) else None

@@ -6,19 +6,24 @@ Each is a package in a folder on the path: its module, and the metadata that an 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import tiny
 from fake_server import FakeServer
+from pyarrow import parquet
+from runs import listed
 
 from dflash_bench import api as db
 from dflash_bench.core import plugins
+from dflash_bench.core.dialects import DIALECTS, UNKNOWN_RULE
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, parse
-from dflash_bench.servers.connect import DIALECTS
+from dflash_bench.results import parts
 from dflash_bench.tasks.scorers import SCORERS
 
 Main = Callable[..., tuple[int, str, str]]
@@ -54,17 +59,19 @@ def shouting(prompt, text):
 DIALECT = """
 from dataclasses import replace
 
-from dflash_bench.servers.dialects.base import owner
-from dflash_bench.servers.dialects.openai import MODELS, OPENAI
-from dflash_bench.servers.dialects.vllm import VLLM
-from dflash_bench.servers.dialects.base import About
+from dflash_bench.core.dialects import CountingRule, ServerInfo
+from dflash_bench.servers.dialects import openai
+from dflash_bench.servers.dialects.vllm import DIALECT
 
 
 def identify(pages):
-    return About("9.9") if owner(pages.get(MODELS)) == "vllm" else None
+    return ServerInfo("9.9") if openai.owner(pages) == "vllm" else None
 
 
-mine = replace(VLLM, name="mine", identify=identify)
+mine = replace(
+    DIALECT, name="mine", identify=identify, rules=(CountingRule("mine.counters", "mine's own counters", beyond=None),),
+    remedies={"uncounted": "start mine with --count-rounds"},
+)
 """
 
 
@@ -162,6 +169,57 @@ def test_a_dialect_of_another_package_is_recognised_first(install: Install, tmp_
             assert (server["dialect"], server["version"]) == ("mine", "9.9")
         with pytest.raises(db.UserError, match=r"unknown dialect 'mime'; known: .*mine"):
             db.run(servers={"plain": plain.url}, dialect="mime", out=tmp_path / "run", **options)  # type: ignore[arg-type]
+
+
+def test_a_dialect_of_another_package_has_its_own_rule_words_and_remedies(
+    install: Install, tmp_path: Path, main: Main
+) -> None:
+    install("my_dialect", "[dflash_bench.dialects]\nmine = my_dialect:mine\n", {"__init__.py": DIALECT})
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "counted"
+    prompts.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in range(3)))
+    does = {"dialect": "vllm", "block": 5, "accepts": (2, 5, 0)}
+    with (
+        FakeServer(dialect="vllm") as plain,
+        FakeServer(**does) as drafts,
+        FakeServer(**does, has_metrics=False) as mute,
+    ):
+        urls = {"plain": plain.url, "dflash": drafts.url}
+        run = db.run(servers=urls, out=out, prompts=prompts, max_new_tokens=24)
+        hidden = db.run(servers=urls | {"dflash": mute.url}, out=tmp_path / "mute", prompts=prompts, max_new_tokens=24)
+    assert {*run.document.results.rows["counted_by"]} == {"mine.counters"}
+    assert "rounds of dflash by mine.counters: mine's own counters" in " ".join(str(run).split())
+    (finding,) = (one for one in hidden.findings if one.kind == "uncounted")
+    assert (finding.remedy, finding.remedy_code) == ("start mine with --count-rounds", "mine")
+    assert main("check", out)[0] == 0
+    # What the rule does not allow, and what no rule is known for, are refused when the run is read.
+    totals = "its totals of rounds are not those"
+    for forged, why in (({"total_rounds": 99}, totals), ({"counted_by": "mine.guess"}, UNKNOWN_RULE)):
+        copy = shutil.copytree(out, tmp_path / "-".join(forged))
+        for part in parts.of(copy):
+            rows = parquet.read_table(part)
+            changed = [row | (forged if row["method"] == "dflash" else {}) for row in rows.to_pylist()]
+            parquet.write_table(pa.Table.from_pylist(changed, rows.schema), part)
+        listed(copy)
+        code, text, _ = main("check", copy)
+        assert code == 1 and why in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("name='yours'", "it must be a dflash_bench.core.dialects.Dialect named 'mine'"),
+        ("name='mine'", "the id of its counting rule 'vllm.request' must begin with 'mine.'"),
+        ("name='mine', rules=()", "it has counters, and must declare the rule 'mine.counters' for them"),
+    ],
+)
+def test_a_dialect_that_declares_another_ones_facts_is_refused(install: Install, change: str, reason: str) -> None:
+    text = (
+        "from dataclasses import replace\nfrom dflash_bench.servers.dialects.vllm import DIALECT\n"
+        f"mine = replace(DIALECT, {change})"
+    )
+    install("my_dialect", "[dflash_bench.dialects]\nmine = my_dialect:mine\n", {"__init__.py": text})
+    with pytest.raises(UserError, match=reason):
+        DIALECTS["mine"]
 
 
 @pytest.mark.parametrize(

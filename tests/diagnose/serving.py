@@ -12,10 +12,11 @@ from typing import Any
 from fake_server import Count, FakeServer
 from nano_words import nano_text
 
+from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, DecodedAnswer
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import GREEDY, Message, Settings
 from dflash_bench.diagnose import crosscheck
-from dflash_bench.diagnose.compare_counts import Convention, CrosscheckResult, DecodedAnswer, RoundCounts, whole
+from dflash_bench.diagnose.compare_counts import CrosscheckResult
 from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.models import presets
@@ -35,8 +36,8 @@ class Said:
     accepted: tuple[int, ...]
     num_drafts: int
 
-    def counts(self, convention: Convention) -> RoundCounts:
-        return convention(DecodedAnswer(len(self.tokens), self.accepted, self.num_drafts, LENGTH))
+    def counts(self, conversion: Conversion) -> AcceptanceCounts:
+        return conversion.convert(DecodedAnswer(len(self.tokens), self.accepted, self.num_drafts, LENGTH))
 
 
 def chats(limit: int = PROMPTS) -> list[list[Message]]:
@@ -75,7 +76,7 @@ def decoded(
 
 @contextmanager
 def server(
-    answers: Mapping[str, Said], convention: Convention = whole, by_chat: bool = False, **does: Any
+    answers: Mapping[str, Said], conversion: Conversion = WHOLE, by_chat: bool = False, **does: Any
 ) -> Iterator[FakeServer]:
     """Gives these answers, and counts them in this way. `by_chat`: it is sent chats, in the same order."""
     if by_chat:
@@ -84,7 +85,7 @@ def server(
     ends = frozenset(said.tokens[-1] for said in answers.values() if len(said.tokens) < LENGTH)
 
     def count(prompt: str) -> Count:
-        counts = answers[prompt].counts(convention)
+        counts = answers[prompt].counts(conversion)
         return Count(counts.rounds, counts.drafted or 0, counts.accepted, list(counts.at or ()))
 
     behaviour: dict[str, Any] = {
@@ -102,7 +103,7 @@ def checked(url: str, method: str = "dflash", sends_chats: bool = False, **chang
     options: dict[str, Any] = {"model": "nano", "limit": PROMPTS, "max_new_tokens": LENGTH, **changes}
     ours = RunRequest(suites=("gsm8k",), methods=() if ":" not in method else (method,), **options)
     theirs = RunRequest(suites=(), methods=(), servers=(f"{method.partition(':')[0]}={url}",))
-    (found,) = crosscheck.perform(CrosscheckRequest(ours, theirs, sends_chats), lambda _: None)
+    (found,) = crosscheck.crosscheck(CrosscheckRequest(ours, theirs, sends_chats), lambda _: None)
     return found
 
 

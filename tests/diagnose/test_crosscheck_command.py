@@ -12,7 +12,12 @@ import pytest
 from fake_server import FakeServer
 from serving import LENGTH, PROMPTS, Said, decoded, engine, server
 
-from dflash_bench.diagnose.compare_counts import Convention, bonus_is_last, llamacpp, whole, within_answer
+from dflash_bench.core.dialects import UNMEASURED, Conversion, rule_of
+
+LLAMACPP_COUNTERS = rule_of("llamacpp.counters")
+assert LLAMACPP_COUNTERS is not None
+(LLAMACPP,) = LLAMACPP_COUNTERS.conversions
+WHOLE, WITHIN_ANSWER, BONUS_IS_LAST = UNMEASURED
 
 Main = Callable[..., tuple[int, str, str]]
 WORDS = f"crosscheck --suite gsm8k --model nano --limit {PROMPTS} --max-new-tokens {LENGTH}".split()
@@ -31,24 +36,24 @@ def check(main: Main) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
-COUNTING: list[tuple[dict[str, Any], Convention]] = [
-    ({"dialect": "vllm"}, whole),
-    ({"dialect": "vllm", "counts_by_request": True}, whole),
-    ({"dialect": "vllm", "counts_positions": False}, whole),
-    ({"dialect": "llamacpp"}, llamacpp),
-    ({"dialect": "llamacpp", "has_metrics": False}, llamacpp),
-    ({"dialect": "sglang"}, whole),
-    ({"dialect": "sglang"}, within_answer),
-    ({"dialect": "sglang"}, bonus_is_last),
-    ({"dialect": "sglang", "spec_names": "none"}, whole),
+COUNTING: list[tuple[dict[str, Any], Conversion]] = [
+    ({"dialect": "vllm"}, WHOLE),
+    ({"dialect": "vllm", "counts_by_request": True}, WHOLE),
+    ({"dialect": "vllm", "counts_positions": False}, WHOLE),
+    ({"dialect": "llamacpp"}, LLAMACPP),
+    ({"dialect": "llamacpp", "has_metrics": False}, LLAMACPP),
+    ({"dialect": "sglang"}, WHOLE),
+    ({"dialect": "sglang"}, WITHIN_ANSWER),
+    ({"dialect": "sglang"}, BONUS_IS_LAST),
+    ({"dialect": "sglang", "spec_names": "none"}, WHOLE),
 ]
 
 
-@pytest.mark.parametrize(("does", "convention"), COUNTING)
+@pytest.mark.parametrize(("does", "conversion"), COUNTING)
 def test_a_server_that_does_the_same_agrees_in_all_dialects(
-    check: Main, answers: dict[str, Said], does: dict[str, Any], convention: Convention
+    check: Main, answers: dict[str, Said], does: dict[str, Any], conversion: Conversion
 ) -> None:
-    with server(answers, convention, **does) as running:
+    with server(answers, conversion, **does) as running:
         code, out, err = check(running)
     assert (code, err.replace("loading the models\n", "")) == (0, "")
     assert out.rstrip().endswith(
@@ -61,7 +66,7 @@ def test_a_server_that_does_the_same_agrees_in_all_dialects(
 
 def test_counts_are_not_put_another_servers_way(check: Main, answers: dict[str, Said]) -> None:
     """Answers of this length end in cut rounds, so that the way of counting shows."""
-    with server(answers, llamacpp, dialect="vllm") as running:
+    with server(answers, LLAMACPP, dialect="vllm") as running:
         _, out, _ = check(running, "--json")
     (found,) = json.loads(out)
     assert found["num_same_answers"] == PROMPTS and found["num_same_counts"] < PROMPTS
@@ -70,7 +75,7 @@ def test_counts_are_not_put_another_servers_way(check: Main, answers: dict[str, 
 @pytest.mark.parametrize(
     ("does", "remedy"),
     [
-        ({"dialect": "vllm", "has_metrics": False}, "start vLLM without --disable-log-stats"),
+        ({"dialect": "vllm", "has_metrics": False}, "or start it without --disable-log-stats"),
         ({"dialect": "openai", "gives_ids": False}, "name the server's own --dialect"),
     ],
 )
@@ -84,7 +89,7 @@ def test_a_server_that_hides_its_counts_cannot_be_told(
     with server(answers, by_chat=by_chat, text=text, **does) as running:
         code, out, _ = check(running)
     assert code == 2
-    assert "It cannot be told whether the server drafts as this engine does: the server counts no rounds" in out
+    assert "Whether the server drafts as this engine does cannot be determined: the server counts no rounds" in out
     assert remedy in out and "agree" not in out and f"{PROMPTS} of {PROMPTS} answers are the same" in out
 
 
@@ -139,7 +144,7 @@ def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said])
         (["--server", "dflash:7=http://x"], "a server decides itself how many tokens it drafts"),
         (["--server", "dflash=http://x", "--method", "eagle3"], "--method eagle3 has no server"),
         (["--server", "dflash=http://x", "--method", "dflash:n=3", "--method", "dflash:n=4"], "give --method once"),
-        (["--server", "oracle=http://x"], "is no method of which a server's answers could be judged"),
+        (["--server", "oracle=http://x"], "is not a method whose answers can be judged"),
         (["--server", "dflash=http://x", "--thinking", "both"], "asks in one mode of thinking"),
         (["--server", "dflash=http://x", "--dialect", "klingon"], "unknown dialect"),
         (["--server", "dflash=http://x", "--timeout", "0"], "--timeout is a number of seconds above 0"),
@@ -160,6 +165,6 @@ def few_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from dflash_bench.diagnose import crosscheck
 
-    emulations = crosscheck.emulations
-    monkeypatch.setattr(crosscheck, "emulations", lambda bench: islice(emulations(bench), 1))
+    hypotheses = crosscheck.hypotheses
+    monkeypatch.setattr(crosscheck, "hypotheses", lambda side: islice(hypotheses(side), 1))
     yield

@@ -6,23 +6,24 @@ from collections.abc import Sequence
 
 import pytest
 
+from dflash_bench.core.dialects import AcceptanceCounts
 from dflash_bench.core.types import Divergence
 from dflash_bench.diagnose.compare_counts import (
-    Answer,
     Cause,
     CauseTrial,
     CountComparison,
+    CountedAnswer,
     CrosscheckResult,
     Pair,
-    RoundCounts,
-    drafts_a_round,
-    named,
-    nearest,
-    tried,
+    drafts_per_round,
+    fit,
+    fitting_causes,
 )
+from dflash_bench.diagnose.crosscheck import needs_causes
+from dflash_bench.diagnose.show import sentence
 
 Rounds = tuple[int, int]
-"""Rounds and accepted drafts of an answer, with 4 tokens drafted a round."""
+"""Rounds and accepted drafts of an answer, with 4 tokens drafted per round."""
 WRONG, TIE = Divergence(3, 5.0, 0.001), Divergence(3, 0.0005, 0.001)
 
 
@@ -33,17 +34,23 @@ def compared(
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         departure = departures[number] if number < len(departures) else None
         said = (9,) if departure else (1,)
-        pairs.append(Pair(Answer((1,), "", counts(mine)), Answer(said, "", other and counts(other)), departure))
+        pairs.append(
+            Pair(CountedAnswer((1,), "", counts(mine)), CountedAnswer(said, "", other and counts(other)), departure)
+        )
     return CountComparison(tuple(pairs))
 
 
-def counts(of: Rounds) -> RoundCounts:
-    return RoundCounts(of[0], of[1], 4 * of[0])
+def counts(of: Rounds) -> AcceptanceCounts:
+    return AcceptanceCounts(of[0], of[1], 4 * of[0])
 
 
 def checked(base: CountComparison, all_tried: Sequence[CauseTrial] = (), **changes: object) -> CrosscheckResult:
-    options: dict[str, object] = {"uncounted": None, "tried": tuple(all_tried), **changes}
-    return CrosscheckResult("dflash", {}, base, "vllm.counters", "", **options)  # type: ignore[arg-type]
+    options: dict[str, object] = {"uncounted": None, "trials": tuple(all_tried), **changes}
+    return CrosscheckResult("dflash", {}, base, "vllm.counters", None, **options)  # type: ignore[arg-type]
+
+
+def tried(base: CountComparison, cause: Cause, comparison: CountComparison) -> CauseTrial:
+    return CauseTrial(cause, comparison, fit(base, comparison))
 
 
 OURS = [(10, 30), (12, 30), (8, 25), (11, 20), (9, 27), (10, 22)]
@@ -85,8 +92,8 @@ def test_of_causes_those_with_the_same_counts_come_before_those_within_chance() 
     same = tried(base, Cause("same", ""), compared(LOW, LOW))
     none = tried(base, Cause("none", ""), compared(OURS, LOW))
     assert [one.how for one in (near, same, none)] == ["within chance", "same counts", None]
-    assert named([near, none]) == [near] and named([near, same, none]) == [same] and named([none]) == []
-    assert nearest([none, near]) == near
+    assert fitting_causes([near, none]) == [near] and fitting_causes([near, same, none]) == [same]
+    assert fitting_causes([none]) == [] and min([none, near], key=lambda one: one.comparison.nearness) == near
 
 
 def test_an_answer_that_is_not_the_models_differs_and_must_be_explained() -> None:
@@ -122,10 +129,13 @@ def test_a_failed_answer_is_no_agreement() -> None:
 def test_the_number_of_drafts_is_told_by_the_most_of_any_answer() -> None:
     def drafting(ours: int, theirs: Sequence[int], at: tuple[int, ...] | None = None) -> tuple[int | None, int | None]:
         pairs = tuple(
-            Pair(Answer((1,), "", RoundCounts(5, 4, 5 * ours)), Answer((1,), "", RoundCounts(5, 4, drafted, at)))
+            Pair(
+                CountedAnswer((1,), "", AcceptanceCounts(5, 4, 5 * ours)),
+                CountedAnswer((1,), "", AcceptanceCounts(5, 4, drafted, at)),
+            )
             for drafted in theirs
         )
-        return drafts_a_round(CountComparison(pairs))
+        return drafts_per_round(CountComparison(pairs))
 
     assert drafting(7, [35, 33, 35]) == (7, 7)
     assert drafting(7, [15, 13]) == (7, 3)
@@ -133,16 +143,31 @@ def test_the_number_of_drafts_is_told_by_the_most_of_any_answer() -> None:
     assert drafting(15, [35], (3, 1, 0, 0, 0, 0, 0)) == (15, 7)
 
 
-def test_a_server_that_does_not_draft_differs() -> None:
-    nothing = RoundCounts(0, 0, 0)
-    pairs = tuple(Pair(Answer((1,), "", counts(one)), Answer((1,), "", nothing)) for one in OURS)
-    assert checked(CountComparison(pairs)).verdict == "differ"
+@pytest.mark.parametrize("nothing", [AcceptanceCounts(0, 0, 0), AcceptanceCounts(12, 0, 0)])
+@pytest.mark.parametrize("num", [1, 4, 6])
+def test_a_server_that_does_not_draft_differs_however_few_the_prompts(nothing: AcceptanceCounts, num: int) -> None:
+    pairs = tuple(Pair(CountedAnswer((1,), "", counts(one)), CountedAnswer((1,), "", nothing)) for one in OURS[:num])
+    found = checked(CountComparison(pairs))
+    assert found.verdict == "differ" and not needs_causes(found.base)
+    assert "it counts no drafts, so it drafts nothing. Check that the server was started with a draft" in sentence(
+        found
+    )
+
+
+def test_few_drafts_that_are_not_accepted_or_not_reported_prove_nothing() -> None:
+    for unclear in (AcceptanceCounts(30, 0, 120), AcceptanceCounts(30, 0, None)):
+        pairs = tuple(Pair(CountedAnswer((1,), "", counts(one)), CountedAnswer((1,), "", unclear)) for one in OURS[:2])
+        assert not CountComparison(pairs).server_drafts_nothing
+    ours = CountedAnswer((1,), "", AcceptanceCounts(10, 0, 0))
+    assert not CountComparison((Pair(ours, ours),)).server_drafts_nothing
+    other = CountedAnswer((2,), "", AcceptanceCounts(0, 0, 0))
+    assert not CountComparison((Pair(CountedAnswer((1,), "", counts(OURS[0])), other),)).server_drafts_nothing
 
 
 def test_positions_are_compared_with_what_chance_allows() -> None:
-    ours, theirs = RoundCounts(40, 70, 160, (40, 20, 10, 0)), RoundCounts(50, 76, 200, (40, 22, 14))
-    pairs = tuple(Pair(Answer((1,), "", ours), Answer((1,), "", theirs)) for _ in range(4))
+    ours, theirs = AcceptanceCounts(40, 70, 160, (40, 20, 10, 0)), AcceptanceCounts(50, 76, 200, (40, 22, 14))
+    pairs = tuple(Pair(CountedAnswer((1,), "", ours), CountedAnswer((1,), "", theirs)) for _ in range(4))
     first, second, _, last = CountComparison(pairs).positions()
-    assert (first.place, first.ours, first.theirs) == (1, 1.0, 0.8) and first.is_far
-    assert (second.ours, second.theirs, second.is_far) == (0.5, 0.44, False)
-    assert (last.ours, last.theirs, last.allowed) == (0, 0, 0) and not last.is_far
+    assert (first.place, first.reference, first.server) == (1, 1.0, 0.8) and first.is_far
+    assert (second.reference, second.server, second.is_far) == (0.5, 0.44, False)
+    assert (last.reference, last.server, last.allowed) == (0, 0, 0) and not last.is_far

@@ -17,10 +17,10 @@ import torch
 from dflash_bench.cli import main
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
-from dflash_bench.diagnose import doctor, examine, probes, show
+from dflash_bench.diagnose import doctor, probes, show, trials
 from dflash_bench.diagnose.doctor import Diagnosis
-from dflash_bench.diagnose.examine import ChangeTrial
-from dflash_bench.diagnose.probes import DraftChange, Moved, changed, num_drafts_of
+from dflash_bench.diagnose.probes import DraftChange, Moved, change_draft, num_drafts_of
+from dflash_bench.diagnose.trials import ChangeTrial
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.target import Target
@@ -33,19 +33,19 @@ from dflash_bench.runner.config import RunRequest
 def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosis:
     options: dict[str, Any] = {"limit": 3, "max_new_tokens": 24, **changes}
     drafts = () if draft is None else (f"{method}={draft}",)
-    return doctor.perform(RunRequest(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
+    return doctor.diagnose(RunRequest(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
 
 
 @pytest.fixture
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target, what it says is kept, and not computed again for every draft that is tried."""
-    monkeypatch.setattr(examine, "measure_acceptance", recalled.accepted)
+    monkeypatch.setattr(trials, "measure_acceptance", recalled.accepted)
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every probe, on every prompt, every round."""
-    real = examine.accepted
+    real = trials.measure_acceptance
     seen: list[bool] = []
 
     def both(*asked: Any) -> list[AcceptedAnswer]:
@@ -53,23 +53,23 @@ def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeyp
         seen.append(answers == recalled.accepted(*asked))
         return answers
 
-    monkeypatch.setattr(examine, "measure_acceptance", both)
+    monkeypatch.setattr(trials, "measure_acceptance", both)
     examined(method, limit=1, max_new_tokens=12)
     assert len(seen) > 10 and all(seen)
 
 
 NAMED = {
-    ("dflash", "order of features"): "features stand in the order of layers 13, 10, 7, 4, 1",
+    ("dflash", "order of features"): "features are in the order of layers 13, 10, 7, 4, 1",
     ("dflash", "theta of another model"): "theta 10000, and not 500",
     ("dflash", "mask id"): "the mask is id 1000, which no token has, and not 5",
-    ("dflash", "norms without one"): "stored without the one that is added",
+    ("dflash", "norms without one"): "stored without the 1 that is added",
     ("dflash", "labels"): "labels are shifted by one",
-    ("eagle3", "order of features"): "features stand in the order of layers 12, 7, 1",
+    ("eagle3", "order of features"): "features are in the order of layers 12, 7, 1",
     ("eagle3", "theta of another model"): "theta 10000, and not 500",
-    ("eagle3", "norms with one"): "with a one that was to be added later",
+    ("eagle3", "norms with one"): "with a 1 that should be added later",
     ("eagle3", "ids in place of offsets"): "does not fit the target",
-    ("eagle3", "head"): "its head is not the one that it was trained with",
-    ("eagle3", "embedding of another model"): "it reads the target's embedding",
+    ("eagle3", "head"): "its head is not the one it was trained with",
+    ("eagle3", "embedding of another model"): "it should read the target's embedding",
     ("eagle3", "norm before residual"): "norm_before_residual False",
     ("eagle3", "norm of the output"): "norm_output False",
 }
@@ -114,7 +114,7 @@ def test_an_automatic_block_is_examined_whole() -> None:
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
 def test_a_quantised_target_is_tried_as_it_was() -> None:
     seen = examined("dflash", limit=2, max_new_tokens=16, quantize="int8")
-    (tried,) = [one for one in seen.tried if one.change.name == "the target as it was"]
+    (tried,) = [one for one in seen.trials if one.change.name == "the unquantised target"]
     assert "not in int8" in tried.change.cause and "leave out --quantize int8" in tried.change.remedy
 
 
@@ -136,8 +136,8 @@ def test_a_gain_that_may_be_chance_is_a_doubt() -> None:
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_sound_draft_has_no_cause(method: str) -> None:
     seen = examined(method)
-    assert not seen.has_cause and seen.tried and max(one.gain for one in seen.tried) < examine.LEAST_GAIN
-    assert "Nothing that was looked at or tried explains low acceptance." in show.diagnosis_text(seen)
+    assert not seen.has_cause and seen.trials and max(one.gain for one in seen.trials) < trials.LEAST_GAIN
+    assert "Nothing that was checked or tried explains low acceptance." in show.diagnosis_text(seen)
 
 
 @pytest.mark.usefixtures("read_once")
@@ -162,7 +162,7 @@ def test_a_draft_below_its_card_is_named(tmp_path: Path) -> None:
     (tmp_path / "draft" / "acceptance.json").write_text(json.dumps(card))
     seen = examined("dflash", tmp_path / "draft")
     assert "40.00 by its card" in seen.findings[0].evidence and seen.card is not None
-    assert "by its card      40.00 tokens a round; accepted by place: 90% 80%" in show.diagnosis_text(seen)
+    assert "by its card      40.00 tokens per round; accepted by position: 90% 80%" in show.diagnosis_text(seen)
     (tmp_path / "draft" / "acceptance.json").write_text('{"al_pooled": 1}')
     with pytest.raises(UserError, match="is not the acceptance of a draft"):
         examined("dflash", tmp_path / "draft")
@@ -181,17 +181,17 @@ def answers(*counts: tuple[int, ...]) -> list[AcceptedAnswer]:
 
 def test_a_gain_by_chance_is_no_cause() -> None:
     before = answers((1, 1), (4, 4), (2, 2))
-    better = examine.judged(before, [(change("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
-    assert better[0].gain > examine.LEAST_GAIN and not better[0].is_cause
-    sure = examine.judged(before, [(change("all"), answers((4, 4), (9, 9), (6, 6)))])
+    better = trials.judge(before, [(change("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
+    assert better[0].gain > trials.LEAST_GAIN and not better[0].is_cause
+    sure = trials.judge(before, [(change("all"), answers((4, 4), (9, 9), (6, 6)))])
     assert sure[0].is_cause
 
 
 def test_many_trials_need_more_than_one() -> None:
     before = answers((1, 1), (2, 2), (2, 2), (1, 1))
     after = answers((2, 2), (3, 3), (2, 3), (2, 2))
-    alone = examine.judged(before, [(change("x"), after)])
-    among = examine.judged(before, [(change("x"), after), *[(change(str(n)), before) for n in range(60)]])
+    alone = trials.judge(before, [(change("x"), after)])
+    among = trials.judge(before, [(change("x"), after), *[(change(str(n)), before) for n in range(60)]])
     assert alone[0].is_cause and not among[0].is_cause
 
 
@@ -202,12 +202,12 @@ def test_symptoms_are_left_out_and_one_of_a_kind_is_named() -> None:
         ChangeTrial(change("theta", "rotary"), 1.3, 1.3, 0.0),
         ChangeTrial(change("head", "head"), 3.0, 3.0, 0.0),
     ]
-    assert [one.change.name for one in examine.causes(listed)] == ["mask 7", "head"]
+    assert [one.change.name for one in trials.causes(listed)] == ["mask 7", "head"]
 
 
 def test_a_single_prompt_needs_a_large_gain() -> None:
-    assert examine.judged(answers((1, 1)), [(change("x"), answers((3, 3)))])[0].is_cause
-    assert not examine.judged(answers((1, 1)), [(change("x"), answers((1, 2)))])[0].is_cause
+    assert trials.judge(answers((1, 1)), [(change("x"), answers((3, 3)))])[0].is_cause
+    assert not trials.judge(answers((1, 1)), [(change("x"), answers((1, 2)))])[0].is_cause
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_loops_of_the_target_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gain_from_loops_is_none() -> None:
-    def sample(tokens: list[int]) -> examine.Sample:
-        return examine.Sample("s", (AcceptedAnswer(tuple(tokens), (3,)), AcceptedAnswer(tuple(range(40)), (3,))))
+    def sample(tokens: list[int]) -> trials.Sample:
+        return trials.Sample("s", (AcceptedAnswer(tuple(tokens), (3,)), AcceptedAnswer(tuple(range(40)), (3,))))
 
     sound, looping = sample([*range(50, 90)]), sample([5] * 40)
     others = [(change("template"), looping), (change("thinking"), sound)]
@@ -244,16 +244,16 @@ def test_a_gain_from_loops_is_none() -> None:
 def test_a_changed_draft_leaves_the_original_as_it_was() -> None:
     draft = loading.load("nano", ["dflash"], "cpu", torch.float32).drafts["dflash"]
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    other = changed(draft, {"norm.weight": torch.zeros_like(draft.norm.weight)}, mask_token_id=7)
+    other = change_draft(draft, {"norm.weight": torch.zeros_like(draft.norm.weight)}, mask_token_id=7)
     assert other.config.mask_token_id == 7 and not other.norm.weight.any()
     assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in before.items())
 
 
 def test_masks_are_tried_by_name_then_behind_the_vocabulary() -> None:
     models = loading.load("nano", ["dflash"], "cpu", torch.float32)
-    draft = changed(models.drafts["dflash"], mask_token_id=5)
-    patient = probes.Patient(draft, Target(models.target), models.tokenizer, 15)
-    tried = list(probes.mask_candidates(patient))
+    draft = change_draft(models.drafts["dflash"], mask_token_id=5)
+    subject = probes.DraftUnderTest(draft, Target(models.target), models.tokenizer, 15)
+    tried = list(probes.mask_candidates(subject))
     assert tried[0] == len(models.tokenizer) == 1000 and 5 not in tried and len(set(tried)) == len(tried)
 
 
@@ -265,7 +265,7 @@ def test_masks_are_tried_by_name_then_behind_the_vocabulary() -> None:
     [
         (["--method", "ngram"], "--method ngram has no draft that can be examined; dflash and eagle3 have"),
         (["--method", "dflash", "--method", "eagle3"], "doctor examines one method at a time"),
-        (["--method", "dflash:steps=2"], "doctor tries a draft with n= or block= alone; leave out steps="),
+        (["--method", "dflash:steps=2"], "doctor examines drafts with n= or block= only; leave out steps="),
         (["--data", "embedded"], "--data has no effect without --suite"),
         (["--thinking", "sometimes"], "unknown mode of thinking"),
         (["--thinking", "both"], "doctor asks in one mode of thinking; give --thinking on or off"),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import causes, compare_counts, crosscheck
-from dflash_bench.diagnose.compare_counts import drafts_a_round, named
+from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_causes
 from dflash_bench.diagnose.show import sentence
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -40,17 +40,17 @@ EMULATED: dict[tuple[str, str, str], Emulated] = {}
 
 @dataclass
 class Shaped:
-    """An emulation, with the method and its number of drafts."""
+    """A hypothesis, with the method and its number of drafts."""
 
-    emulation: Any
+    hypothesis: Any
     shape: str
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.emulation, name)
+        return getattr(self.hypothesis, name)
 
 
 OPENED: dict[str, LocalBackend] = {}
-DECODE = crosscheck._Sides._emulated
+DECODE = crosscheck.CrossCheck._emulate
 
 
 @pytest.fixture(autouse=True)
@@ -73,18 +73,18 @@ def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def remembered(self: Any, one: Any) -> Emulated:
         key = (one.shape, one.cause.name, str(one.prompts))
         if key not in EMULATED:
-            EMULATED[key] = DECODE(self, one.emulation)
+            EMULATED[key] = DECODE(self, one.hypothesis)
         return EMULATED[key]
 
-    emulations = crosscheck.emulations
+    hypotheses = crosscheck.hypotheses
 
-    def shaped(bench: Any) -> Iterator[Any]:
-        shape = f"{bench.method.label} {bench.num_drafts} {id(bench.backend)}"
-        for one in emulations(bench):
+    def shaped(side: Any) -> Iterator[Any]:
+        shape = f"{side.method.label} {side.num_drafts} {id(side.backend)}"
+        for one in hypotheses(side):
             yield Shaped(one, shape)
 
-    monkeypatch.setattr(crosscheck._Sides, "_emulated", remembered)
-    monkeypatch.setattr(crosscheck, "emulations", shaped)
+    monkeypatch.setattr(crosscheck.CrossCheck, "_emulate", remembered)
+    monkeypatch.setattr(crosscheck, "hypotheses", shaped)
 
 
 IN_CHECKPOINTS = {
@@ -110,7 +110,7 @@ def test_a_server_that_reads_the_draft_otherwise(fault: tuple[str, str], tmp_pat
     answers = decoded(engine(method, planted.plant(fault, tmp_path / "draft")), method)
     with server(answers) as running:
         found = checked(running.url, method)
-    assert found.verdict == "differ" and names(named(found.tried)) == [IN_CHECKPOINTS[fault]]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [IN_CHECKPOINTS[fault]]
 
 
 def unanchored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,14 +193,14 @@ def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pyt
         answers = decoded(engine(method), method)
     with server(answers) as running:
         found = checked(running.url, method)
-    assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
 
 
 @pytest.fixture
 def few_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones of all, for models whose causes no other test needs."""
-    emulations = crosscheck.emulations
-    monkeypatch.setattr(crosscheck, "emulations", lambda bench: islice(emulations(bench), 6))
+    hypotheses = crosscheck.hypotheses
+    monkeypatch.setattr(crosscheck, "hypotheses", lambda side: islice(hypotheses(side), 6))
 
 
 @pytest.mark.usefixtures("few_causes")
@@ -212,29 +212,27 @@ def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pyt
         answers = decoded(engine("dflash", draft), "dflash")
     with server(answers) as running:
         found = checked(running.url, drafts=(f"dflash={draft}",))
-    assert found.verdict == "differ" and names(named(found.tried)) == ["the first layer's norm for all"]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the first layer's norm for all"]
 
 
 def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nano's own draft that changes hardly anything, so the draft here has an odd norm."""
-    emulations = crosscheck.emulations
-    monkeypatch.setattr(
-        crosscheck, "emulations", lambda bench: [e for e in emulations(bench) if "norm" in e.cause.name]
-    )
+    hypotheses = crosscheck.hypotheses
+    monkeypatch.setattr(crosscheck, "hypotheses", lambda side: [e for e in hypotheses(side) if "norm" in e.cause.name])
     ours, theirs = (
         planted.plant(("eagle3", norm), tmp_path / norm) for norm in ("odd last norm", "last norm of the target")
     )
     with server(decoded(engine("eagle3", theirs), "eagle3")) as running:
         found = checked(running.url, "eagle3", drafts=(f"eagle3={ours}",))
-    assert found.verdict == "differ" and names(named(found.tried)) == ["the target's last norm"]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the target's last norm"]
 
 
 def test_a_server_that_drafts_fewer_tokens() -> None:
     with server(decoded(engine("dflash:n=7"), "dflash:n=7")) as running:
         found = checked(running.url)
-    assert found.verdict == "differ" and drafts_a_round(found.base) == (15, 7)
-    assert names(named(found.tried)) == ["7 tokens a round"]
-    assert "it drafts 7 tokens a round, and this engine 15" in sentence(found)
+    assert found.verdict == "differ" and drafts_per_round(found.base) == (15, 7)
+    assert names(fitting_causes(found.trials)) == ["7 tokens per round"]
+    assert "it drafts 7 tokens per round, and this engine 15" in sentence(found)
     with server(decoded(engine("dflash:n=7"), "dflash:n=7")) as running:
         assert checked(running.url, "dflash:n=7").verdict == "agree"
 
@@ -242,7 +240,7 @@ def test_a_server_that_drafts_fewer_tokens() -> None:
 def test_a_server_that_drafts_more_tokens_than_its_method_says() -> None:
     with server(decoded(engine("eagle3:n=9"), "eagle3:n=9")) as running:
         found = checked(running.url, "eagle3")
-    assert names(named(found.tried)) == ["9 tokens a round"]
+    assert names(fitting_causes(found.trials)) == ["9 tokens per round"]
 
 
 @pytest.mark.usefixtures("few_causes")
@@ -260,7 +258,7 @@ def test_a_server_that_verifies_a_part_of_its_block(
         answers = {p: replace(said, num_drafts=num_drafts) for p, said in decoded(engine(method), method).items()}
     with server(answers) as running:
         found = checked(running.url, f"dflash:n={num_drafts}")
-    assert found.verdict == "differ" and names(named(found.tried)) == [f"a block of {wide}"]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [f"a block of {wide}"]
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -272,7 +270,7 @@ def test_a_server_that_computes_in_another_type(kind: str, monkeypatch: pytest.M
         found = checked(running.url)
     if found.base.state == "same":
         pytest.skip(f"no count changes in {kind} on this processor")
-    assert f"all in {kind}" in names(named(found.tried))
+    assert f"all in {kind}" in names(fitting_causes(found.trials))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -290,14 +288,14 @@ def test_a_server_with_a_quantised_target(bits: int, tmp_path: Path) -> None:
     backend = engine(target=target)
     with server(decoded(backend, "dflash")) as running:
         found = checked(running.url)
-    assert found.verdict == "differ" and f"the target in {bits} bits" in names(named(found.tried))
+    assert found.verdict == "differ" and f"the target in {bits} bits" in names(fitting_causes(found.trials))
 
 
 def test_a_server_that_thinks() -> None:
     answers = decoded(engine(), "dflash", Settings(thinking=True))
     with server(answers, by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
-    assert found.verdict == "differ" and names(named(found.tried)) == ["thinking on"]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["thinking on"]
     assert found.num_prompt_tokens is not None and found.base.mismatches
     asked = [body for path, body, _ in running.asked if path == "/v1/chat/completions"]
     assert asked and not any("chat_template_kwargs" in body for body in asked)
@@ -308,15 +306,15 @@ def test_a_server_without_a_template() -> None:
     bare = [backend.tokenizer.encode("\n".join(m.content for m in chat)) for chat in chats()]
     with server(decoded(backend, "dflash", prompts=bare), by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
-    assert found.verdict == "differ" and names(named(found.tried)) == ["no template"]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["no template"]
 
 
 @pytest.mark.parametrize(
     ("token", "cause", "change"),
     [
-        ("<|endoftext|>", "a token of begin", lambda prompt: [0, *prompt]),
-        ("<|im_start|>", "two tokens of begin", lambda prompt: [1, *prompt]),
-        ("<|im_start|>", "no token of begin", lambda prompt: prompt[1:]),
+        ("<|endoftext|>", "a begin-of-text token", lambda prompt: [0, *prompt]),
+        ("<|im_start|>", "two begin-of-text tokens", lambda prompt: [1, *prompt]),
+        ("<|im_start|>", "no begin-of-text token", lambda prompt: prompt[1:]),
     ],
 )
 def test_a_server_that_begins_prompts_otherwise(
@@ -326,32 +324,32 @@ def test_a_server_that_begins_prompts_otherwise(
     backend = engine()
     backend.tokenizer.bos_token = token
     monkeypatch.setattr(crosscheck, "open_local", lambda resolved: backend)
-    monkeypatch.setattr(crosscheck, "emulations", causes._of_prompts)
-    monkeypatch.setattr(crosscheck._Sides, "_emulated", DECODE)
+    monkeypatch.setattr(crosscheck, "hypotheses", causes._about_prompts)
+    monkeypatch.setattr(crosscheck.CrossCheck, "_emulate", DECODE)
     answers = decoded(engine(), "dflash", prompts=[change(backend.encode(chat)) for chat in chats()])
     with server(answers, by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
-    assert found.verdict == "differ" and names(named(found.tried)) == [cause]
+    assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
 def test_a_server_whose_target_is_not_quantised_as_ours_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_counts, "SAME", 1.0)
     monkeypatch.setattr(compare_counts, "GAINED", 1)
-    monkeypatch.setattr(crosscheck, "emulations", causes._of_targets)
-    monkeypatch.setattr(crosscheck._Sides, "_emulated", DECODE)
+    monkeypatch.setattr(crosscheck, "hypotheses", causes._about_targets)
+    monkeypatch.setattr(crosscheck.CrossCheck, "_emulate", DECODE)
     with server(decoded(engine(), "dflash")) as running:
         found = checked(running.url, quantize="int8")
-    assert found.verdict == "differ" and "the target as it was" in names(named(found.tried))
+    assert found.verdict == "differ" and "the unquantised target" in names(fitting_causes(found.trials))
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_nothing_is_named_for_a_fault_that_is_not_known(method: str) -> None:
-    """It accepts two drafts a round at most, though it drafts more."""
+    """It accepts two drafts per round at most, though it drafts more."""
     answers = {prompt: replace(said, accepted=split(said)) for prompt, said in decoded(engine(method), method).items()}
     with server(answers) as running:
         found = checked(running.url, method)
-    assert found.verdict == "differ" and not named(found.tried)
+    assert found.verdict == "differ" and not fitting_causes(found.trials)
     assert "known causes fits" in sentence(found)
 
 
@@ -370,4 +368,4 @@ def test_a_sound_server_has_no_cause() -> None:
     for method in ("dflash", "eagle3"):
         with server(decoded(engine(method), method)) as running:
             found = checked(running.url, method)
-        assert (found.verdict, found.base.state, found.tried) == ("agree", "same", ())
+        assert (found.verdict, found.base.state, found.trials) == ("agree", "same", ())

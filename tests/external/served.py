@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.compare import Difference
+from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import crosscheck
@@ -26,7 +27,6 @@ from dflash_bench.results.identity import settings_of
 from dflash_bench.runner import launch
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_and_model, resolve
-from dflash_bench.servers.dialects.base import Program, Serving
 from dflash_bench.servers.launch import Launched
 from studies._study import bench
 
@@ -87,17 +87,17 @@ class Measured:
     problems: tuple[str, ...]
 
 
-def servings(program: Program, path: Path, asked: Prompts, methods: Sequence[str]) -> list[Serving]:
+def servings(program: Program, path: Path, asked: Prompts, methods: Sequence[str]) -> list[LaunchSpec]:
     """What `run --launch` would start at this path: plain decoding first, then a server for each method."""
     request = replace(
         asked.request(*methods), concurrency=CONCURRENCY, launch=program.name, launch_with=str(path), dtype="float32"
     )
-    return launch.servings_of(program, resolve(*methods_and_model(request)), print)
+    return launch.launch_specs(program, resolve(*methods_and_model(request)), print)
 
 
 @contextmanager
 def started(
-    program: Program, path: Path, wanted: Sequence[Serving], logs: Path, more: Sequence[str] = ()
+    program: Program, path: Path, wanted: Sequence[LaunchSpec], logs: Path, more: Sequence[str] = ()
 ) -> Iterator[dict[str, str]]:
     """The addresses of servers by their labels; they are stopped at the end of the `with`."""
     with Launched(program, str(path), Arguments(more), logs) as launched:
@@ -162,7 +162,7 @@ def wrong(lines: Sequence[Line]) -> Iterator[str]:
 def checked(asked: Prompts, urls: Mapping[str, str]) -> list[CrosscheckResult]:
     """What `dflash-bench crosscheck` says of the servers that draft."""
     theirs = RunRequest(servers=tuple(f"{label}={url}" for label, url in urls.items()))
-    return crosscheck.perform(CrosscheckRequest(asked.request(), theirs), show)
+    return crosscheck.crosscheck(CrosscheckRequest(asked.request(), theirs), show)
 
 
 def show(doing: str) -> None:

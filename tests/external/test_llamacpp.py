@@ -21,6 +21,7 @@ from served import Measured, Prompts
 
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core import methods
+from dflash_bench.core.dialects import LaunchSpec
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Message
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
@@ -30,8 +31,7 @@ from dflash_bench.models import loading, presets
 from dflash_bench.models.gguf_tokenizer import ODD_TEXTS
 from dflash_bench.report.tables import ABSENT, markdown, number
 from dflash_bench.results import table
-from dflash_bench.servers.dialects.base import Serving
-from dflash_bench.servers.dialects.llamacpp import LLAMACPP_PROGRAM
+from dflash_bench.servers.launch import program_named
 from dflash_bench.tasks import suites
 from studies._llamacpp_server import Server, Settings, version
 from studies._study import bench
@@ -84,14 +84,16 @@ def found(
     torch.set_num_threads(1)
     model, folder = pytestconfig.getoption("--model"), tmp_path_factory.mktemp("llamacpp")
     asked = Prompts(model, limit(PER_SUITE[model], max(served.CONCURRENCY)), MAX_NEW_TOKENS[model], SUITES[model])
-    servings = served.servings(LLAMACPP_PROGRAM, PROGRAM, asked, COMPARABLE)
+    servings = served.servings(program_named("llama.cpp"), PROGRAM, asked, COMPARABLE)
     with ExitStack() as stack:
-        urls = stack.enter_context(served.started(LLAMACPP_PROGRAM, PROGRAM, servings, folder / "servers"))
+        urls = stack.enter_context(served.started(program_named("llama.cpp"), PROGRAM, servings, folder / "servers"))
         urls["ngram"] = stack.enter_context(looking_up(python, servings[0])).address
         measurement = served.measured(asked, urls, METHODS, folder)
         checked = checks(asked, {label: urls[label] for label in COMPARABLE})
     (drafting,) = (serving for serving in servings if serving.method.label == "dflash")
-    with served.started(LLAMACPP_PROGRAM, PROGRAM, [drafting], folder / "flash", ("--flash-attn", "on")) as urls:
+    with served.started(
+        program_named("llama.cpp"), PROGRAM, [drafting], folder / "flash", ("--flash-attn", "on")
+    ) as urls:
         checked[FLASH] = checks(asked, urls)["dflash"]
     remarks, wrong = looked_into(python, asked, servings[0].target)
     blocks = page(command("llamacpp"), model, measurement, checked, remarks, version(python))
@@ -140,7 +142,7 @@ def test_launched_by_run_itself_every_answer_is_the_models_own(
     assert list(served.wrong(lines)) == []
 
 
-def looking_up(python: Path, plain: Serving) -> Server:
+def looking_up(python: Path, plain: LaunchSpec) -> Server:
     return Server(
         python, Settings(plain.target, "ngram", None, NUM_LOOKED_UP, plain.length * plain.slots, slots=plain.slots)
     )

@@ -16,11 +16,11 @@ import pytest
 import served
 from served import Prompts
 
+from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Record
 from dflash_bench.report.tables import in_markdown, markdown
 from dflash_bench.results import store
-from dflash_bench.servers.dialects.base import Program, Serving
 from studies._study import bench
 
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
@@ -37,14 +37,14 @@ class Kind:
     """Whose versions are shown."""
 
 
-def transformers_words(serving: Serving, port: int) -> list[str]:
+def transformers_words(serving: LaunchSpec, port: int) -> list[str]:
     return [
         "serve", serving.target, "--device", "cpu", "--dtype", serving.dtype, "--host", "127.0.0.1",
         "--port", str(port),
     ]  # fmt: skip
 
 
-def mlx_words(serving: Serving, port: int) -> list[str]:
+def mlx_words(serving: LaunchSpec, port: int) -> list[str]:
     return ["--model", serving.target, "--host", "127.0.0.1", "--port", str(port)]
 
 

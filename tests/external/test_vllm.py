@@ -20,9 +20,9 @@ import torch
 from served import Measured, Prompts
 
 from dflash_bench.core.environment import describe, one_line
-from dflash_bench.diagnose.compare_counts import CrosscheckResult, named
+from dflash_bench.diagnose.compare_counts import CrosscheckResult, fitting_causes
 from dflash_bench.diagnose.show import sentence
-from dflash_bench.servers.dialects.vllm import VLLM_PROGRAM
+from dflash_bench.servers.launch import program_named
 
 pytestmark = pytest.mark.vllm
 PER_SUITE, MAX_NEW_TOKENS, MODEL = 8, 128, "nano"
@@ -56,8 +56,8 @@ def found(
     folder, python = tmp_path_factory.mktemp("vllm"), server_environment("vllm") / "bin" / "python"
     asked = Prompts(MODEL, limit(PER_SUITE, max(served.CONCURRENCY)), MAX_NEW_TOKENS)
     fault = norm_fault(python)
-    servings = served.servings(VLLM_PROGRAM, PROGRAM, asked, METHODS)
-    with served.started(VLLM_PROGRAM, PROGRAM, servings, folder / "servers") as urls:
+    servings = served.servings(program_named("vllm"), PROGRAM, asked, METHODS)
+    with served.started(program_named("vllm"), PROGRAM, servings, folder / "servers") as urls:
         measurement = served.measured(asked, urls, METHODS, folder)
         drafting = {label: url for label, url in urls.items() if label != "ar"}
         checked = {one.method: one for one in served.checked(asked, drafting)}
@@ -65,7 +65,7 @@ def found(
         plugged = [serving for serving in servings if serving.method.label == "dflash"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(PLUGINS))
-            with served.started(VLLM_PROGRAM, PROGRAM, plugged, folder / "plugged") as urls:
+            with served.started(program_named("vllm"), PROGRAM, plugged, folder / "plugged") as urls:
                 (checked[PER_LAYER],) = served.checked(asked, urls)
     write_page("vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python)))
     return Found(measurement, checked, fault)
@@ -96,7 +96,9 @@ def norm_fault(python: Path) -> str:
 
 def problems(checked: dict[str, CrosscheckResult], fault: str) -> Iterator[str]:
     for name, one in checked.items():
-        is_excused = bool(fault) and name == AS_RELEASED and CAUSE in [cause.cause.name for cause in named(one.tried)]
+        is_excused = (
+            bool(fault) and name == AS_RELEASED and CAUSE in [cause.cause.name for cause in fitting_causes(one.trials)]
+        )
         if one.verdict != "agree" and not (is_excused and not one.base.mismatches and not one.failed):
             yield f"{name}: {sentence(one)}"
 

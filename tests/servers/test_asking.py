@@ -70,16 +70,16 @@ MARKED = {
     "500": "HTTP 500: fault 500",
     "503": "HTTP 503: fault 503",
     "redirect": "HTTP 307: /v1/completions leads to another address",
-    "slow": "no whole answer within 1 s, after 0 pieces; see --timeout",
+    "slow": "no complete answer within 1 s, after 0 pieces; see --timeout",
     "bad_json": "an event of the stream is not JSON",
     "bad_utf8": "the stream is not UTF-8",
     "no_object": "an event of the stream is not an object: [1, 2]",
     "endless": "it went on after 12 tokens",
     "duplicate": "the stream has 9 tokens, but the server counts 8",
     "one_piece": "in one piece instead of a stream",
-    "error_event": "the server broke off: out of blocks",
-    "bad_ids": "should be token ids",
-    "odd_finish": "the reason 'abort'",
+    "error_event": "the server stopped with an error: out of blocks",
+    "bad_ids": "token ids are not a list",
+    "odd_finish": "finish reason 'abort'",
 }
 
 
@@ -141,9 +141,7 @@ def test_a_server_that_has_gone_ends_the_run_with_what_to_do(monkeypatch: pytest
 
 def test_a_server_that_understands_nothing_is_refused_and_one_that_did_fails_answers() -> None:
     with FakeServer(refuses=("cache_salt",)) as server, backend(server) as opened:
-        with pytest.raises(
-            UserError, match=r"refuses what it is asked \(HTTP 422: Unsupported.*another --dialect than v"
-        ):
+        with pytest.raises(UserError, match=r"refuses the request \(HTTP 422: Unsupported.*another --dialect than v"):
             opened.generate("ar", CHAT)
         server.does.refuses = ()
         assert opened.generate("ar", CHAT).error is None
@@ -163,14 +161,14 @@ def test_times_are_those_of_the_stream_and_of_tokens() -> None:
 def test_what_arrives_in_one_piece_has_no_time_between() -> None:
     ticks = iter([1.0, 1.5, 2.0, 4.0])
     heard = StreamState(lambda: next(ticks), 20)
-    heard.begin()
-    heard.arrived()
-    heard.delta("", None)  # the role, which is no token
-    heard.arrived()
-    heard.delta("a", [1])
-    heard.delta("bc", [2, 3])
-    heard.arrived()
-    heard.delta("de", [4, 5], "stop")
+    heard.start()
+    heard.mark_arrival()
+    heard.add_delta("", None)  # the role, which is no token
+    heard.mark_arrival()
+    heard.add_delta("a", [1])
+    heard.add_delta("bc", [2, 3])
+    heard.mark_arrival()
+    heard.add_delta("de", [4, 5], "stop")
     answer = heard.generation(7)
     assert (answer.prefill_s, answer.decode_s) == (1.0, 2.0)
     assert (answer.num_tokens, answer.num_first_tokens, answer.num_decoded) == (5, 3, 2)
@@ -178,9 +176,9 @@ def test_what_arrives_in_one_piece_has_no_time_between() -> None:
 
 def test_an_answer_in_a_single_piece_has_no_time_a_token() -> None:
     heard = StreamState(iter([1.0, 2.0]).__next__, 20)
-    heard.begin()
-    heard.arrived()
-    heard.delta("all of it", None, "length")
+    heard.start()
+    heard.mark_arrival()
+    heard.add_delta("all of it", None, "length")
     heard.num_tokens = 5
     answer = heard.generation(None)
     assert (answer.num_hidden_tokens, answer.num_first_tokens, answer.num_decoded) == (5, 5, 0)
@@ -284,6 +282,6 @@ def test_thinking_is_said_where_every_server_takes_it_or_the_user_asks(dialect: 
 
 
 def test_an_empty_thought_that_a_server_repeats_is_none() -> None:
-    heard = StreamState(iter([1.0]).__next__, 20, text="4", thought="\n\n")
+    heard = StreamState(iter([1.0]).__next__, 20, text="4", reasoning="\n\n")
     assert heard.whole_text == "4"
-    assert StreamState(iter([1.0]).__next__, 20, text="4", thought="so").whole_text == "<think>so</think>4"
+    assert StreamState(iter([1.0]).__next__, 20, text="4", reasoning="so").whole_text == "<think>so</think>4"

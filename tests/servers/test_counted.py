@@ -8,7 +8,7 @@ import pytest
 from fake_server import Count, FakeServer
 from one_server import CHAT, backend, one
 
-from dflash_bench.core.types import COUNTED
+from dflash_bench.core.dialects import rule_of
 
 COUNTED_BY = [
     ({"dialect": "vllm"}, "vllm.counters"),
@@ -33,7 +33,7 @@ def test_rounds_are_counted_by_what_the_server_tells(does: dict[str, Any], by: s
     # A token from prefill, and three rounds of three.
     expected = (3, 12 if does.get("spec_names") != "none" else None, 6) if by else (None, None, None)
     assert (answer.total_rounds, answer.total_drafted, answer.total_accepted) == expected
-    assert by is None or by in COUNTED
+    assert by is None or rule_of(by) is not None
 
 
 def test_a_last_round_that_is_cut_is_counted_right_by_counters_and_derived_without_what_was_cut() -> None:
@@ -48,7 +48,8 @@ def test_a_last_round_that_is_cut_is_counted_right_by_counters_and_derived_witho
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("others", "counted 108 tokens for an answer of 8: others use it"), ("counters_back", "anew")]
+    ("fault", "reason"),
+    [("others", "counted 108 tokens for an answer of 8: someone else uses it"), ("counters_back", "restarted")],
 )
 def test_counters_that_more_than_this_answer_moved_count_nothing(fault: str, reason: str) -> None:
     with (
@@ -66,7 +67,7 @@ def test_a_server_that_counts_nonsense_spoils_no_run() -> None:
     with FakeServer(counts_by_request=True, accepts=(9,), block=2, has_metrics=False) as server:
         answer = one(server)
     assert (answer.error, answer.total_rounds, answer.counted_by) == (None, None, None)
-    assert (answer.uncounted or "").startswith("what the server counts cannot be right (vllm.request): ")
+    assert (answer.uncounted or "").startswith("the server's counts cannot be right (vllm.request): ")
 
 
 def cut(dialect: str, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def test_rounds_without_drafts_that_vllm_does_not_count_are_said_and_make_no_acc
     """As with n-grams: one round of four accepted drafts among forty plain steps is no acceptance length of 5."""
     with FakeServer(**cut("vllm", 1, 7, 4)) as server:
         answer = one(server)
-    assert "5 of the 45 tokens after the first: it leaves out rounds that draft nothing, or counts wrongly" in (
+    assert "5 of the 45 tokens after the first: it leaves out rounds that draft nothing, or miscounts" in (
         answer.uncounted or ""
     )
 
@@ -118,4 +119,4 @@ def test_a_counter_that_is_no_count_is_said_and_is_no_number(value: str) -> None
         server._metrics = spoiled  # type: ignore[method-assign]
         answer = opened.generate("ar", CHAT)
     assert (answer.error, answer.total_rounds, answer.total_accepted) == (None, None, None)
-    assert "cannot be read: vllm:spec_decode_num_accepted_tokens is no count but '" in (answer.uncounted or "")
+    assert "cannot be read: vllm:spec_decode_num_accepted_tokens is not a count but '" in (answer.uncounted or "")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from fake_server import FakeServer
 
+from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.secrets import Secret
 from dflash_bench.core.types import GREEDY, Message, Settings
 from dflash_bench.servers import prometheus
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
-from dflash_bench.servers.prometheus import Counters
-from dflash_bench.servers.stream import AcceptanceCounts
+from dflash_bench.servers.prometheus import CounterPage
 
 CHAT = (Message("user", "What is 6 times 7?"),)
 SECRET = "sk-very-secret"
@@ -103,7 +103,7 @@ def test_a_dialect_that_is_named_is_spoken() -> None:
     ("does", "changes", "message"),
     [
         ({"is_loading": True}, {}, r"is not ready \(HTTP 503: Loading model\); wait until"),
-        ({"key": "k"}, {}, r"wants a key .*--api-key-env NAME"),
+        ({"key": "k"}, {}, r"requires an API key .*--api-key-env NAME"),
         ({"models": ("a", "b")}, {}, "serves 2 models; name one with --served-model: a, b"),
         ({"models": ("a", "b")}, {"model": "c"}, "has no model 'c'; it serves a, b"),
     ],
@@ -118,7 +118,10 @@ def test_a_server_that_cannot_be_measured_is_refused_with_what_to_do(
 def test_what_is_no_such_server_is_refused() -> None:
     with FakeServer(dialect="openai") as server:
         server._page = lambda *_: (200, "hello")  # type: ignore[method-assign]
-        with pytest.raises(UserError, match="as no server does that is known here; correct the address, or say with"):
+        with pytest.raises(
+            UserError,
+            match=r"does not look like any server we know \(checked /v1/models\); correct the address, or name",
+        ):
             opened(server)
 
 
@@ -161,10 +164,11 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_settings_without_words_in_a_dialect_are_refused() -> None:
     with FakeServer(dialect="openai") as server, opened(server) as backend:
         backend.check_chats([], [GREEDY, Settings(temperature=1.0, top_p=0.9)])
-        with pytest.raises(UserError, match=r"the openai dialect cannot say --top-k; leave it out"):
+        with pytest.raises(UserError, match=r"the openai dialect does not support --top-k; leave it out"):
             backend.check_chats([], [Settings(temperature=1.0, top_k=5)])
 
 
+ALL = list(DIALECTS.values())
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="a b"} 10.0
 vllm:spec_decode_num_drafts_total{engine="1",model_name="a b"} 2.0
@@ -180,33 +184,33 @@ vllm:num_requests_running{engine="0"} 1.0
 
 
 def test_counters_are_read_over_all_engines() -> None:
-    assert prometheus.parse(METRICS) == Counters(
-        "vllm",
+    assert prometheus.parse(METRICS, ALL) == CounterPage(
+        "vllm.counters",
         {
             "spec_decode_num_drafts": 12, "spec_decode_num_draft_tokens": 150, "spec_decode_num_accepted_tokens": 40,
             "generation_tokens": 55,
         },
         {0: 10, 12: 3},
     )  # fmt: skip
-    plain = prometheus.parse("llamacpp:tokens_predicted_total 7\nvllm 3\n")
+    plain = prometheus.parse("llamacpp:tokens_predicted_total 7\nvllm 3\n", ALL)
     assert plain is not None
     assert not plain.count_rounds
-    assert prometheus.parse("process_start_time_seconds 1.7e+09\nvllm:e2e 1") is None
+    assert prometheus.parse("process_start_time_seconds 1.7e+09\nvllm:e2e 1", ALL) is None
 
 
-def at(rounds: float, drafted: float, accepted: float, tokens: float | None = None) -> Counters:
+def at(rounds: float, drafted: float, accepted: float, tokens: float | None = None) -> CounterPage:
     values = dict(
         zip((prometheus.ROUNDS, prometheus.DRAFTED, prometheus.ACCEPTED), (rounds, drafted, accepted), strict=True)
     )
-    return Counters("vllm", values | ({} if tokens is None else {"generation_tokens": tokens}))
+    return CounterPage("vllm.counters", values | ({} if tokens is None else {"generation_tokens": tokens}))
 
 
 @pytest.mark.parametrize(
     ("after", "num_tokens", "expected"),
     [
-        (at(13, 46, 17), 11, AcceptanceCounts("vllm.counters", 3, 16, 7)),
-        (at(13, 46, 17, 111), 11, AcceptanceCounts("vllm.counters", 3, 16, 7)),
-        (at(10, 30, 10, 111), 11, AcceptanceCounts("vllm.counters", 0, 0, 0)),
+        (at(13, 46, 17), 11, AcceptanceCounts(3, 7, 16, by="vllm.counters")),
+        (at(13, 46, 17, 111), 11, AcceptanceCounts(3, 7, 16, by="vllm.counters")),
+        (at(10, 30, 10, 111), 11, AcceptanceCounts(0, 0, 0, by="vllm.counters")),
         (at(13, 46, 17, 112), 11, "counted 12 tokens for an answer of 11"),
         (at(9, 46, 17), 11, "went back"),
         (
@@ -217,7 +221,7 @@ def at(rounds: float, drafted: float, accepted: float, tokens: float | None = No
     ],
 )
 def test_what_an_answer_added_is_told_or_why_it_cannot_be(
-    after: Counters, num_tokens: int, expected: AcceptanceCounts | str
+    after: CounterPage, num_tokens: int, expected: AcceptanceCounts | str
 ) -> None:
     added = prometheus.difference(at(10, 30, 10, 100), after, num_tokens)
     if isinstance(expected, str):

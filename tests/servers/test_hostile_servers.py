@@ -19,9 +19,10 @@ import pytest
 from fake_server import FakeServer
 from one_server import CHAT, backend
 
+from dflash_bench.core.dialects import AcceptanceCounts, contradiction
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
-from dflash_bench.core.types import Generation, contradiction
+from dflash_bench.core.types import Generation
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.servers import client
@@ -214,8 +215,8 @@ def test_a_count(dialect: str, role: str) -> None:
             # It tells drafts alone: rounds are worked out, and fit by that. Old versions of SGLang tell rounds alone.
             by = answer.counted_by or ""
             assert by in ("llamacpp.timings", "sglang.derived"), one
-            totals = answer.total_rounds, answer.total_drafted, answer.total_accepted
-            assert contradiction(by, TRUE, *totals) is None  # type: ignore[arg-type]
+            counts = AcceptanceCounts(answer.total_rounds, answer.total_accepted or 0, answer.total_drafted, by=by)
+            assert contradiction(counts, TRUE) is None
             assert by != "sglang.derived" or answer.total_rounds == 3
 
 

@@ -128,7 +128,7 @@ def test_right_tokens_with_another_text_are_a_failed_answer_and_never_scored(
 ) -> None:
     code, out, err = served(says=says)
     assert (code, "3 of 6 answers failed" in err) == (1, True)
-    assert "its text is not that of its tokens: from letter" in " ".join(out.split())
+    assert "its text is not that of its tokens: from character" in " ".join(out.split())
     for record in store.load(Path("served"))[1]:
         wrong = record.method == "dflash"
         assert (record.generation.error is not None, record.passed is None) == (wrong, wrong)

@@ -18,12 +18,12 @@ import pytest
 from nano_words import nano_text
 
 from dflash_bench.core import methods
+from dflash_bench.core.dialects import LaunchSpec
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.results import store, table
 from dflash_bench.servers import launch, supervisor
-from dflash_bench.servers.dialects.base import Serving
-from dflash_bench.servers.launch import PROGRAMS, Launched
+from dflash_bench.servers.launch import Launched, program_named
 
 Main = Callable[..., tuple[int, str, str]]
 PROGRAM = Path(__file__).parent / "fake_program.py"
@@ -47,17 +47,17 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     return make
 
 
-def serving(text: str = "ar", **changes: Any) -> Serving:
+def spec(text: str = "ar", **changes: Any) -> LaunchSpec:
     method = methods.parse(text)
     draft = (None, None) if text == "ar" else ("D", 5)
-    return Serving(**{
+    return LaunchSpec(**{
         "method": method, "model": "m", "target": "T", "draft": draft[0], "num_drafts": draft[1], "length": 512,
         "slots": 4, "dtype": "float32", "memory_share": 0.3, **changes,
     })  # fmt: skip
 
 
 def launched(path: Path, folder: Path, name: str = "vllm") -> Launched:
-    return Launched(PROGRAMS[name], str(path), Arguments(()), folder)
+    return Launched(program_named(name), str(path), Arguments(()), folder)
 
 
 def is_alive(process: int) -> bool:
@@ -75,29 +75,29 @@ def gone(processes: Sequence[int]) -> bool:
 
 
 def test_vllm_is_asked_for_what_is_documented() -> None:
-    words = PROGRAMS["vllm"].words(serving("dflash@a:5"), 81)
+    words = program_named("vllm").argv(spec("dflash@a:5"), 81)
     assert words[:2] == ["serve", "T"]
     said = json.loads(words[words.index("--speculative-config") + 1])
     assert said == {"method": "dflash", "model": "D", "num_speculative_tokens": 5}
     assert words[words.index("--per-request-spec-decode-metrics") + 1] == "summary"
     # It refuses to count where nothing is drafted.
-    plain = PROGRAMS["vllm"].words(serving(), 81)
+    plain = program_named("vllm").argv(spec(), 81)
     assert not {"--speculative-config", "--per-request-spec-decode-metrics"} & {*plain}
 
 
 def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:
-    words = PROGRAMS["llama.cpp"].words(serving("eagle3"), 81)
+    words = program_named("llama.cpp").argv(spec("eagle3"), 81)
     assert words[words.index("--spec-type") + 1] == "draft-eagle3"
     assert words[words.index("--spec-draft-n-max") + 1] == "5"
     assert words[words.index("--ctx-size") + 1] == str(4 * 512)
     assert words[words.index("--flash-attn") + 1] == "off"
-    assert "--flash-attn" not in PROGRAMS["llama.cpp"].words(serving("eagle3", dtype="bfloat16"), 81)
+    assert "--flash-attn" not in program_named("llama.cpp").argv(spec("eagle3", dtype="bfloat16"), 81)
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize("name", ["vllm", "llama.cpp"])
 def test_servers_are_waited_for_and_gone_afterwards(program: Callable[..., Path], tmp_path: Path, name: str) -> None:
     with launched(program(late_s=0.3), tmp_path / "logs", name) as servers:
-        addresses = servers.start([serving(), serving("dflash")])
+        addresses = servers.start([spec(), spec("dflash")])
         for address in addresses:
             assert urllib.request.urlopen(f"{address.url}/health").status == 200
         assert servers.died() == []
@@ -118,7 +118,7 @@ def test_what_ignores_being_ended_and_leaves_its_group_is_ended_all_the_same(
     short.write_text(Path(supervisor.__file__).read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.3"))
     monkeypatch.setattr(launch.supervisor, "__file__", str(short))
     with launched(program(ignores=True, child=str(tmp_path / "pids")), tmp_path / "logs") as servers:
-        servers.start([serving()])
+        servers.start([spec()])
         processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
         assert all(map(is_alive, processes))
     assert gone(processes)
@@ -152,7 +152,7 @@ def test_nothing_is_left_when_we_or_the_keeper_are_killed(
 
 def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callable[..., Path], tmp_path: Path) -> None:
     with launched(program(exits=3), tmp_path / "logs") as servers, pytest.raises(UserError) as raised:
-        servers.start([serving()])
+        servers.start([spec()])
     said = str(raised.value)
     assert "vllm for ar did not start; exit status 3; it ran out of memory" in said
     assert "| CUDA error: out of memory" in said
@@ -162,7 +162,7 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
     ("more", "message"),
     [
         (("--launch", "x"), "unknown program to launch 'x'; known: llama.cpp, vllm"),
-        (("--launch", "vllm", "--launch-with", "no-such"), "no-such is no program that can be run; give --launch-with"),
+        (("--launch", "vllm", "--launch-with", "no-such"), "no-such is not an executable file; give --launch-with"),
         (("--launch-with", "x"), "--launch-with has no effect without --launch"),
         (("--launch", "vllm", "--server", "plain=http://x:1"), "--server has no effect with --launch"),
         (("--launch", "vllm", "--engine", "native"), "--engine has no effect with --launch"),

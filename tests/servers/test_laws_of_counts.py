@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from dflash_bench.core.types import COUNTED, LAWS, MOST_DRAFTED, contradiction
-from dflash_bench.diagnose.compare_counts import CONVENTIONS, DecodedAnswer
+from dflash_bench.core.dialects import (
+    DIALECTS,
+    MOST_DRAFTED,
+    UNKNOWN_RULE,
+    AcceptanceCounts,
+    DecodedAnswer,
+    contradiction,
+)
+
+RULES = {rule.id: rule for dialect in DIALECTS.values() for rule in dialect.rules}
 
 
-def test_every_way_of_counting_has_its_law() -> None:
-    assert LAWS.keys() == COUNTED.keys() == CONVENTIONS.keys()
+def refused(by: str, num_tokens: int, rounds: int, drafted: int | None, accepted: int) -> str | None:
+    return contradiction(AcceptanceCounts(rounds, accepted, drafted, by=by), num_tokens)
+
+
+@pytest.mark.parametrize("by", ["vllm.guess", "mine.request", "", "vllm", "..", "no such thing"])
+def test_an_unknown_rule_makes_no_counts(by: str) -> None:
+    assert UNKNOWN_RULE in str(refused(by, 46, 0, 0, 0))
 
 
 def decoded(number: int) -> Iterator[DecodedAnswer]:
@@ -27,37 +41,33 @@ def decoded(number: int) -> Iterator[DecodedAnswer]:
         yield DecodedAnswer(min(done, limit, stops), tuple(accepted), drafts, limit)
 
 
-@pytest.mark.parametrize("by", sorted(LAWS))
+@pytest.mark.parametrize("by", sorted(RULES))
 def test_no_true_count_is_refused(by: str) -> None:
     for answer in decoded(23):
-        for rule in CONVENTIONS[by]:
-            counts = rule.convert(answer)
-            most = None if counts.at is None else sum(bool(number) for number in counts.at)
-            why = contradiction(
-                by, answer.num_tokens, counts.rounds, counts.drafted, counts.accepted,
-                most_accepted=most, at_limit=answer.num_tokens == answer.limit,
-            )  # fmt: skip
+        for conversion in RULES[by].conversions:
+            counts = replace(conversion.convert(answer), by=by)
+            why = contradiction(counts, answer.num_tokens, at_limit=answer.num_tokens == answer.limit)
             assert why is None, (answer, counts)
 
 
-@pytest.mark.parametrize("by", sorted(LAWS))
+@pytest.mark.parametrize("by", sorted(RULES))
 def test_rounds_that_are_merged_or_made_up_are_refused(by: str) -> None:
     """Half as many rounds with the same drafts, or one accepted draft more for each: both raise the acceptance."""
     whole = [one for one in decoded(24) if sum(one.accepted) + len(one.accepted) == one.num_tokens - 1]
     num = 0
     for answer in whole:
-        counts = CONVENTIONS[by][0].convert(answer)
+        counts = RULES[by].conversions[0].convert(answer)
         if counts.rounds < 4 or len(answer.accepted) < 4:
             continue
         num += 1
-        assert contradiction(by, answer.num_tokens, counts.rounds // 2, counts.drafted, counts.accepted)
+        assert refused(by, answer.num_tokens, counts.rounds // 2, counts.drafted, counts.accepted)
         if answer.num_drafts < counts.rounds:  # what the end cuts off a longer block would explain it
             more = counts.accepted + counts.rounds
-            assert contradiction(by, answer.num_tokens, counts.rounds, answer.num_drafts * counts.rounds, more)
+            assert refused(by, answer.num_tokens, counts.rounds, answer.num_drafts * counts.rounds, more)
     assert num > 30
 
 
-@pytest.mark.parametrize("by", sorted(LAWS))
+@pytest.mark.parametrize("by", sorted(RULES))
 @pytest.mark.parametrize(
     ("num_tokens", "rounds", "drafted", "accepted"),
     [
@@ -69,10 +79,10 @@ def test_rounds_that_are_merged_or_made_up_are_refused(by: str) -> None:
 def test_what_cannot_be_is_refused_in_every_way_of_counting(
     by: str, num_tokens: int, rounds: int, drafted: int, accepted: int
 ) -> None:
-    assert contradiction(by, num_tokens, rounds, drafted, accepted) is not None
+    assert refused(by, num_tokens, rounds, drafted, accepted) is not None
 
 
 def test_plain_decoding_counts_no_rounds() -> None:
-    for by in LAWS:
-        assert contradiction(by, 46, 0, 0, 0) is None
-    assert contradiction("sglang.derived", 46, 0, None, 0) is None
+    for by in RULES:
+        assert refused(by, 46, 0, 0, 0) is None
+    assert refused("sglang.derived", 46, 0, None, 0) is None

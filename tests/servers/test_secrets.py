@@ -149,7 +149,7 @@ def test_secrets_of_launched_servers_are_nowhere(
 
 
 def test_a_launched_server_is_sent_the_key_that_it_wants() -> None:
-    llamacpp, vllm = launch.PROGRAMS["llama.cpp"], launch.PROGRAMS["vllm"]
+    llamacpp, vllm = launch.program_named("llama.cpp"), launch.program_named("vllm")
     given = Arguments(["--api-key", SECRET])
     assert launch.key_of(vllm, given, {"VLLM_API_KEY": "other"}) == Secret(SECRET)
     assert launch.key_of(vllm, Arguments([f"--api-key={SECRET}"]), {}) == Secret(SECRET)

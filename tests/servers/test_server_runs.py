@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,12 +17,13 @@ from pyarrow import parquet
 from runs import listed
 
 from dflash_bench.analysis import metrics
+from dflash_bench.core.dialects import UNKNOWN_RULE
 from dflash_bench.results import parts, store, table
-from dflash_bench.runner.config import DIALECTS as OFFERED
-from dflash_bench.servers.connect import DIALECTS
+from dflash_bench.servers import dialects
 
 Main = Callable[..., tuple[int, str, str]]
 PROMPTS = 4
+TOTALS = "its totals of rounds are not those of its tokens"
 
 
 @pytest.fixture
@@ -52,8 +55,17 @@ def words(servers: Sequence[FakeServer], prompts: Path, out: str = "run", *more:
     ]  # fmt: skip
 
 
-def test_the_dialects_that_a_user_may_name_are_those_that_are_spoken() -> None:
-    assert {*OFFERED} == {*DIALECTS}
+def test_dialects_are_one_file_each_and_light_to_load() -> None:
+    """Reading runs and offering `--dialect` need their facts, and neither an HTTP client nor torch."""
+    code = (
+        "import sys; from dflash_bench.core.dialects import DIALECTS; before = {*sys.modules}; names = list(DIALECTS); "
+        "assert before == {*sys.modules}; found = [d.name for d in DIALECTS.values()]; assert names == found; "
+        "heavy = {'torch', 'transformers', 'httpx2', 'httpx', 'numpy', 'pandas'} & {*sys.modules}; "
+        "assert not heavy, heavy; print(*names)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    files = {path.stem for path in Path(dialects.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {*done.stdout.split()} == files and len(files) == 7
 
 
 def test_a_run_over_servers_holds_what_they_did(
@@ -88,19 +100,19 @@ def test_a_run_over_servers_holds_what_they_did(
 
 
 @pytest.mark.parametrize(
-    "forged",
+    ("forged", "why"),
     [
-        lambda row: {"total_rounds": row["total_rounds"] // 2},
-        lambda row: {"total_accepted": row["total_accepted"] + row["total_rounds"]},
-        lambda row: {"total_drafted": None, "counted_by": "vllm.counters"},
-        lambda row: {"counted_by": "sglang.derived", "total_accepted": row["total_accepted"] - 1},
-        lambda row: {"counted_by": "unheard.of"},
+        (lambda row: {"total_rounds": row["total_rounds"] // 2}, TOTALS),
+        (lambda row: {"total_accepted": row["total_accepted"] + row["total_rounds"]}, TOTALS),
+        (lambda row: {"total_drafted": None, "counted_by": "vllm.counters"}, TOTALS),
+        (lambda row: {"counted_by": "sglang.derived", "total_accepted": row["total_accepted"] - 1}, TOTALS),
+        (lambda row: {"counted_by": "unheard.of"}, f"its rounds follow {UNKNOWN_RULE}"),
     ],
     ids=["merged rounds", "more accepted", "no drafts told", "another way of counting", "an unknown way of counting"],
 )  # fmt: skip
 def test_totals_that_are_not_those_of_the_tokens_are_found_by_check(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], tmp_path: Path,
-    forged: Callable[[dict[str, Any]], dict[str, Any]],
+    forged: Callable[[dict[str, Any]], dict[str, Any]], why: str,
 ) -> None:  # fmt: skip
     assert main(*words(pair(), prompts))[0] == 0
     assert main("check", "run")[0] == 0
@@ -110,7 +122,7 @@ def test_totals_that_are_not_those_of_the_tokens_are_found_by_check(
         parquet.write_table(pa.Table.from_pylist(changed, rows.schema), part)
     listed(tmp_path / "run")
     code, out, _ = main("check", "run")
-    assert code == 1 and "its totals of rounds are not those of its tokens" in " ".join(out.split())
+    assert code == 1 and why in " ".join(out.split())
 
 
 def test_figures_are_those_of_the_rounds(

@@ -7,24 +7,11 @@ from typing import Any
 
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings.case import Case, Remedy, Seen, answers
+from dflash_bench.core import dialects
 from dflash_bench.core.types import CellKey
 
-DERIVED = frozenset(("llamacpp.timings", "sglang.derived"))
-"""Counts of rounds that are not told, but worked out."""
 WORSE_P = 0.01
 """Below this p, answers got worse: a run may have a dozen methods and suites, which are not adjusted for."""
-CACHE_REMEDIES = {
-    "vllm": "start vLLM with VLLM_SERVER_DEV_MODE=1, so that its cache can be emptied, or with "
-    "--no-enable-prefix-caching",
-    "sglang": "start SGLang with --disable-radix-cache",
-}
-COUNT_REMEDIES = {
-    "vllm": "start vLLM with --per-request-spec-decode-metrics summary, or measure one answer at a time and keep "
-    "others away",
-    "llamacpp": "start llama.cpp with --metrics, and keep others away",
-    "tensorrt_llm": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options",
-    "lmdeploy": "start lmdeploy with --enable-metrics, measure one answer at a time, and keep others away",
-}
 
 
 def plain_drafts(case: Case) -> Seen | None:
@@ -115,9 +102,10 @@ def reused_prompts(case: Case) -> Seen | None:
         f"{len(hits)} of {answers(case.good)} reused {tokens} tokens of prompts that the server had kept: its time to "
         "the first token, and tps.e2e, are too good"
     )
-    remedy = CACHE_REMEDIES.get(_dialect(case), "switch the server's prefix cache off")
     counts = {"num_answers": len(hits), "num_all": len(case.good), "num_tokens": tokens}
-    return case.seen("reused_prompts", text, _for_dialect(case, remedy, CACHE_REMEDIES), **counts)
+    return case.seen(
+        "reused_prompts", text, _remedy(case, "reused_prompts", "switch off the server's prefix cache"), **counts
+    )
 
 
 def uncounted(case: Case) -> Seen | None:
@@ -125,17 +113,14 @@ def uncounted(case: Case) -> Seen | None:
     if case.is_baseline or not len(missing):
         return None
     text = f"acceptance is not available for {len(missing)} of {answers(case.good)}: {missing.iloc[0]}"
-    remedy = COUNT_REMEDIES.get(
-        _dialect(case),
-        "speed and exactness need no counts; vLLM, SGLang, llama.cpp, TensorRT-LLM and lmdeploy have them",
-    )
-    counts = {"num_answers": len(missing), "num_all": len(case.good)}
-    return case.seen("uncounted", text, _for_dialect(case, remedy, COUNT_REMEDIES), **counts)
+    remedy = _remedy(case, "uncounted", "speed and exactness need no counts; use a server that reports its rounds")
+    return case.seen("uncounted", text, remedy, num_answers=len(missing), num_all=len(case.good))
 
 
 def derived_rounds(case: Case) -> Seen | None:
     """Such rounds are off where the limit cut the last one."""
-    derived = case.good[case.good["counted_by"].isin(DERIVED)]
+    ways = [way for way in case.good["counted_by"].dropna().unique() if (r := dialects.rule_of(way)) and r.is_derived]
+    derived = case.good[case.good["counted_by"].isin(ways)]
     if case.is_baseline or not len(derived):
         return None
     num_cut = int((derived["finish_reason"] == "length").sum())
@@ -144,20 +129,18 @@ def derived_rounds(case: Case) -> Seen | None:
         f"rounds of {len(derived)} of {answers(case.good)} were worked out ({by}), which is wrong by one where the "
         f"limit cut the last round; {num_cut} were cut"
     )
-    remedy = COUNT_REMEDIES.get(_dialect(case), "a newer version of the server tells them")
+    remedy = _remedy(case, "uncounted", "use a version of the server that reports its rounds")
     counts = {"num_answers": len(derived), "num_all": len(case.good), "num_cut": num_cut}
-    return case.seen("derived_rounds", text, _for_dialect(case, remedy, COUNT_REMEDIES), counted_by=str(by), **counts)
+    return case.seen("derived_rounds", text, remedy, counted_by=str(by), **counts)
 
 
-def _for_dialect(case: Case, text: str, known: Mapping[str, str]) -> Remedy:
-    dialect = _dialect(case)
-    return Remedy(dialect if dialect in known else "other_server", text)
+def _remedy(case: Case, code: str, otherwise: str) -> Remedy:
+    """Return what the cell's dialect declares for this code."""
+    dialect = str(_server(case, case.cell.method).get("dialect"))
+    text = dialects.remedy(dialect, code)
+    return Remedy("other_server", otherwise) if text is None else Remedy(dialect, text)
 
 
 def _server(case: Case, method: str) -> Mapping[str, Any]:
     servers: Mapping[str, Mapping[str, Any]] = case.identity.get("servers") or {}
     return servers.get(method, {})
-
-
-def _dialect(case: Case) -> str:
-    return str(_server(case, case.cell.method).get("dialect"))

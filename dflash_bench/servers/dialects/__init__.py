@@ -1,3 +1,3 @@
-"""How each server is spoken to: one file a dialect, and an entry in `detection.DIALECTS`."""
+"""The kinds of servers that we know. Each is one file with a `DIALECT`, found by its name (see `core/dialects.py`)."""
 
 from __future__ import annotations

@@ -1,74 +1,96 @@
-"""llama.cpp's server: how it is asked, what it counts, and how it is launched."""
+"""llama.cpp's server: /completion with token ids, or its OpenAI path where we have no tokenizer; counts in timings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_bench.servers.client import AnswerError
+from dflash_bench.core.dialects import (
+    AcceptanceCounts,
+    AnswerError,
+    Conversion,
+    CountingRule,
+    DecodedAnswer,
+    Dialect,
+    LaunchSpec,
+    Pages,
+    Program,
+    ServerInfo,
+    ServerRequest,
+)
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.base import FAR, About, Ask, Dialect, Pages, Program, Serving
-from dflash_bench.servers.stream import AcceptanceCounts, StreamState, ids_of, table, text_of, whole
-
-# llama.cpp's server: /completion with token ids, or its OpenAI path where we have no tokenizer; counts in timings.
-
+from dflash_bench.servers.stream import StreamState, as_count, as_ids, as_object, as_text
 
 PROPS = "/props"
 STOPS = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
-def identify(pages: Pages) -> About | None:
-    props = table(pages.get(PROPS))
+def identify(pages: Pages) -> ServerInfo | None:
+    props = as_object(pages.get(PROPS))
     if "default_generation_settings" not in props:
         return None
     build = props.get("build_info")
-    facts = {name: props[name] for name in ("total_slots", "model_path") if isinstance(props.get(name), str | int)}
-    return About(build if isinstance(build, str) else None, facts)
+    known = {name: props[name] for name in ("total_slots", "model_path") if isinstance(props.get(name), str | int)}
+    return ServerInfo(build if isinstance(build, str) else None, known)
 
 
-def call(ask: Ask) -> tuple[str, dict[str, Any]]:
-    """All settings are said: what it does by itself is top_k 40, top_p 0.95 and min_p 0.05."""
-    settings = ask.settings
+def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
+    """Send every setting: its own defaults are top_k 40, top_p 0.95 and min_p 0.05."""
+    settings = request.settings
     body: dict[str, Any] = {
         "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
         "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty,
-        "seed": ask.seed % 2**31, "cache_prompt": False, "stream": True, "return_tokens": True,
+        "seed": request.seed % 2**31, "cache_prompt": False, "stream": True, "return_tokens": True,
     }  # fmt: skip
     if settings.repetition_penalty != 1:
-        body["repeat_last_n"] = FAR
-    if ask.prompt_ids is None:
-        return "/v1/chat/completions", openai.common(ask) | body | openai.thinking(ask) | {"messages": ask.chat}
-    return "/completion", body | {"prompt": list(ask.prompt_ids), "n_predict": ask.max_new_tokens}
+        body["repeat_last_n"] = openai.FAR
+    if request.prompt_ids is None:
+        return openai.CHAT, openai.chat_body(request) | body
+    return "/completion", body | {"prompt": list(request.prompt_ids), "n_predict": request.max_new_tokens}
 
 
-def read(event: Mapping[str, Any], heard: StreamState) -> None:
+def read(event: Mapping[str, Any], state: StreamState) -> None:
     if event.get("error") is not None or "choices" in event:
-        openai.read(event, heard)
+        openai.read(event, state)
     else:
         finish = STOPS.get(str(event.get("stop_type"))) if event.get("stop") is True else None
-        # The last event repeats no token, and those before name what they bring.
-        heard.delta(text_of(event.get("content")), ids_of(event.get("tokens")), finish)
-        heard.num_prompt_tokens = whole(event.get("tokens_evaluated")) or heard.num_prompt_tokens
-    timings = table(event.get("timings"))
-    if (num := whole(timings.get("predicted_n"))) is not None:
-        heard.num_tokens = num
-    if (cached := whole(timings.get("cache_n"))) is not None:
-        heard.num_cached_tokens = cached
-    if heard.finish is None or heard.num_tokens is None:
+        # The last event repeats no token, and those before it name only their own.
+        state.add_delta(as_text(event.get("content")), as_ids(event.get("tokens")), finish)
+        state.set_counts(num_prompt_tokens=as_count(event.get("tokens_evaluated")) or None)
+    timings = as_object(event.get("timings"))
+    state.set_counts(num_tokens=timings.get("predicted_n"), num_cached_tokens=timings.get("cache_n"))
+    if state.finish is None or state.num_tokens is None:
         return
     # A token of half a character is not sent by itself, and its id never.
-    if (missing := heard.num_tokens - len(heard.token_ids)) > 0:
-        if heard.token_ids and missing > 3 * (1 + sum(not letter.isascii() for letter in heard.text)):
-            raise AnswerError(f"{len(heard.token_ids)} ids came, but the server counts {heard.num_tokens} tokens")
-        heard.ids_missing = True
-    drafted, accepted = whole(timings.get("draft_n")), whole(timings.get("draft_n_accepted"))
+    if (missing := state.num_tokens - len(state.token_ids)) > 0:
+        if state.token_ids and missing > 3 * (1 + sum(not letter.isascii() for letter in state.text)):
+            raise AnswerError(f"{len(state.token_ids)} ids came, but the server counts {state.num_tokens} tokens")
+        state.ids_missing = True
+    drafted, accepted = as_count(timings.get("draft_n")), as_count(timings.get("draft_n_accepted"))
     if drafted is not None and accepted is not None:
-        # What was drafted was drafted in a round, even if the end cut all but its drafts.
-        rounds = max(heard.num_tokens - 1 - accepted, 1 if drafted else 0)
-        heard.counts = AcceptanceCounts("llamacpp.timings", rounds, drafted, accepted)
+        rounds = _derived_rounds(state.num_tokens, accepted, drafted)
+        state.acceptance = AcceptanceCounts(rounds, accepted, drafted, by="llamacpp.timings")
 
 
-LLAMACPP = Dialect("llamacpp", (PROPS,), identify, call, read, prefix_cache="off")
+def _derived_rounds(num_tokens: int, accepted: int, drafted: int | None) -> int:
+    """Rounds that explain the tokens which no accepted draft does. If anything was drafted, there was a round."""
+    return max(num_tokens - 1 - accepted, 1 if drafted else 0)
+
+
+def _convert(answer: DecodedAnswer) -> AcceptanceCounts:
+    kept, drafted = [], 0
+    for left, accepted, emitted in answer.rounds():
+        room = min(answer.num_drafts, left - 1)
+        if room > 0:
+            kept.append(emitted if accepted >= emitted == room else emitted - 1)
+            drafted += room
+    return answer.counts(kept, drafted)
+
+
+def _convert_timings(answer: DecodedAnswer) -> AcceptanceCounts:
+    counts = _convert(answer)
+    rounds = _derived_rounds(answer.num_tokens, counts.accepted, counts.drafted)
+    return AcceptanceCounts(rounds, counts.accepted, counts.drafted)
 
 
 # `llama-server`: options as in llama.cpp's documentation of its server and of speculation (docs/speculative.md).
@@ -81,22 +103,58 @@ EXACT = (
 EXACT_DRAFT = ("--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32")
 
 
-def words(serving: Serving, port: int) -> list[str]:
-    exact = serving.dtype == "float32"
+def argv(spec: LaunchSpec, port: int) -> list[str]:
+    exact = spec.dtype == "float32"
     return [
-        "--model", serving.target, "--alias", serving.model, "--host", "127.0.0.1", "--port", str(port),
-        # It divides its context between the answers at a time.
-        "--ctx-size", str(serving.length * serving.slots), "--parallel", str(serving.slots), "--metrics",
+        "--model", spec.target, "--alias", spec.model, "--host", "127.0.0.1", "--port", str(port),
+        # It divides its context between concurrent answers.
+        "--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics",
         *(EXACT if exact else ()),
-        *(_speculation(serving) + list(EXACT_DRAFT if exact else ()) if serving.draft is not None else ()),
+        *(_speculation(spec) + list(EXACT_DRAFT if exact else ()) if spec.draft is not None else ()),
     ]  # fmt: skip
 
 
-def _speculation(serving: Serving) -> list[str]:
+def _speculation(spec: LaunchSpec) -> list[str]:
     return [
-        "--model-draft", str(serving.draft), "--spec-type", f"draft-{serving.method.name}",
-        "--spec-draft-n-max", str(serving.num_drafts),
+        "--model-draft", str(spec.draft), "--spec-type", f"draft-{spec.method.name}",
+        "--spec-draft-n-max", str(spec.num_drafts),
     ]  # fmt: skip
 
 
-LLAMACPP_PROGRAM = Program("llama.cpp", "llama-server", True, ("dflash", "eagle3"), "LLAMA_API_KEY", words)
+DIALECT = Dialect(
+    "llamacpp", (PROPS,), identify, call, read, prefix_cache="off", counters="llamacpp",
+    rules=(
+        CountingRule(
+            "llamacpp.counters",
+            "differences of llamacpp:spec_decode_num_drafts (S), _num_draft_tokens and _num_accepted_tokens around the "
+            "answer; what the last round accepts beyond the end is not in them",
+            (
+                Conversion(
+                    "llamacpp",
+                    "It drafts no more than may still be emitted besides the bonus token; with nothing left to draft "
+                    "there is no round. A stop token that was drafted ends the round as if it were the bonus token, "
+                    "unless it is the draft's last.",
+                    _convert,
+                ),
+            ),
+            # With room for one token there is no round; drafts that fill the room are accepted without a bonus token.
+            short=1, beyond=1,
+        ),
+        CountingRule(
+            "llamacpp.timings",
+            "draft_n and draft_n_accepted of the answer's timings, without what the last round accepts beyond the end; "
+            "S = T - 1 - draft_n_accepted, as it is not reported, which is too few where the limit cut that round",
+            (
+                Conversion(
+                    "llamacpp_timings",
+                    "As in its counters, but rounds are not reported: they are taken to be the tokens that no accepted "
+                    "draft explains.",
+                    _convert_timings,
+                ),
+            ),
+            beyond=1, is_derived=True,
+        ),
+    ),
+    remedies={"uncounted": "start llama.cpp's server with --metrics, and let nobody else use it"},
+    program=Program("llama.cpp", "llama-server", True, ("dflash", "eagle3"), "LLAMA_API_KEY", argv),
+)  # fmt: skip

@@ -1,52 +1,61 @@
-"""lmdeploy: /generate with token ids, or its OpenAI path where we have no tokenizer; its counters have the rounds."""
+"""lmdeploy: /generate with token ids, or its OpenAI path where we have no tokenizer; its counters count the rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_bench.core.dialects import UNMEASURED, CountingRule, Dialect, Pages, ServerInfo, ServerRequest
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages, owner
-from dflash_bench.servers.stream import StreamState, ids_of, table, text_of, whole
+from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
 
 NAME = "lmdeploy"
 
 
-def identify(pages: Pages) -> About | None:
-    return About() if owner(pages.get(openai.MODELS)) == NAME else None
+def identify(pages: Pages) -> ServerInfo | None:
+    return ServerInfo() if openai.owner(pages) == NAME else None
 
 
-def call(ask: Ask) -> tuple[str, dict[str, Any]]:
-    """All settings are said: what it does by itself is top_k 40 and a temperature of 0.7. /generate takes no seed."""
-    settings = ask.settings
+def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
+    """Send every setting: its own defaults are top_k 40 and a temperature of 0.7. /generate takes no seed."""
+    settings = request.settings
     sampling = {
         "temperature": settings.temperature, "top_p": settings.top_p, "min_p": settings.min_p,
-        # Of one token it can only draw the best, whatever it makes of temperature 0.
+        # With one token it can only draw the best, whatever it makes of temperature 0.
         "top_k": 1 if settings.greedy else settings.top_k, "repetition_penalty": settings.repetition_penalty,
     }  # fmt: skip
-    if ask.prompt_ids is None:
-        body = openai.common(ask) | sampling | openai.thinking(ask)
-        return "/v1/chat/completions", body | {"messages": ask.chat, "seed": ask.seed % 2**31}
+    if request.prompt_ids is None:
+        return openai.CHAT, openai.chat_body(request) | sampling | {"seed": request.seed % 2**31}
     return "/generate", sampling | {
-        "input_ids": list(ask.prompt_ids), "max_tokens": ask.max_new_tokens, "stream": True,
+        "input_ids": list(request.prompt_ids), "max_tokens": request.max_new_tokens, "stream": True,
         # Otherwise it neither names nor counts the token that ends an answer.
         "include_stop_str_in_output": True,
     }  # fmt: skip
 
 
-def read(event: Mapping[str, Any], heard: StreamState) -> None:
+def read(event: Mapping[str, Any], state: StreamState) -> None:
     if event.get("error") is not None or "choices" in event:
-        openai.read(event, heard)
+        openai.read(event, state)
         return
-    meta = table(event.get("meta_info"))
-    finish = table(meta.get("finish_reason")).get("type")
-    # With a stop comes the token that ends the answer, alone; its text is no part of it.
-    text = "" if finish == "stop" else text_of(event.get("text"))
-    heard.delta(text, ids_of(event.get("output_ids")), None if finish is None else str(finish))
-    if (num := whole(meta.get("completion_tokens"))) is not None:
-        heard.num_tokens = num
-    if (num := whole(meta.get("prompt_tokens"))) is not None:
-        heard.num_prompt_tokens = num
+    meta = as_object(event.get("meta_info"))
+    finish = as_object(meta.get("finish_reason")).get("type")
+    # The event of a stop holds only the token that ends the answer; its text is not part of it.
+    text = "" if finish == "stop" else as_text(event.get("text"))
+    state.add_delta(text, as_ids(event.get("output_ids")), None if finish is None else str(finish))
+    state.set_counts(num_tokens=meta.get("completion_tokens"), num_prompt_tokens=meta.get("prompt_tokens"))
 
 
-LMDEPLOY = Dialect(NAME, (openai.MODELS,), identify, call, read)
+DIALECT = Dialect(
+    NAME, (openai.MODELS,), identify, call, read, counters=NAME,
+    rules=(
+        CountingRule(
+            "lmdeploy.counters",
+            "differences of lmdeploy:spec_decode_num_drafts (S), _num_draft_tokens and _num_accepted_tokens around the "
+            "answer",
+            UNMEASURED, beyond=None, may_omit_stop=True,
+        ),
+    ),
+    remedies={
+        "uncounted": "start lmdeploy with --enable-metrics, measure one answer at a time, and let nobody else use it",
+    },
+)  # fmt: skip

@@ -1,6 +1,7 @@
-"""Any OpenAI-compatible server: /v1/chat/completions, and no more fields than the specification has.
+"""Any OpenAI-compatible server: /v1/chat/completions with the fields of the specification only.
 
-But for a mode of thinking that the user asks for: the specification has no words for it, and most servers the same.
+The exception is a mode of thinking that the user asks for, which the specification cannot express: it is sent in the
+field that most servers understand.
 """
 
 from __future__ import annotations
@@ -8,71 +9,78 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_bench.servers.client import AnswerError
-from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages
-from dflash_bench.servers.stream import StreamState, ids_of, table, text_of, whole
+from dflash_bench.core.dialects import AnswerError, Dialect, Pages, ServerInfo, ServerRequest
+from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
 
 MODELS = "/v1/models"
-USAGE = {"include_usage": True}
+CHAT = "/v1/chat/completions"
+FAR = 1 << 20
+"""Tokens that a repetition penalty should look back: all of them."""
 
 
-def identify(pages: Pages) -> About | None:
-    return About() if isinstance(table(pages.get(MODELS)).get("data"), list) else None
+def identify(pages: Pages) -> ServerInfo | None:
+    return ServerInfo() if isinstance(as_object(pages.get(MODELS)).get("data"), list) else None
 
 
-def call(ask: Ask) -> tuple[str, dict[str, Any]]:
-    body = common(ask) | {"messages": ask.chat} | thinking(ask)
-    if not ask.settings.greedy:
-        body |= {"top_p": ask.settings.top_p, "seed": ask.seed}
-    return "/v1/chat/completions", body
+def owner(pages: Pages) -> str | None:
+    """Return who owns the first model on the page of models; many servers name themselves there."""
+    data = as_object(pages.get(MODELS)).get("data")
+    name = as_object(data[0]).get("owned_by") if isinstance(data, list) and data else None
+    return name if isinstance(name, str) else None
 
 
-def common(ask: Ask) -> dict[str, Any]:
-    """What all of these servers take."""
+def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
+    body = chat_body(request)
+    if not request.settings.greedy:
+        body |= {"top_p": request.settings.top_p, "seed": request.seed}
+    return CHAT, body
+
+
+def common_body(request: ServerRequest) -> dict[str, Any]:
+    """The fields that all of these servers accept, for chats and for token ids."""
     return {
-        "model": ask.model, "stream": True, "stream_options": USAGE, "temperature": ask.settings.temperature,
-        "max_tokens": ask.max_new_tokens,
+        "model": request.model, "stream": True, "stream_options": {"include_usage": True},
+        "temperature": request.settings.temperature, "max_tokens": request.max_new_tokens,
     }  # fmt: skip
 
 
-def thinking(ask: Ask) -> dict[str, Any]:
-    """Said to the chat template, by a server that renders it."""
-    switch = ask.settings.thinking
-    return {} if switch is None else {"chat_template_kwargs": {"enable_thinking": switch}}
+def chat_body(request: ServerRequest) -> dict[str, Any]:
+    """The same with the chat, and the mode of thinking for the server's chat template."""
+    thinking = request.settings.thinking
+    told = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+    return common_body(request) | {"messages": request.chat} | told
 
 
-def read(event: Mapping[str, Any], heard: StreamState) -> None:
+def read(event: Mapping[str, Any], state: StreamState) -> None:
     if event.get("error") is not None:
-        raise AnswerError(f"the server broke off: {_reason(event['error'])}")
+        raise AnswerError(f"the server stopped with an error: {_message(event['error'])}")
+    if choice := first_choice(event):
+        finish = choice.get("finish_reason")
+        delta = as_object(choice.get("delta"))
+        # Two names for one field, by version.
+        reasoning = as_text(delta.get("reasoning") or delta.get("reasoning_content"))
+        text = as_text(delta.get("content")) + as_text(choice.get("text"))
+        state.add_delta(text, as_ids(choice.get("token_ids")), None if finish is None else str(finish), reasoning)
+    usage = as_object(event.get("usage"))
+    state.set_counts(
+        num_tokens=usage.get("completion_tokens"), num_prompt_tokens=usage.get("prompt_tokens"),
+        num_cached_tokens=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),
+    )  # fmt: skip
+
+
+def first_choice(event: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = event.get("choices")
-    if isinstance(choices, list) and choices:
-        _read_choice(table(choices[0]), heard)
-    usage = table(event.get("usage"))
-    heard.num_tokens = _or(whole(usage.get("completion_tokens")), heard.num_tokens)
-    heard.num_prompt_tokens = _or(whole(usage.get("prompt_tokens")), heard.num_prompt_tokens)
-    cached = whole(table(usage.get("prompt_tokens_details")).get("cached_tokens"))
-    heard.num_cached_tokens = _or(cached, heard.num_cached_tokens)
+    return as_object(choices[0]) if isinstance(choices, list) and choices else {}
 
 
-def _or(value: int | None, before: int | None) -> int | None:
-    return before if value is None else value
+def _message(error: Any) -> str:
+    message = as_object(error).get("message", error)
+    return " ".join(message.split())[:200] if isinstance(message, str) else "it gives no message"
 
 
-def _read_choice(choice: Mapping[str, Any], heard: StreamState) -> None:
-    delta = table(choice.get("delta"))
-    text = text_of(delta.get("content")) + text_of(choice.get("text"))
-    # Two names for one field, by version.
-    thought = text_of(delta.get("reasoning") or delta.get("reasoning_content"))
-    finish = choice.get("finish_reason")
-    heard.delta(text, ids_of(choice.get("token_ids")), None if finish is None else str(finish), thought)
-
-
-def _reason(error: Any) -> str:
-    said = table(error).get("message", error)
-    return " ".join(said.split())[:200] if isinstance(said, str) else "it gives no message"
-
-
-OPENAI = Dialect(
-    "openai", (MODELS,), identify, call, read, takes_ids=False,
-    lacks=("top_k", "min_p", "repetition_penalty"), takes_thinking=False,
+DIALECT = Dialect(
+    "openai", (MODELS,), identify, call, read, takes_ids=False, takes_thinking=False, is_general=True,
+    unsupported=("top_k", "min_p", "repetition_penalty"),
+    remedies={"uncounted": "OpenAI's specification has no counts of drafts; name the server's own --dialect, if it has "
+              "one here"},
 )  # fmt: skip

@@ -5,46 +5,54 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_bench.core.dialects import UNMEASURED, CountingRule, Dialect, Pages, ServerInfo, ServerRequest
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages, owner
-from dflash_bench.servers.dialects.vllm import VERSION
-from dflash_bench.servers.stream import AcceptanceCounts, StreamState, at_of_histogram, table, whole
+from dflash_bench.servers.stream import StreamState, as_object, version_of
 
 NAME = "tensorrt_llm"
+VERSION = "/version"
 
 
-def identify(pages: Pages) -> About | None:
-    if owner(pages.get(openai.MODELS)) != NAME:
-        return None
-    version = table(pages.get(VERSION)).get("version")
-    return About(version if isinstance(version, str) else None)
+def identify(pages: Pages) -> ServerInfo | None:
+    return ServerInfo(version_of(pages.get(VERSION))) if openai.owner(pages) == NAME else None
 
 
-def call(ask: Ask) -> tuple[str, dict[str, Any]]:
+def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """It refuses fields that it does not know."""
-    settings = ask.settings
-    body = openai.common(ask) | {
+    settings = request.settings
+    sampling = {
         "top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty, "seed": ask.seed % 2**31,
+        "repetition_penalty": settings.repetition_penalty, "seed": request.seed % 2**31,
     }  # fmt: skip
-    if ask.prompt_ids is None:
-        return "/v1/chat/completions", body | {"messages": ask.chat} | openai.thinking(ask)
-    # It names tokens only in place of text; and of several that end an answer, some only if asked to.
-    return "/v1/completions", body | {
-        "prompt": list(ask.prompt_ids), "detokenize": False, "include_stop_str_in_output": True,
+    if request.prompt_ids is None:
+        return openai.CHAT, openai.chat_body(request) | sampling
+    # It names tokens only in place of text, and some of the tokens that end an answer only if asked to.
+    return "/v1/completions", openai.common_body(request) | sampling | {
+        "prompt": list(request.prompt_ids), "detokenize": False, "include_stop_str_in_output": True,
     }  # fmt: skip
 
 
-def read(event: Mapping[str, Any], heard: StreamState) -> None:
-    openai.read(event, heard)
-    choices = event.get("choices")
-    choice = table(choices[0]) if isinstance(choices, list) and choices else {}
-    counts = table(choice.get("speculative_decoding"))
-    names = ("num_spec_steps", "total_draft_tokens", "total_accepted_draft_tokens")
-    rounds, drafted, accepted = (whole(counts.get(name)) for name in names)
-    if rounds is not None and accepted is not None:
-        at = at_of_histogram(counts.get("acceptance_histogram"))
-        heard.counts = AcceptanceCounts("tensorrt_llm.request", rounds, drafted, accepted, at)
+def read(event: Mapping[str, Any], state: StreamState) -> None:
+    openai.read(event, state)
+    counts = as_object(openai.first_choice(event).get("speculative_decoding"))
+    state.set_acceptance(
+        "tensorrt_llm.request", counts.get("num_spec_steps"), counts.get("total_draft_tokens"),
+        counts.get("total_accepted_draft_tokens"), counts.get("acceptance_histogram"),
+    )  # fmt: skip
 
 
-TENSORRT_LLM = Dialect(NAME, (VERSION, openai.MODELS), identify, call, read)
+DIALECT = Dialect(
+    NAME, (VERSION, openai.MODELS), identify, call, read,
+    rules=(
+        CountingRule(
+            "tensorrt_llm.request",
+            "speculative_decoding of the answer's choice: S is num_spec_steps, with total_draft_tokens and "
+            "total_accepted_draft_tokens",
+            UNMEASURED, beyond=None, may_omit_stop=True,
+        ),
+    ),
+    remedies={
+        "uncounted": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve "
+        "--extra_llm_api_options",
+    },
+)  # fmt: skip

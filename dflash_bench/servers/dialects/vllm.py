@@ -1,4 +1,4 @@
-"""vLLM: how it is asked, what it counts, and how it is launched."""
+"""vLLM: the OpenAI paths, with prompts as token ids, the ids of its answers, and its own fields beside them."""
 
 from __future__ import annotations
 
@@ -6,76 +6,97 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_bench.core.dialects import (
+    CountingRule,
+    Dialect,
+    LaunchSpec,
+    Pages,
+    Program,
+    ServerInfo,
+    ServerRequest,
+)
 from dflash_bench.servers.dialects import openai
-from dflash_bench.servers.dialects.base import About, Ask, Dialect, Pages, Program, Serving
-from dflash_bench.servers.stream import AcceptanceCounts, StreamState, at_of_histogram, table, whole
-
-# vLLM: the OpenAI paths, with prompts as token ids, ids of what it answers, and its own fields beside them.
-
+from dflash_bench.servers.stream import StreamState, as_count, as_object, version_of
 
 VERSION = "/version"
 
 
-def identify(pages: Pages) -> About | None:
-    version = table(pages.get(VERSION)).get("version")
-    models = table(pages.get(openai.MODELS)).get("data")
-    listed = [table(model) for model in models] if isinstance(models, list) else []
-    if not isinstance(version, str) or not any(model.get("owned_by") == "vllm" for model in listed):
+def identify(pages: Pages) -> ServerInfo | None:
+    version = version_of(pages.get(VERSION))
+    models = as_object(pages.get(openai.MODELS)).get("data")
+    listed = [as_object(model) for model in models] if isinstance(models, list) else []
+    if version is None or not any(model.get("owned_by") == "vllm" for model in listed):
         return None
-    lengths = [model["max_model_len"] for model in listed if whole(model.get("max_model_len"))]
-    return About(version, {"max_model_len": lengths[0]} if lengths else {})
+    lengths = [model["max_model_len"] for model in listed if as_count(model.get("max_model_len"))]
+    return ServerInfo(version, {"max_model_len": lengths[0]} if lengths else {})
 
 
-def call(ask: Ask) -> tuple[str, dict[str, Any]]:
-    """All settings are said, as it takes those that are not from the model's generation_config."""
-    settings = ask.settings
-    body = openai.common(ask) | {
+def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
+    """Send every setting: it takes missing ones from the model's generation_config."""
+    settings = request.settings
+    own = {
         "top_p": settings.top_p, "top_k": settings.top_k or -1, "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty, "seed": ask.seed % 2**31, "return_token_ids": True,
-        "cache_salt": ask.salt,
+        "repetition_penalty": settings.repetition_penalty, "seed": request.seed % 2**31, "return_token_ids": True,
+        "cache_salt": request.salt,
     }  # fmt: skip
-    if ask.prompt_ids is not None:
-        return "/v1/completions", body | {"prompt": list(ask.prompt_ids)}
-    return "/v1/chat/completions", body | {"messages": ask.chat} | openai.thinking(ask)
+    if request.prompt_ids is not None:
+        return "/v1/completions", openai.common_body(request) | own | {"prompt": list(request.prompt_ids)}
+    return openai.CHAT, openai.chat_body(request) | own
 
 
-def read(event: Mapping[str, Any], heard: StreamState) -> None:
-    openai.read(event, heard)
-    counts = table(table(event.get("metrics")).get("speculative_decoding"))
-    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    rounds, drafted, accepted = (whole(counts.get(name)) for name in names)
-    if rounds is not None and accepted is not None:
-        at = at_of_histogram(counts.get("acceptance_histogram"))
-        heard.counts = AcceptanceCounts("vllm.request", rounds, drafted, accepted, at)
+def read(event: Mapping[str, Any], state: StreamState) -> None:
+    openai.read(event, state)
+    counts = as_object(as_object(event.get("metrics")).get("speculative_decoding"))
+    state.set_acceptance(
+        "vllm.request", counts.get("num_spec_steps"), counts.get("num_draft_tokens"),
+        counts.get("num_accepted_draft_tokens"), counts.get("acceptance_histogram"),
+    )  # fmt: skip
 
 
-VLLM = Dialect(
-    "vllm", (VERSION, openai.MODELS), identify, call, read, prefix_cache="salted", flush="/reset_prefix_cache"
-)
-
-
-# `vllm serve`: options as in vLLM's documentation of speculative decoding (docs/features/speculative_decoding).
-
-
-def words(serving: Serving, port: int) -> list[str]:
+def argv(spec: LaunchSpec, port: int) -> list[str]:
+    """Options as in vLLM's documentation of speculative decoding (docs/features/speculative_decoding)."""
     return [
-        "serve", serving.target, "--served-model-name", serving.model, "--host", "127.0.0.1", "--port", str(port),
-        "--max-model-len", str(serving.length), "--dtype", serving.dtype,
-        "--gpu-memory-utilization", f"{serving.memory_share:.2f}",
-        *(["--trust-remote-code"] if serving.trust_remote_code else []),
-        *_speculation(serving),
+        "serve", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1", "--port", str(port),
+        "--max-model-len", str(spec.length), "--dtype", spec.dtype,
+        "--gpu-memory-utilization", f"{spec.memory_share:.2f}",
+        *(["--trust-remote-code"] if spec.trust_remote_code else []),
+        *_speculation(spec),
     ]  # fmt: skip
 
 
-def _speculation(serving: Serving) -> list[str]:
-    if serving.draft is None:
+def _speculation(spec: LaunchSpec) -> list[str]:
+    if spec.draft is None:
         return []
-    # Its number is of drafted tokens, without the anchor that a block has besides.
+    # Its number counts drafted tokens, without the anchor that a block has besides.
     speculation = {
-        "method": serving.method.name, "model": serving.draft, "num_speculative_tokens": serving.num_drafts,
+        "method": spec.method.name, "model": spec.draft, "num_speculative_tokens": spec.num_drafts,
     }  # fmt: skip
-    # Its counters cannot tell several answers at a time apart; its answers can say their own rounds.
+    # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
     return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
 
 
-VLLM_PROGRAM = Program("vllm", "vllm", False, ("dflash", "eagle3"), "VLLM_API_KEY", words)
+DIALECT = Dialect(
+    "vllm", (VERSION, openai.MODELS), identify, call, read, prefix_cache="salted", flush="/reset_prefix_cache",
+    counters="vllm",
+    rules=(
+        CountingRule(
+            "vllm.request",
+            "metrics.speculative_decoding of the answer: S is num_spec_steps, with num_draft_tokens and "
+            "num_accepted_draft_tokens",
+            beyond=None,
+        ),
+        CountingRule(
+            "vllm.counters",
+            "differences of vllm:spec_decode_num_drafts (S), _num_draft_tokens and _num_accepted_tokens around the "
+            "answer; a step that drafts nothing is not in S",
+            beyond=None,
+        ),
+    ),
+    remedies={
+        "uncounted": "start vLLM with --per-request-spec-decode-metrics summary; or start it without "
+        "--disable-log-stats, measure one answer at a time, and let nobody else use it",
+        "reused_prompts": "start vLLM with VLLM_SERVER_DEV_MODE=1, so that its cache can be emptied, or with "
+        "--no-enable-prefix-caching",
+    },
+    program=Program("vllm", "vllm", False, ("dflash", "eagle3"), "VLLM_API_KEY", argv),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A draft examined: decoded with as it is, with each thing changed, on the user's prompts and on ours."""
+"""Trials of a draft: decoded with as it is and with one thing changed at a time, and how likely a gain is chance."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.diagnose.probes import DraftChange, Patient, probes
+from dflash_bench.diagnose.probes import DraftChange, DraftUnderTest, probes
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.loop import AcceptedAnswer, al_pooled, by_position, measure_acceptance
 from dflash_bench.engine.rows import Limits
 from dflash_bench.results import table
 
 LEAST_GAIN = 1.1
-"""A change that raises acceptance by less is no cause of low acceptance."""
+"""A change that raises acceptance by a smaller factor is not a cause of low acceptance."""
 CHANCE = 0.05
-"""Of taking one change of all that were tried for a cause by chance (Holm)."""
+"""The probability of taking any of the tried changes for a cause by chance (Holm)."""
 SYMPTOM = 0.5
-"""What gains less, as a share of the largest gain (of logarithms), comes with that fault."""
+"""Gains below this share of the largest (in logarithms) are symptoms of that fault, not causes."""
 ONE_PROMPT_GAIN = 1.5
-"""Where a single prompt gives no probability."""
+"""The least gain of a cause where a single prompt gives no probability."""
 
 Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How a draft did on some prompts."""
+    """A draft's answers to some prompts."""
 
     name: str
     answers: tuple[AcceptedAnswer, ...]
@@ -44,13 +44,13 @@ class Sample:
 
     @property
     def num_loops(self) -> int:
-        """Answers that end in a loop."""
+        """The number of answers that end in a loop."""
         return sum(table.in_tokens(answer.token_ids) > 0 for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeTrial:
-    """One change: acceptance with it over that without, on the same prompts, and the probability of chance."""
+    """One change: acceptance length with it, its ratio to that without on the same prompts, and the p of chance."""
 
     change: DraftChange
     al: float
@@ -64,48 +64,50 @@ class ChangeTrial:
         return self.gain >= LEAST_GAIN and self.p < CHANCE
 
 
-def sample(name: str, patient: Patient, drafter: Drafter, prompts: Sequence[Tokens], limits: Limits) -> Sample:
-    return Sample(name, tuple(measure_acceptance(patient.target, drafter, prompts, limits)))
+def take_sample(
+    name: str, draft: DraftUnderTest, drafter: Drafter, prompts: Sequence[Tokens], limits: Limits
+) -> Sample:
+    return Sample(name, tuple(measure_acceptance(draft.target, drafter, prompts, limits)))
 
 
-def probed(
-    patient: Patient, prompts: Sequence[Tokens], limits: Limits, tell: Callable[[str], object]
+def try_probes(
+    draft: DraftUnderTest, prompts: Sequence[Tokens], limits: Limits, tell: Callable[[str], object]
 ) -> list[tuple[DraftChange, Sequence[AcceptedAnswer]]]:
-    """Every probe on the same prompts."""
-    found: list[tuple[DraftChange, Sequence[AcceptedAnswer]]] = []
-    for number, probe in enumerate(all_probes := list(probes(patient)), start=1):
+    """Decode the same prompts with every probe."""
+    outcomes: list[tuple[DraftChange, Sequence[AcceptedAnswer]]] = []
+    for number, probe in enumerate(all_probes := list(probes(draft)), start=1):
         tell(f"{number} of {len(all_probes)}: {probe.change.name}")
-        found.append((probe.change, measure_acceptance(patient.target, probe.build(), prompts, limits)))
-    return found
+        outcomes.append((probe.change, measure_acceptance(draft.target, probe.build(), prompts, limits)))
+    return outcomes
 
 
-def judged(
-    before: Sequence[AcceptedAnswer], found: Sequence[tuple[DraftChange, Sequence[AcceptedAnswer]]]
+def judge(
+    before: Sequence[AcceptedAnswer], outcomes: Sequence[tuple[DraftChange, Sequence[AcceptedAnswer]]]
 ) -> list[ChangeTrial]:
-    """All that was tried, causes first, and then the largest gain; chance is shared among all of them."""
-    al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in found]
+    """Compare each change with the draft as it is; causes first, then by gain. p is corrected for their number."""
+    al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in outcomes]
     known = iter(stats.holm([p for p in ps if p is not None]))
     corrected = [None if p is None else next(known) for p in ps]
-    listed = [
+    trials = [
         ChangeTrial(change, al_pooled(after), al_pooled(after) / al, p)
-        for (change, after), p in zip(found, corrected, strict=True)
+        for (change, after), p in zip(outcomes, corrected, strict=True)
     ]
-    return sorted(listed, key=lambda one: (-one.is_cause, -one.gain))
+    return sorted(trials, key=lambda one: (-one.is_cause, -one.gain))
 
 
-def causes(listed: Sequence[ChangeTrial]) -> list[ChangeTrial]:
-    """The best of each kind, the largest gain first; without those that gain far less than that, which are symptoms."""
+def causes(trials: Sequence[ChangeTrial]) -> list[ChangeTrial]:
+    """Return the best trial of each kind, the largest gain first, without symptoms, which gain far less."""
     best: dict[str, ChangeTrial] = {}
-    for one in sorted((one for one in listed if one.is_cause), key=lambda one: -one.gain):
+    for one in sorted((one for one in trials if one.is_cause), key=lambda one: -one.gain):
         best.setdefault(one.change.kind, one)
     largest = max((one.gain for one in best.values()), default=1.0)
     return [one for one in best.values() if math.log(one.gain) >= SYMPTOM * math.log(largest)]
 
 
 def p_of_gain(before: Sequence[AcceptedAnswer], after: Sequence[AcceptedAnswer]) -> float | None:
-    """How likely so large a gain is by chance; None for a single prompt that has rounds.
+    """Return the probability of so large a gain by chance; None for a single prompt.
 
-    One-sided, by Student's t on each prompt's own ratio: a few prompts that are hard to draft say as much as others.
+    One-sided, by Student's t over each prompt's log ratio, so prompts that are hard to draft weigh as much as others.
     """
     pairs = [(was, now) for was, now in zip(before, after, strict=True) if was.counts and now.counts]
     logs = np.log([al_pooled([now]) / al_pooled([was]) for was, now in pairs])
@@ -116,18 +118,18 @@ def p_of_gain(before: Sequence[AcceptedAnswer], after: Sequence[AcceptedAnswer])
 
 
 def p_of_difference(one: Sequence[AcceptedAnswer], other: Sequence[AcceptedAnswer]) -> float | None:
-    """The same of two sets of prompts."""
+    """Return the two-sided probability of so large a difference between two sets of prompts by chance."""
     if not (_columns(one).sum() and _columns(other).sum()):
         return 1.0
     return stats.p_of_geometric_mean([(_columns(one), ((0,), (1,))), (_columns(other), ((1,), (0,)))])
 
 
 def interval(sample: Sample) -> stats.Interval | None:
-    """Of the acceptance length."""
+    """Return the interval of the acceptance length."""
     found = stats.intervals(_columns(sample.answers), [stats.ratio((0,), (1,))])[0]
     return found and found.within(1.0, math.inf)
 
 
 def _columns(answers: Sequence[AcceptedAnswer]) -> stats.Floats:
-    """Tokens and rounds of each answer that has rounds."""
+    """Return tokens and rounds of each answer that has rounds, [answers, 2]."""
     return np.array([[sum(one.counts) + len(one.counts), len(one.counts)] for one in answers], dtype=np.float64)
