@@ -97,3 +97,24 @@ def test_a_stem_stands_in_two_rooms_at_most_unless_it_is_a_plug_in() -> None:
 def test_there_are_thirteen_rooms_and_the_api() -> None:
     rooms = {name.parts[0] for name in MODULES if len(name.parts) > 1}
     assert rooms == {*ROOMS, "api"}
+
+
+MOST_PARAMETERS = 12
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = function.args
+    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def test_no_function_takes_more_than_twelve_parameters_outside_the_command_line() -> None:
+    """A command's parameters are its options; all else takes a config, or options typed from its fields."""
+    many = {
+        f"{name}:{node.lineno} {node.name}": len(parameters(node))
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(parameters(node)) > MOST_PARAMETERS
+    }
+    assert not {where: count for where, count in many.items() if not where.startswith("cli/")}
+    assert many, "the command line has some, so that this test can fail"

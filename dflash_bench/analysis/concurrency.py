@@ -1,11 +1,11 @@
-"""What becomes of speed when several answers are decoded at a time, and from which concurrency on a draft costs time.
+"""Throughput by concurrency, and the concurrency from which on a draft costs time.
 
-A level of concurrency is a closed loop: a place that becomes free is taken by the next prompt at once. So the time to
-an answer's first token is counted from the moment when it had a place, and the throughput includes the end, where
-places are empty. A level of a rate is an open loop: each answer begins when it is sent.
+A level of concurrency is a closed loop: a slot that becomes free is taken by the next prompt at once. So the time to
+the first token is counted from the moment the answer has a slot, and the throughput includes the end of a wave, where
+slots are empty. A level of a rate is an open loop: each answer begins when it is sent.
 
-Methods take turns with the waves of a suite, one for each turn and repeat, so that between two waves of a method the
-others decode. What is counted per second is per second of the method's own time.
+Methods take turns with the waves of a suite, one for each turn and repeat, so that the others decode between two waves
+of a method. Numbers per second are per second of the method's own time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
 
 LEAST = {50: 1, 90: 64, 99: 662}
-"""Answers from which on a percentile is told: below, it would be the slowest few (MLPerf's rule)."""
+"""Answers needed to state a percentile: with fewer, it would be the slowest few (MLPerf's rule)."""
 SPEEDUP = "speedup.decode"
 
 Percentiles = Mapping[int, float | None]
-"""By percent, in seconds; None of too few answers."""
+"""By percent, in seconds; None for too few answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,26 @@ class Level:
     concurrency: int
     num_answers: int
     tokens_per_s: float
-    """Of all answers together: `tps.total`."""
+    """Tokens per second of all answers together: `tps.total`."""
     over_plain: float | None
-    """The same divided by plain decoding's at this concurrency."""
+    """`tokens_per_s` divided by that of plain decoding at this concurrency."""
     slowest: float
     median: float
     fastest: float
-    """Of single answers, tokens per second after the first."""
+    """Tokens per second of single answers, after the first token."""
     ttft_s: Percentiles
     tpot_s: Percentiles
     speedup: Interval | None
     rate: float | None = None
-    """Answers asked for per second; None for a level of concurrency."""
+    """Requests per second; None for a level of concurrency."""
     goodput: Goodput | None = None
     """None where the run has no objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Answers that kept to the run's objective (`slo`), per second of the method's own time (`own_s`), and as a share
-    of all that were asked for, failed ones too."""
+    """Answers that met the run's objective (`slo`): per second of the method's own time (`own_s`), and as a share of
+    all requests, failed ones too."""
 
     per_s: float
     share: float
@@ -65,9 +65,9 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The concurrency at which the speed-up falls to 1, between levels on a straight line of logarithms.
+    """The concurrency at which the speed-up falls to 1, interpolated between levels on logarithms.
 
-    None where it does not, up to the highest level; `low` and `high` are those of the interval's ends.
+    None if it does not fall to 1 up to the highest level; `low` and `high` are for the ends of the interval.
     """
 
     value: float | None
@@ -76,59 +76,60 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ConcurrencyCurve:
     """A method on a suite by concurrency, all other settings equal."""
 
     suite: str
-    """With its source, for people."""
+    """With its source."""
     method: str
     setting: str
-    """What tells the other settings from those of the run's other loads; mostly empty."""
+    """What distinguishes the other settings from those of the run's other curves; mostly empty."""
     levels: tuple[Level, ...]
     crossing: Crossing | None = None
     """None for plain decoding, and where a level has no interval."""
     key: tuple[str, str] = ("", "")
-    """The suite, and the id of what its settings are alone: the same for all methods."""
+    """The suite, and the id of the settings for one answer at a time: the same for all methods."""
 
 
-def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Load]:
-    """Of a run in which several answers were decoded at a time; else none. Plain decoding comes first."""
+def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[ConcurrencyCurve]:
+    """Return the curves of a run that decoded several answers at a time, the baseline's first; else none."""
     all_settings = settings_of(identity)
     if not any(settings.is_shared for settings in all_settings):
         return []
-    others = list(dict.fromkeys(_alone(settings) for settings in all_settings))
+    others = list(dict.fromkeys(_one_at_a_time(settings) for settings in all_settings))
     named = full_names(others)
     known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
     by_place = dict(tuple(rows.groupby(["suite", "method", "settings_id"], observed=True)))
-    result = []
+    curves = []
     for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
         for other in others:
             levels = tuple(
                 _level(by_place, known, (suite, method, settings), identity.get("slo"))
-                for settings in sorted(all_settings, key=lambda one: (one.rate or 0.0, one.concurrency))
-                if _alone(settings) == other and (suite, method, settings) in known
+                for settings in sorted(all_settings, key=lambda settings: (settings.rate or 0.0, settings.concurrency))
+                if _one_at_a_time(settings) == other and (suite, method, settings) in known
             )
             if levels:
                 label = next(cell.label for cell in known.values() if cell.suite == suite)
                 setting = named[other] if len(others) > 1 else ""
-                result.append(Load(label, method, setting, levels, _crossing(levels), key=(suite, other.id)))
-    return result
+                key = suite, other.id
+                curves.append(ConcurrencyCurve(label, method, setting, levels, _crossing(levels), key))
+    return curves
 
 
 Key = tuple[str, str, Settings]
 
 
-def _alone(settings: Settings) -> Settings:
+def _one_at_a_time(settings: Settings) -> Settings:
     return replace(settings, concurrency=1, rate=None)
 
 
 def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
     suite, method, settings = key
-    asked = by_place[suite, method, settings.id]
-    answers = without_errors(asked)
+    requested = by_place[suite, method, settings.id]
+    answers = without_errors(requested)
     throughput = _throughput(answers)
     plain = by_place.get((suite, BASELINE, settings.id))
-    # An answer that came in one piece has no time between its tokens.
+    # An answer that arrived in one piece has no time between its tokens.
     decoded = answers[(answers["decode_tokens"] > 0) & (answers["decode_s"] > 0)]
     tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()
     speeds = 1 / tpot if len(tpot) else np.array([math.nan])
@@ -144,29 +145,28 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
         tpot_s=_percentiles(tpot),
         speedup=known[key].figures.get(SPEEDUP) if method != BASELINE else None,
         rate=settings.rate,
-        goodput=_goodput(asked, slo, is_open=settings.rate is not None) if slo and settings.is_shared else None,
+        goodput=_goodput(requested, slo, is_open=settings.rate is not None) if slo and settings.is_shared else None,
     )
 
 
-def _goodput(asked: Any, slo: Mapping[str, float], *, is_open: bool) -> Goodput:
-    """An answer without a token after the first has no time for one, and keeps to any. Failed ones take time, too."""
-    answers = without_errors(asked)
+def _goodput(requested: Any, slo: Mapping[str, float], *, is_open: bool) -> Goodput:
+    """Count an answer of one token as meeting any time per token. Failed answers take time, too."""
+    answers = without_errors(requested)
     tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
     good = (answers["prefill_s"] <= slo.get("ttft_s", math.inf)) & (tpot_s <= slo.get("tpot_s", math.inf))
-    seconds = own_s(asked, is_open=is_open)
-    return Goodput(int(good.sum()) / seconds if seconds > 0 else math.nan, int(good.sum()) / len(asked))
+    seconds = own_s(requested, is_open=is_open)
+    return Goodput(int(good.sum()) / seconds if seconds > 0 else math.nan, int(good.sum()) / len(requested))
 
 
-def own_s(asked: Any, *, is_open: bool) -> float:
-    """Seconds in which these answers of a method, and not those of others, were asked for.
+def own_s(requested: Any, *, is_open: bool) -> float:
+    """Return the seconds that these requests of a method took, without those of other methods.
 
-    In a closed loop, those in which at least one was being decoded. In an open loop a server may have nothing to do
-    before the next answer is due, which is the load's pace: from the first one's begin to the last one's end, wave by
-    wave.
+    In a closed loop that is the time in which at least one of them was being decoded. In an open loop a server may be
+    idle before the next request is due, which belongs to the load: from the first begin to the last end, wave by wave.
     """
     if not is_open:
-        return _covered_s(asked)
-    waves = asked.groupby(["repeat", "turn"])
+        return _covered_s(requested)
+    waves = requested.groupby(["repeat", "turn"])
     return float((waves["end_s"].max() - waves["start_s"].min()).sum())
 
 
@@ -180,7 +180,7 @@ def _covered_s(answers: Any) -> float:
 
 
 def _throughput(answers: Any) -> float:
-    """Tokens per second of the time in which at least one of the answers was being decoded."""
+    """Return tokens per second of the time in which at least one of the answers was being decoded."""
     busy = _covered_s(answers)
     return float(answers["num_tokens"].sum() / busy) if busy > 0 else math.nan
 
@@ -197,17 +197,18 @@ def _crossing(levels: Sequence[Level]) -> Crossing | None:
     if (
         len(levels) < 2
         or levels[-1].rate is not None
-        or any(one is None or one.low is None or one.high is None for one in intervals)
+        or any(interval is None or interval.low is None or interval.high is None for interval in intervals)
     ):
         return None
-    curves = zip(*((one.low, one.value, one.high) for one in intervals if one is not None), strict=True)
+    bounds = ((interval.low, interval.value, interval.high) for interval in intervals if interval is not None)
+    curves = zip(*bounds, strict=True)
     at = [level.concurrency for level in levels]
     low, value, high = (falls_to_one(at, [float(y or 0) for y in curve]) for curve in curves)
     return Crossing(value, low, high)
 
 
 def falls_to_one(at: Sequence[int], speedups: Sequence[float]) -> float | None:
-    """Where the line through the speed-ups first is at 1 or below; None where it nowhere is."""
+    """Return where the line through the speed-ups first is at 1 or below; None if nowhere."""
     if speedups[0] <= 1:
         return float(at[0])
     for (left, above), (right, below) in pairwise(zip(at, speedups, strict=True)):

@@ -1,213 +1,317 @@
-"""Metrics of cells: formulas over sums per prompt, which are taken once for all of them."""
+"""Metrics of cells: each is a ratio of sums per prompt, declared once with its formula, unit and place in tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core import labels
 from dflash_bench.core.methods import is_tree
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
 
-# The sums that all figures are made of: one line of `TERMS` per cell and prompt.
+# Sums: per answer from the columns of the frame, then added up over the turns and repeats of a prompt.
 
 
-TERMS = (
-    "answers", "decode_tokens", "decode_s", "e2e_tokens", "e2e_s", "rounds", "verified", "accepted",
-    "drafted", "emitted", "rounds_of_shown", "shown", "al_sum", "draft_s", "draft_rounds", "verify_s", "verify_rounds",
-    "other_s", "model_s", "timed_rounds", "exact", "compared", "passed", "scored",
-    "paired", "plain_s", "plain_tokens", "own_s", "own_tokens", "plain_e2e_s", "plain_e2e_tokens", "own_e2e_s",
-    "own_e2e_tokens", "log_ratio", "log_ratios", "prompt_tokens", "draft_prefill_s", "draft_prefills",
-)  # fmt: skip
-"""Sums over the turns and repeats of a prompt.
+QUESTION = ("suite", "slice", "settings_id", "prompt_id", "turn", "repeat")
+"""The columns that identify a question, which every method answers once."""
+DECODE, E2E = ("decode_s", "decode_tokens"), ("e2e_s", "num_tokens")
+"""What time per token is computed from: seconds and tokens."""
 
-`plain_` and `own_` are the two sides of the `paired` answers, which both plain decoding and the method gave.
+
+class AnswerColumns:
+    """Columns of the answers that did not fail, as float arrays [answers]; NaN where the backend does not report it."""
+
+    def __init__(self, good: Any) -> None:
+        self.frame = good
+        self._columns: dict[str, Floats] = {}
+        question = good.groupby(list(QUESTION), observed=True, sort=False).ngroup().to_numpy()
+        is_plain = (good["method"] == BASELINE).to_numpy()
+        rows_of_plain = np.full(question.max(initial=-1) + 1, -1)
+        rows_of_plain[question[is_plain]] = np.flatnonzero(is_plain)
+        self._plain_rows = rows_of_plain[question]
+
+    def __getitem__(self, name: str) -> Floats:
+        if name not in self._columns:
+            is_e2e = name == "e2e_s"
+            values = self["prefill_s"] + self["decode_s"] if is_e2e else self.frame[name].to_numpy(dtype=np.float64)
+            self._columns[name] = values
+        return self._columns[name]
+
+    def has(self, name: str) -> Any:
+        """The mask of answers that have this column."""
+        return ~np.isnan(self[name])
+
+    def plain(self, name: str) -> Floats:
+        """The column of the baseline's answer to the same question; NaN where that answer failed or is missing."""
+        return np.where(self._plain_rows >= 0, self[name][self._plain_rows], np.nan)
+
+    def paired(self, cost: tuple[str, str]) -> Any:
+        """The mask of answers for which both sides have these seconds and tokens."""
+        return ~np.isnan(sum(side(name) for side in (self.plain, self.__getitem__) for name in cost))
+
+
+def _plain(name: str, cost: tuple[str, str]) -> Callable[[AnswerColumns], Any]:
+    return lambda rows: np.where(rows.paired(cost), rows.plain(name), 0)
+
+
+def _own(name: str, cost: tuple[str, str]) -> Callable[[AnswerColumns], Any]:
+    return lambda rows: np.where(rows.paired(cost), rows[name], 0)
+
+
+def _mean_length(rows: AnswerColumns) -> Floats:
+    """The mean of accepted + 1 over the rounds of each answer; 0 without a round."""
+    rounds = rows["num_rounds"]
+    return np.divide(rows["num_accepted"] + rounds, rounds, out=np.zeros(len(rounds)), where=rounds > 0)
+
+
+OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
+    "answers": lambda rows: np.ones(len(rows.frame)),
+    "decode_tokens": lambda rows: rows["decode_tokens"],
+    "decode_s": lambda rows: rows["decode_s"],
+    "e2e_tokens": lambda rows: np.where(rows.has("prefill_s"), rows["num_tokens"], 0),
+    "e2e_s": lambda rows: rows["e2e_s"],
+    "rounds": lambda rows: rows["num_rounds"],
+    "verified": lambda rows: rows["num_accepted"] + rows["num_rounds"],
+    "accepted": lambda rows: rows["num_accepted"],
+    "drafted": lambda rows: rows["num_drafted"],
+    "emitted": lambda rows: rows["num_emitted"],
+    "tokens_of_shown": lambda rows: np.where(rows.has("num_rounds"), rows["decode_tokens"], 0),
+    "shown": lambda rows: rows["num_rounds"] > 0,
+    "al_sum": _mean_length,
+    "draft_s": lambda rows: rows["draft_s"],
+    "draft_rounds": lambda rows: np.where(rows.has("draft_s"), rows["num_rounds"], 0),
+    "verify_s": lambda rows: rows["verify_s"],
+    "verify_rounds": lambda rows: np.where(rows.has("verify_s"), rows["num_rounds"], 0),
+    "other_s": lambda rows: rows["round_s"] - rows["draft_s"] - rows["verify_s"],
+    "model_s": lambda rows: rows["draft_s"] + rows["verify_s"],
+    "timed_rounds": lambda rows: np.where(
+        rows.has("draft_s") & rows.has("verify_s") & rows.has("round_s"), rows["num_rounds"], 0
+    ),
+    "exact": lambda rows: rows.frame["exactness"] == "exact",
+    "compared": lambda rows: rows.frame["exactness"].notna(),
+    "passed": lambda rows: rows["passed"],
+    "scored": lambda rows: rows.has("passed"),
+    "paired": lambda rows: rows.paired(DECODE),
+    "plain_s": _plain("decode_s", DECODE),
+    "plain_tokens": _plain("decode_tokens", DECODE),
+    "own_s": _own("decode_s", DECODE),
+    "own_tokens": _own("decode_tokens", DECODE),
+    "plain_e2e_s": _plain("e2e_s", E2E),
+    "plain_e2e_tokens": _plain("num_tokens", E2E),
+    "own_e2e_s": _own("e2e_s", E2E),
+    "own_e2e_tokens": _own("num_tokens", E2E),
+    "prompt_tokens": lambda rows: rows["num_prompt_tokens"],
+    "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
+    "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
+}
+"""What each answer adds to the sums of its prompt; NaN adds 0.
+
+`plain_` and `own_` are the two sides of the `paired` answers, which both the baseline and the method gave.
 """
-COLUMN = {name: number for number, name in enumerate(TERMS)}
-"""The index of each term in `Cell.sums`."""
-
-
-ANSWER = ("suite", "slice", "settings_id", "prompt_id", "turn", "repeat")
-"""What identifies the answers to one question by all methods."""
-MEASURED = (
-    "num_tokens", "decode_tokens", "decode_s", "prefill_s", "num_rounds", "num_accepted", "num_drafted",
-    "num_emitted", "draft_s", "verify_s", "round_s", "num_prompt_tokens", "draft_prefill_s",
-)  # fmt: skip
-"""The columns of the frame that the terms of a method alone are made of."""
+SUMS = (*OF_ANSWERS, "log_ratio", "log_ratios")
+"""The sums of a prompt. The last two come from its other sums: the logarithm of its speed-up, and 1 if it has one."""
+COLUMN = {name: number for number, name in enumerate(SUMS)}
+"""The index of each sum in `Cell.sums`."""
 
 
 def prompt_sums(good: Any) -> Any:
-    """`TERMS` by cell and prompt; `good` are the rows that did not fail."""
+    """Return `SUMS` by cell and prompt, as a frame; `good` are the rows that did not fail."""
     import pandas as pd
 
-    terms = pd.DataFrame(_own_terms(good) | _paired_terms(good), index=good.index)
+    rows = AnswerColumns(good)
+    terms = {name: np.nan_to_num(np.asarray(of(rows), dtype=np.float64)) for name, of in OF_ANSWERS.items()}
     keys = [good[name] for name in (*CellKey._fields, "prompt_id")]
-    sums = terms.groupby(keys, observed=True).sum()
+    sums = pd.DataFrame(terms, index=good.index).groupby(keys, observed=True).sum()
     costs = sums[["plain_s", "plain_tokens", "own_s", "own_tokens"]].to_numpy(dtype=np.float64)
     known = (costs > 0).all(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(costs[:, 0] / costs[:, 1] * costs[:, 3] / costs[:, 2])
-    return sums.assign(log_ratio=np.where(known, logs, 0.0), log_ratios=known.astype(float))[list(TERMS)]
+    return sums.assign(log_ratio=np.where(known, logs, 0.0), log_ratios=known.astype(float))
 
 
-def _own_terms(good: Any) -> dict[str, Any]:
-    column = {name: good[name].to_numpy(dtype=np.float64) for name in MEASURED}
-    rounds, accepted = column["num_rounds"], column["num_accepted"]
-    has_rounds = rounds > 0
-    known = {name: ~np.isnan(column[name]) for name in ("draft_s", "verify_s", "round_s", "prefill_s")}
-    timed = known["draft_s"] & known["verify_s"]
-    other = column["round_s"] - column["draft_s"] - column["verify_s"]
-    passed = good["passed"].to_numpy(dtype=np.float64)
-    terms = {
-        "answers": np.ones(len(good)),
-        "decode_tokens": column["decode_tokens"],
-        "decode_s": column["decode_s"],
-        "e2e_tokens": np.where(known["prefill_s"], column["num_tokens"], 0),
-        "e2e_s": column["prefill_s"] + column["decode_s"],
-        "rounds": rounds,
-        "verified": accepted + rounds,
-        "accepted": accepted,
-        "drafted": column["num_drafted"],
-        "emitted": column["num_emitted"],
-        "rounds_of_shown": np.where(np.isnan(rounds), 0, column["decode_tokens"]),
-        "shown": has_rounds,
-        "al_sum": np.divide(accepted + rounds, rounds, out=np.zeros(len(good)), where=has_rounds),
-        "draft_s": column["draft_s"],
-        "draft_rounds": np.where(known["draft_s"], rounds, 0),
-        "verify_s": column["verify_s"],
-        "verify_rounds": np.where(known["verify_s"], rounds, 0),
-        "other_s": other,
-        "model_s": column["draft_s"] + column["verify_s"],
-        "timed_rounds": np.where(timed & known["round_s"], rounds, 0),
-        "exact": (good["exactness"] == "exact").to_numpy(),
-        "compared": good["exactness"].notna().to_numpy(),
-        "prompt_tokens": column["num_prompt_tokens"],
-        "draft_prefill_s": column["draft_prefill_s"],
-        "draft_prefills": ~np.isnan(column["draft_prefill_s"]),
-        "passed": passed,
-        "scored": ~np.isnan(passed),
-    }
-    return {name: np.nan_to_num(np.asarray(values, dtype=np.float64)) for name, values in terms.items()}
+# Metrics: a product of sums over another product of sums. Values, intervals, comparisons and gates are all made from
+# these sums. Failed answers are in no sum. A metric that needs what the backend does not report is left out, never 0.
 
 
-def _paired_terms(good: Any) -> dict[str, Any]:
-    """Seconds and tokens of both sides, for answers whose plain counterpart did not fail either."""
-    answer = good.groupby(list(ANSWER), observed=True, sort=False).ngroup().to_numpy()
-    is_plain = (good["method"] == BASELINE).to_numpy()
-    method = {
-        "s": good["decode_s"].to_numpy(dtype=np.float64),
-        "tokens": good["decode_tokens"].to_numpy(dtype=np.float64),
-        "e2e_s": (good["prefill_s"] + good["decode_s"]).to_numpy(dtype=np.float64),
-        "e2e_tokens": good["num_tokens"].to_numpy(dtype=np.float64),
-    }
-    plain = {name: np.full(answer.max(initial=-1) + 1, np.nan) for name in method}
-    for name, values in method.items():
-        plain[name][answer[is_plain]] = values[is_plain]
-    plain = {name: values[answer] for name, values in plain.items()}
-    costs = ("s", "tokens"), ("e2e_s", "e2e_tokens")
-    terms: dict[str, Any] = {}
-    for pair in costs:
-        both = ~np.isnan(sum(side[name] for side in (plain, method) for name in pair))
-        terms.setdefault("paired", both)
-        terms |= {f"plain_{name}": np.where(both, plain[name], 0) for name in pair}
-        terms |= {f"own_{name}": np.where(both, method[name], 0) for name in pair}
-    return {name: np.asarray(values, dtype=np.float64) for name, values in terms.items()}
-
-
-# From the frame to figures. Every figure has an id, and `FORMULAS` has its formula under that id.
-#
-# A figure is a product of sums over another product of sums. These sums (`terms.TERMS`) are added up once, per prompt
-# and for all cells at a time; values, intervals, comparisons and gates are all made from them. Answers that failed are
-# in no sum. A figure that needs what the backend does not report is left out (None), never 0.
-
-
-FORMULAS = {
-    "al.pooled": "sum(a_i + 1) / sum(S), over all rounds of all prompts",
-    "al.request_mean": "mean over answers of the mean over rounds of (a_i + 1)",
-    "al.emitted": "sum(e_i) / sum(S), after truncation",
-    "accept_rate": "sum(a_i) / sum(d_i), for chains only: the nodes of a tree are alternatives, and most must fail",
-    "accept_at[k]": "P(a >= k), and P(a >= k given a >= k-1), over rounds",
-    "forwards_per_token": "sum(S) / sum(T - 1): target forwards for each token after the first",
-    "exact": "answers that are the plain output, token for token / answers that were compared",
-    "passed": "answers that are right / answers that were scored",
-    "tps.decode": "sum(T - 1) / sum(decode_s)",
-    "tps.e2e": "sum(T) / sum(prefill_s + decode_s)",
-    "speedup.decode": "plain decode_s per token / the method's, over the same answers",
-    "speedup.decode.geometric": "geometric mean of the prompts' own speedup.decode",
-    "speedup.e2e": "plain (prefill_s + decode_s) per token / the method's, over the same answers",
-    "break_even_al": "(t_draft + t_verify) / t_ar per round; below this al.pooled speculation loses",
-}
-"""For an answer of T tokens, the first from prefill, in S rounds, of which round i drafts d_i, accepts a_i, emits e_i.
-
-For a tree d_i counts all its nodes, and a_i the nodes on the accepted path.
-"""
+Unit = Literal["tokens/round", "forwards/token", "share", "tokens/s", "x", "ms", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """`scale` times the product of the sums `top` over the product of the sums `bottom`."""
+class Shown:
+    """A column of a report's tables that shows a metric."""
 
+    table: Literal["results", "rounds"]
+    position: int
+    """Among the metrics of that table."""
+    head: str
+    """With line breaks where a narrow column needs them."""
+    digits: int = 2
+    has_interval: bool = False
+    is_spare: bool = False
+    """Whether a narrow screen leaves it out."""
+    in_paper: bool = False
+    """Whether the LaTeX table, which has little room, shows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """`scale` times the product of the sums `top` over the product of the sums `bottom`, or exp(top / bottom).
+
+    This is the only place where a metric is declared: tables, JSON, CSV, `compare`, the gate and the Python API read
+    it from here.
+    """
+
+    id: str
+    formula: str
+    unit: Unit
     top: tuple[str, ...]
     bottom: tuple[str, ...]
     higher_is_better: bool = True
     is_timing: bool = False
+    """Whether it depends on the machine and on what else the machine is doing."""
+    of_logs: bool = False
     scale: float = 1.0
-    at_most: float = float("inf")
     at_least: float = 0.0
+    at_most: float = float("inf")
     is_length: bool = False
-    """Does a round's widest block bound it?"""
+    """Whether the widest block of a round bounds it."""
+    needs_draft: bool = False
+    """Whether it means nothing for plain decoding."""
+    is_of_chains: bool = False
+    """Whether it means nothing for trees, whose nodes are alternatives."""
+    shown: tuple[Shown, ...] = ()
+    in_comparison: bool = False
+    """Whether `compare` shows it for each cell."""
+    is_compared: bool = False
+    """Whether `compare` divides it after by before."""
+    may_fall: float | None = None
+    """The share that a gate lets it fall by, unless a limits file says otherwise; None if no gate judges it."""
 
     @property
     def statistic(self) -> stats.Statistic:
-        if self.top == ("log_ratio",):
-            return stats.exp_mean(COLUMN["log_ratio"], COLUMN["log_ratios"])
-        return stats.ratio(*self.places, self.scale, at_most=self.at_most)
-
-    def possible(self, interval: Interval, widest: float) -> Interval:
-        """The interval cut at what the figure can be, with blocks of up to `widest` tokens."""
-        return interval.within(self.at_least, min(self.at_most, widest) if self.is_length else self.at_most)
+        top, bottom = map(tuple, self.columns)
+        return stats.Statistic(top, bottom, self.scale, of_logs=self.of_logs, at_most=self.at_most)
 
     @property
-    def places(self) -> tuple[list[int], list[int]]:
+    def columns(self) -> tuple[list[int], list[int]]:
+        """The indices of `top` and of `bottom` in `SUMS`."""
         return [COLUMN[name] for name in self.top], [COLUMN[name] for name in self.bottom]
 
+    def possible(self, interval: Interval, widest: float) -> Interval:
+        """Cut the interval at what the metric can be, with rounds of up to `widest` tokens."""
+        return interval.within(self.at_least, min(self.at_most, widest) if self.is_length else self.at_most)
 
-FIGURES = {
-    "al.pooled": Figure(("verified",), ("rounds",), at_least=1.0, is_length=True),
-    "al.request_mean": Figure(("al_sum",), ("shown",), at_least=1.0, is_length=True),
-    "al.emitted": Figure(("emitted",), ("rounds",), at_least=1.0, is_length=True),
-    "accept_rate": Figure(("accepted",), ("drafted",), at_most=1.0),
-    "forwards_per_token": Figure(("rounds",), ("rounds_of_shown",), higher_is_better=False),
-    "exact": Figure(("exact",), ("compared",), at_most=1.0),
-    "passed": Figure(("passed",), ("scored",), at_most=1.0),
-    "tps.decode": Figure(("decode_tokens",), ("decode_s",), is_timing=True),
-    "tps.e2e": Figure(("e2e_tokens",), ("e2e_s",), is_timing=True),
-    "speedup.decode": Figure(("plain_s", "own_tokens"), ("plain_tokens", "own_s"), is_timing=True),
-    "speedup.decode.geometric": Figure(("log_ratio",), ("log_ratios",), is_timing=True),
-    "speedup.e2e": Figure(
-        ("plain_e2e_s", "own_e2e_tokens"), ("plain_e2e_tokens", "own_e2e_s"), is_timing=True
+
+_LENGTH: dict[str, Any] = {"unit": "tokens/round", "at_least": 1.0, "is_length": True}
+_TIME: dict[str, Any] = {"unit": "ms", "higher_is_better": False, "is_timing": True, "scale": 1000}
+_DECLARED = (
+    Metric(
+        id="al.pooled", formula="sum(a_i + 1) / sum(S), over all rounds of all prompts",
+        top=("verified",), bottom=("rounds",), **_LENGTH,
+        shown=(Shown("results", 1, "al.\npooled", in_paper=True), Shown("rounds", 4, "al.\npooled")),
+        in_comparison=True, is_compared=True,
+        may_fall=0.005,  # another processor's rounding can change what a draft proposes
     ),
-    "draft_ms": Figure(("draft_s",), ("draft_rounds",), higher_is_better=False, is_timing=True, scale=1000),
-    "verify_ms": Figure(("verify_s",), ("verify_rounds",), higher_is_better=False, is_timing=True, scale=1000),
-    "other_ms": Figure(("other_s",), ("timed_rounds",), higher_is_better=False, is_timing=True, scale=1000),
-    "break_even_al": Figure(
-        ("model_s", "plain_tokens"), ("timed_rounds", "plain_s"), higher_is_better=False, is_timing=True
+    Metric(
+        id="al.request_mean", formula="mean over answers of the mean over rounds of (a_i + 1)",
+        top=("al_sum",), bottom=("shown",), **_LENGTH,
+        shown=(Shown("results", 2, "al.\nrequest_mean", is_spare=True),), in_comparison=True,
     ),
-    "draft_prefill_ms": Figure(
-        ("draft_prefill_s",), ("draft_prefills",), higher_is_better=False, is_timing=True, scale=1000
+    Metric(
+        id="al.emitted", formula="sum(e_i) / sum(S), after truncation", top=("emitted",), bottom=("rounds",), **_LENGTH
     ),
-    "plain_ms": Figure(("plain_s",), ("plain_tokens",), higher_is_better=False, is_timing=True, scale=1000),
-    "prompt_tokens": Figure(("prompt_tokens",), ("answers",)),
-}  # fmt: skip
-"""`is_timing` marks the figures that depend on the machine and on what else it is doing."""
+    Metric(
+        id="accept_rate",
+        formula="sum(a_i) / sum(d_i), for chains only: the nodes of a tree are alternatives, and most must fail",
+        unit="share", top=("accepted",), bottom=("drafted",), at_most=1.0, needs_draft=True, is_of_chains=True,
+        in_comparison=True,
+    ),
+    Metric(
+        id="forwards_per_token", formula="sum(S) / sum(T - 1): target forwards for each token after the first",
+        unit="forwards/token", top=("rounds",), bottom=("tokens_of_shown",), higher_is_better=False,
+        in_comparison=True, is_compared=True,
+    ),
+    Metric(
+        id="exact", formula="answers that are the plain output, token for token / answers that were compared",
+        unit="share", top=("exact",), bottom=("compared",), at_most=1.0, may_fall=0.0,
+    ),
+    Metric(
+        id="passed", formula="answers that are right / answers that were scored",
+        unit="share", top=("passed",), bottom=("scored",), at_most=1.0, may_fall=0.0,
+    ),
+    Metric(
+        id="tps.decode", formula="sum(T - 1) / sum(decode_s)",
+        unit="tokens/s", top=("decode_tokens",), bottom=("decode_s",), is_timing=True,
+        shown=(Shown("results", 3, "tps.\ndecode", digits=1, is_spare=True, in_paper=True),),
+        in_comparison=True, is_compared=True, may_fall=0.05,
+    ),
+    Metric(
+        id="tps.e2e", formula="sum(T) / sum(prefill_s + decode_s)",
+        unit="tokens/s", top=("e2e_tokens",), bottom=("e2e_s",), is_timing=True, in_comparison=True, is_compared=True,
+    ),
+    Metric(
+        id="speedup.decode", formula="plain decode_s per token / the method's, over the same answers",
+        unit="x", top=("plain_s", "own_tokens"), bottom=("plain_tokens", "own_s"), is_timing=True,
+        shown=(Shown("results", 4, "speedup.\ndecode [95 %]", has_interval=True, in_paper=True),),
+        in_comparison=True, is_compared=True, may_fall=0.05,
+    ),
+    Metric(
+        id="speedup.decode.geometric", formula="geometric mean of the prompts' own speedup.decode",
+        unit="x", top=("log_ratio",), bottom=("log_ratios",), is_timing=True, of_logs=True,
+        shown=(Shown("rounds", 6, "speedup.decode\ngeo. mean [95 %]", has_interval=True),), in_comparison=True,
+    ),
+    Metric(
+        id="speedup.e2e", formula="plain (prefill_s + decode_s) per token / the method's, over the same answers",
+        unit="x", top=("plain_e2e_s", "own_e2e_tokens"), bottom=("plain_e2e_tokens", "own_e2e_s"), is_timing=True,
+        shown=(Shown("results", 5, "speedup.\ne2e", is_spare=True),),
+        in_comparison=True, is_compared=True, may_fall=0.05,
+    ),
+    Metric(
+        id="draft_ms", formula="mean milliseconds per round that the draft takes",
+        top=("draft_s",), bottom=("draft_rounds",), **_TIME, shown=(Shown("rounds", 1, "draft\nms"),),
+    ),
+    Metric(
+        id="verify_ms", formula="mean milliseconds per round that the target takes to verify",
+        top=("verify_s",), bottom=("verify_rounds",), **_TIME, shown=(Shown("rounds", 2, "verify\nms"),),
+    ),
+    Metric(
+        id="other_ms", formula="mean milliseconds per round that neither draft nor target takes",
+        top=("other_s",), bottom=("timed_rounds",), **_TIME,
+        shown=(Shown("rounds", 3, "other\nms", is_spare=True),),
+    ),
+    Metric(
+        id="break_even_al", formula="(t_draft + t_verify) / t_ar per round; below this al.pooled speculation loses",
+        unit="tokens/round", top=("model_s", "plain_tokens"), bottom=("timed_rounds", "plain_s"),
+        higher_is_better=False, is_timing=True, needs_draft=True, shown=(Shown("rounds", 5, "break_even_al"),),
+    ),
+    Metric(
+        id="draft_prefill_ms", formula="mean milliseconds per answer in which the draft reads the prompt",
+        top=("draft_prefill_s",), bottom=("draft_prefills",), **_TIME, needs_draft=True,
+    ),
+    Metric(
+        id="plain_ms", formula="milliseconds per token of plain decoding, over the same answers",
+        top=("plain_s",), bottom=("plain_tokens",), **_TIME,
+    ),
+    Metric(
+        id="prompt_tokens", formula="mean tokens of a prompt, the chat template included",
+        unit="tokens", top=("prompt_tokens",), bottom=("answers",),
+    ),
+)  # fmt: skip
+METRICS = {metric.id: metric for metric in _DECLARED}
+FORMULAS = {name: metric.formula for name, metric in METRICS.items()}
+FORMULAS["accept_at[k]"] = "P(a >= k), and P(a >= k given a >= k-1), over rounds"
+"""For an answer of T tokens, the first from prefill, in S rounds, of which round i drafts d_i, accepts a_i, emits e_i.
+
+For a tree d_i counts all its nodes, and a_i the nodes on the accepted path.
+"""
 
 Share = tuple[int, int]
 """How many, out of how many."""
@@ -219,11 +323,11 @@ class Cell:
 
     suite: str
     source: str = ""
-    """Where the suite's prompts came from, as the run recorded it; empty if that is not known."""
+    """Where the suite's prompts came from, as the run recorded it; empty if unknown."""
     method: str
     settings: Settings = GREEDY
     setting: str = ""
-    """What distinguishes the settings from the others of the run, for people; empty if there is only one."""
+    """Label that distinguishes the settings from the others of the run; empty if there is only one."""
     slice: str = ""
     num_prompts: int
     num_tokens: int
@@ -231,34 +335,33 @@ class Cell:
     num_near_ties: int
     exact: Share | None
     audit: Share | None = None
-    """Answers whose every token is the published model's own choice, out of those that the judge read."""
+    """Answers in which every token is the published model's own choice, out of those that the judge read."""
     passed: Share | None
     figures: Mapping[str, Interval]
     widest: float = float("inf")
-    """The most tokens that a round of these answers could give: those of its widest draft, and the bonus token.
-    Infinite where the backend does not show its rounds."""
+    """The most tokens that a round could add: its widest draft and the bonus token. Infinite if rounds are hidden."""
     counted_by: tuple[str, ...] = ()
     """How a backend that hides rounds counted them: ids of `dialects.CountingRule`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
     sums: Any = field(compare=False, repr=False, default=None)
-    """`TERMS` per prompt, [prompts, terms]."""
+    """`SUMS` per prompt, [prompts, sums]."""
 
     @property
     def label(self) -> str:
-        """The name of the suite, for people."""
+        """The suite with its source."""
         return labels.named(self.suite, self.source)
 
     @property
     def heading(self) -> str:
-        """The suite with its slice and settings, if there are several, for people."""
+        """The suite with its source, and with its slice and settings if there are several."""
         return labels.under(self.label, "; ".join(filter(None, [self.slice, self.setting])))
 
     @property
     def key(self) -> CellKey:
         return CellKey(self.suite, self.slice, self.settings.id, self.method)
 
-    def value(self, figure_id: str) -> float | None:
-        interval = self.figures.get(figure_id)
+    def value(self, metric_id: str) -> float | None:
+        interval = self.figures.get(metric_id)
         return interval.value if interval else None
 
 
@@ -266,25 +369,24 @@ KEY = list(CellKey._fields)
 
 
 def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
-    """One cell per suite, settings, slice and method, in the order of the run, but plain decoding first.
+    """Return a cell per suite, settings, slice and method, in the order of the run, but with the baseline first.
 
-    `identity` is that of `run.json`: it has the settings of the run, and where prompts came from.
+    `identity` is that of `run.json`: it has the settings of the run and the sources of its prompts.
     """
     named = {settings.id: (settings, name) for settings, name in short_names(settings_of(identity)).items()}
     counts, counted, widest = _counts(rows), _counted_by(rows), _widest(rows)
     sums = prompt_sums(without_errors(rows))
     by_cell = dict(iter(sums.groupby(level=[0, 1, 2, 3], observed=True)))
-    keys = _keys(rows)
+
+    def made(key: CellKey) -> Cell:
+        cell = _cell(key, counts.loc[key], by_cell.get(key), widest.get(key, float("inf")))
+        settings, setting = named[key.settings_id]
+        source = labels.source_of(identity, key.suite)
+        return replace(cell, source=source, settings=settings, setting=setting, counted_by=counted.get(key, ()))
+
     # Two at a time: NumPy resamples prompts without holding the interpreter's lock.
     with ThreadPoolExecutor(2) as pool:
-        cells = list(pool.map(lambda key: _cell(key, counts.loc[key], by_cell.get(key), widest.get(key)), keys))
-    cells = [replace(cell, counted_by=counted.get(key, ())) for cell, key in zip(cells, keys, strict=True)]
-    return [_of_run(cell, key, identity, named) for cell, key in zip(cells, keys, strict=True)]
-
-
-def _of_run(cell: Cell, key: CellKey, identity: Mapping[str, Any], named: Mapping[str, tuple[Settings, str]]) -> Cell:
-    settings, setting = named[key.settings_id]
-    return replace(cell, source=labels.source_of(identity, cell.suite), settings=settings, setting=setting)
+        return list(pool.map(made, _keys(rows)))
 
 
 def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
@@ -297,10 +399,9 @@ def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
 
 
 def _widest(rows: Any) -> dict[CellKey, float]:
-    """By cell the widest block in its rows, with the bonus token; none where some answer hides its rounds."""
-    most = (
-        without_errors(rows).groupby(KEY, observed=True)["most_drafted"].agg(lambda drafted: drafted.max(skipna=False))
-    )
+    """By cell the widest block in its rows plus the bonus token; without cells in which an answer hides its rounds."""
+    drafted = without_errors(rows).groupby(KEY, observed=True)["most_drafted"]
+    most = drafted.agg(lambda widths: widths.max(skipna=False))
     return {CellKey._make(key): float(num) + 1 for key, num in most.items() if num == num}
 
 
@@ -332,10 +433,9 @@ def _counts(rows: Any) -> Any:
     return flags.groupby(KEY, observed=True).sum()
 
 
-def _cell(key: CellKey, counts: Any, prompts: Any, widest: float | None) -> Cell:
-    """`widest` is None where no answer shows its rounds."""
-    widest = float("inf") if widest is None else widest
-    sums = np.zeros((0, len(TERMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
+def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
+    """Return the cell without its settings and its source; `prompts` are the sums, or None if every answer failed."""
+    sums = np.zeros((0, len(SUMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
     return Cell(
         suite=key.suite,
         slice=key.slice,
@@ -357,15 +457,14 @@ def _cell(key: CellKey, counts: Any, prompts: Any, widest: float | None) -> Cell
 def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
     if not len(sums):
         return {}
-    meaningless = {"break_even_al", "accept_rate", "draft_prefill_ms"} if method == BASELINE else set()
-    meaningless |= {"accept_rate"} if is_tree(method) else set()
-    names = [name for name in FIGURES if name not in meaningless]
-    intervals = stats.intervals(sums, [FIGURES[name].statistic for name in names])
-    return {
-        name: FIGURES[name].possible(interval, widest)
-        for name, interval in zip(names, intervals, strict=True)
-        if interval
-    }
+    known = [
+        metric
+        for metric in METRICS.values()
+        if not (metric.needs_draft and method == BASELINE) and not (metric.is_of_chains and is_tree(method))
+    ]
+    intervals = stats.intervals(sums, [metric.statistic for metric in known])
+    pairs = zip(known, intervals, strict=True)
+    return {metric.id: metric.possible(interval, widest) for metric, interval in pairs if interval}
 
 
 def share(sums: Any, right: str, judged: str) -> Share | None:
@@ -374,12 +473,12 @@ def share(sums: Any, right: str, judged: str) -> Share | None:
 
 
 def has_baseline(identity: Mapping[str, Any]) -> bool:
-    """Was plain decoding to be measured in this run? Only one over a single server may leave it out."""
+    """Return whether the run measures plain decoding; only a run over a single server may leave it out."""
     return BASELINE in identity.get("methods", {BASELINE: None})
 
 
 def mismatched(rows: Any) -> Any:
-    """The mask of answers that differ from what they must be, by more than rounding explains."""
+    """Return the mask of answers that differ from the baseline or the model by more than rounding explains."""
     return (rows["exactness"] == "mismatch") | (rows["audit"] == "mismatch")
 
 
@@ -394,5 +493,5 @@ def seconds_per_token(good: Any) -> float | None:
 
 
 def select(rows: Any, key: CellKey) -> Any:
-    """The rows of one cell."""
+    """Return the rows of one cell."""
     return rows[np.logical_and.reduce([rows[name] == value for name, value in key._asdict().items()])]

@@ -1,4 +1,12 @@
-"""Intervals and tests: how each is computed, and how often they cover the truth, by simulation."""
+"""Intervals and tests whose unit is the prompt: all its tokens and seconds, on both sides, are drawn together.
+
+A metric is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm (Hall, 1988): the
+distance of a redrawn value from the measured one in standard errors, where each draw has its own standard error (by
+linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
+prompts that matter would look too certain. The measured value's own standard error is the jackknife's: a long answer
+pulls the value towards itself and so looks ordinary beside it, but not once it is left out. How often the interval
+contains the truth is in `results/intervals.md`.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Intervals and tests whose unit is the prompt: all its tokens and seconds, on both sides, are drawn together.
-#
-# A figure is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm: it asks how many
-# standard errors a redrawn figure is away from the measured one, where each draw has its own standard error (by
-# linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
-# prompts that matter would look too certain. The measured figure's own standard error is the jackknife's: a long answer
-# pulls the figure to itself and so looks ordinary beside it, but not once it is left out. `results/intervals.md` says
-# how often the interval contains the truth.
-
-
 LEVEL = 0.95
 NORMAL = 1.959964
-"""Standard errors of a normal distribution that hold this level."""
+"""Standard errors of a normal distribution for this level."""
 NUM_DRAWS = 5_000
 """With so many, another seed moves a bound by 1 or 2 % of the interval's width."""
 SEED = 0
 APART = 997
-"""By how many draws each suite's draws are shifted against the next suite's (`geometric_mean`)."""
+"""The number of draws by which each suite's draws are shifted against the next suite's (`geometric_mean`)."""
 FEWEST = 5
-"""Of fewer prompts no interval is shown: they are as likely to miss what matters as to show it."""
+"""With fewer prompts no interval is shown: they are as likely to miss what matters as to show it."""
 MAX_UNITS = 512
 """More prompts than this are dealt into as many groups, which are drawn instead; the width is then right to 3 %."""
 LEAST_ERROR = 0.1
@@ -61,7 +59,7 @@ class Interval:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
     def within(self, least: float, most: float) -> Interval:
-        """Cut where the figure cannot be, which a symmetric interval does not know; the value stays in it."""
+        """Return the interval cut at the bounds of what is possible; the value stays in it."""
         if self.low is None or self.high is None:
             return self
         return replace(self, low=min(self.value, max(self.low, least)), high=max(self.value, min(self.high, most)))
@@ -97,14 +95,14 @@ class Statistic:
         return np.exp(quotient) if self.of_logs else self.scale * quotient
 
     def logs(self, means: Floats) -> Floats:
-        """The logarithm of the value without its scale, from the means of `top` and `bottom` [..., columns of both]."""
+        """Return the logarithm of the value without its scale, from the means of `top` and `bottom` [..., columns]."""
         above, below = means[..., : len(self.top)], means[..., len(self.top) :]
         if self.of_logs:
             return (above / below)[..., 0]
         return np.asarray(np.log(above).sum(axis=-1) - np.log(below).sum(axis=-1))
 
     def slopes(self, means: Floats) -> Floats:
-        """The derivatives of `logs` with respect to each of these means."""
+        """Return the derivatives of `logs` with respect to each of these means, [..., columns]."""
         above, below = means[..., : len(self.top)], means[..., len(self.top) :]
         if self.of_logs:
             return np.concatenate([1 / below, -above / below**2], axis=-1)
@@ -115,13 +113,8 @@ def ratio(top: Sequence[int], bottom: Sequence[int], scale: float = 1.0, *, at_m
     return Statistic(tuple(top), tuple(bottom), scale, at_most=at_most)
 
 
-def exp_mean(total: int, count: int) -> Statistic:
-    """A geometric mean, from the column `total` of logarithms and the column `count` of ones."""
-    return Statistic((total,), (count,), of_logs=True)
-
-
 def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = SEED) -> list[Interval | None]:
-    """One for each statistic of `columns` [prompts, k], all from the same draws; None for one without a value."""
+    """Return an interval for each statistic of `columns` [prompts, k], from the same draws; None without a value."""
     values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
     if len(columns) < FEWEST:
         return [None if value is None else Interval(value, None, None, len(columns)) for value in values]
@@ -133,7 +126,7 @@ def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = S
 
 
 def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
-    """The mean of a ratio over suites. Each suite counts once, and has its own prompts and so its own draws."""
+    """Return the mean of a ratio over suites. Each suite counts once, and has its own prompts and so its own draws."""
     values = [_value(ratio(*sides), columns.sum(axis=0)) for columns, sides in parts]
     positive = [value for value in values if value is not None and value > 0]
     if not positive or len(positive) < len(values):
@@ -158,7 +151,7 @@ def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
 
 
 def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
-    """Ratios of sums, each with the probability of so large a difference from 1 by chance; None without a value.
+    """Return ratios of sums, each with the probability of so large a difference from 1 by chance; None without a value.
 
     The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
     needs no draws; for many prompts it agrees with the interval.
@@ -172,12 +165,12 @@ def _change(columns: Floats, sides: Ratio, interval: Interval | None) -> Change 
 
 
 def p_of_ratio(columns: Floats, sides: Ratio) -> float | None:
-    """The two-sided p-value of a ratio of positive sums; None for a single prompt."""
+    """Return the two-sided p-value of a ratio of positive sums; None for a single prompt."""
     return p_of_geometric_mean([(columns, sides)])
 
 
 def p_of_geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> float | None:
-    """The two-sided p-value of a ratio's geometric mean over suites; None if a suite has only one prompt.
+    """Return the two-sided p-value of a ratio's geometric mean over suites; None if a suite has only one prompt.
 
     Degrees of freedom by Welch and Satterthwaite, because the suites' standard errors may differ.
     """
@@ -188,43 +181,43 @@ def p_of_geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> float | None:
         statistic = ratio(*sides)
         used = columns[:, [*statistic.top, *statistic.bottom]]
         logs.append(float(statistic.logs(used.mean(axis=0))))
-        errors.append(standard_error(pulls(columns, statistic)))
+        errors.append(standard_error(influences(columns, statistic)))
     variances = np.square(errors)
     weights = float((variances**2 / [len(columns) - 1 for columns, _ in parts]).sum())
     df = float(variances.sum()) ** 2 / weights if weights else float("inf")
     return p_of_t(float(np.mean(logs)), float(np.sqrt(variances.sum())) / len(parts), df)
 
 
-def pulls(columns: Floats, statistic: Statistic) -> Floats:
-    """What each prompt adds to the logarithm of the statistic, to first order, [prompts]; their mean is 0."""
+def influences(columns: Floats, statistic: Statistic) -> Floats:
+    """Return each prompt's influence on the logarithm of the statistic, to first order, [prompts]; their mean is 0."""
     used = columns[:, [*statistic.top, *statistic.bottom]]
     means = used.mean(axis=0)
-    pulled: Floats = ((used - means) * statistic.slopes(means)).sum(axis=1)
-    return pulled
+    influence: Floats = ((used - means) * statistic.slopes(means)).sum(axis=1)
+    return influence
 
 
-def standard_error(pulled: Floats) -> float:
-    return float(pulled.std(ddof=1) / np.sqrt(len(pulled)))
+def standard_error(influence: Floats) -> float:
+    return float(influence.std(ddof=1) / np.sqrt(len(influence)))
 
 
 def jackknife(columns: Floats, statistic: Statistic) -> float:
-    """The standard error of the statistic's logarithm, from leaving out each prompt in turn.
+    """Return the standard error of the statistic's logarithm, from leaving out each prompt in turn.
 
-    At least that by linearisation, which is all there is where the statistic has no value without some prompt.
+    It is at least that of linearisation, which is used alone if the statistic has no value without some prompt.
     """
     used = columns[:, [*statistic.top, *statistic.bottom]]
     total, number = used.sum(axis=0), len(used)
     with np.errstate(divide="ignore", invalid="ignore"):
         off = statistic.logs((total - used) / (number - 1)) - statistic.logs(total / number)
-        linear = standard_error(pulls(columns, statistic))
+        linear = standard_error(influences(columns, statistic))
     if not np.isfinite(off).all():
         return linear
     return max(linear, float(np.sqrt((number - 1) / number * (off**2).sum())))
 
 
 def _df(columns: Floats, statistic: Statistic) -> float:
-    """One less than the prompts that would weigh as much if all weighed the same (Kish): at least 1."""
-    # Logarithms are no weights; the numbers of them are.
+    """Return one less than the effective number of prompts (Kish), at least 1."""
+    # Logarithms are no weights, but their counts are.
     used = np.abs(columns[:, statistic.bottom if statistic.of_logs else [*statistic.top, *statistic.bottom]])
     total = used.sum(axis=0)
     if not (total > 0).any():
@@ -234,7 +227,7 @@ def _df(columns: Floats, statistic: Statistic) -> float:
 
 
 def p_of_t(log_ratio: float, error: float, df: float) -> float:
-    """The two-sided p-value of a difference from 0 with this standard error; `df` may be infinite."""
+    """Return the two-sided p-value of a difference from 0 with this standard error; `df` may be infinite."""
     from scipy.special import stdtr
 
     # If nothing varies, as with counts that are the same in every run, any difference beyond rounding is certain.
@@ -244,7 +237,7 @@ def p_of_t(log_ratio: float, error: float, df: float) -> float:
 
 
 def mcnemar(num_lost: int, num_gained: int) -> float:
-    """The exact two-sided p-value: how likely is so uneven a split, if both outcomes are equally likely?"""
+    """Return the exact two-sided p-value of so uneven a split, if both outcomes are equally likely."""
     from scipy.special import bdtr
 
     fewer, both = min(num_lost, num_gained), num_lost + num_gained
@@ -252,9 +245,9 @@ def mcnemar(num_lost: int, num_gained: int) -> float:
 
 
 def paired_difference(num_lost: int, num_gained: int, num: int) -> Interval:
-    """The change of a share when `num_lost` of `num` pairs change to worse and `num_gained` to better.
+    """Return the change of a share when `num_lost` of `num` pairs get worse and `num_gained` get better.
 
-    Its interval is the adjusted one of Bonett and Price (2012), which also holds for few changes or none.
+    The interval is that of Bonett and Price (2012), which also holds for few changes or none.
     """
     if num < FEWEST:
         return Interval((num_gained - num_lost) / num, None, None, num)
@@ -265,7 +258,7 @@ def paired_difference(num_lost: int, num_gained: int, num: int) -> Interval:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's adjustment: together, the p-values then give a false alarm no more often than a single one."""
+    """Adjust p-values by Holm (1979): together they then give a false alarm no more often than a single test."""
     adjusted, worst = [1.0] * len(ps), 0.0
     for rank, place in enumerate(sorted(range(len(ps)), key=lambda place: ps[place])):
         worst = max(worst, min(1.0, (len(ps) - rank) * ps[place]))
@@ -274,7 +267,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def outliers(values: Floats) -> NDArray[np.bool_]:
-    """Which values lie more than `OUTLIER` robust standard deviations (1.4826 MAD, at least 1 %) above the median."""
+    """Return the mask of values more than `OUTLIER` robust deviations (1.4826 MAD, at least 1 %) above the median."""
     middle = np.median(values)
     deviation = max(1.4826 * float(np.median(np.abs(values - middle))), 0.01 * abs(float(middle)))
     return np.asarray(values > middle + OUTLIER * deviation)
@@ -282,20 +275,20 @@ def outliers(values: Floats) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """How certain the logarithm of a statistic is."""
+    """The uncertainty of the logarithm of a statistic."""
 
     error: float
-    """Its standard error, by the jackknife."""
+    """The standard error, by the jackknife."""
     off: Floats
-    """How far each draw is from the measured value, [draws]."""
+    """The distance of each draw from the measured value, [draws]."""
     errors: Floats
     """The standard error within each draw, [draws]."""
     df: float
-    """Degrees of freedom of the error: one less than the prompts, and fewer if few of them weigh most."""
+    """Degrees of freedom of the error: one less than the effective number of prompts."""
 
 
 def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> list[_Spread]:
-    """From draws with replacement of as many prompts as there are, or of groups of them."""
+    """Estimate spreads from draws with replacement of as many prompts as there are, or of groups of them."""
     column_sets = [[*statistic.top, *statistic.bottom] for statistic in statistics]
     used = sorted({column for column_set in column_sets for column in column_set})
     units = _dealt(columns[:, used], seed)
@@ -316,7 +309,7 @@ def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Float
     """`means` [draws, columns] of the columns of `statistic`; `moments` [columns, columns, draws] of their products."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = statistic.slopes(means)
-        # The mean of the pulls is 0, so the mean of their squares is their variance.
+        # The influences have mean 0, so the mean of their squares is their variance.
         variances = np.einsum("di,ijd,dj->d", slopes, moments, slopes)
         whole = columns[:, [*statistic.top, *statistic.bottom]].mean(axis=0)
         off = statistic.logs(means) - statistic.logs(whole)
@@ -324,7 +317,7 @@ def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Float
 
 
 def _dealt(columns: Floats, seed: int) -> Floats:
-    """Rows of `columns` summed to at most `MAX_UNITS` random groups."""
+    """Sum the rows of `columns` [prompts, k] into at most `MAX_UNITS` random groups."""
     if len(columns) <= MAX_UNITS:
         return columns
     order = np.random.default_rng(seed).permutation(len(columns))
@@ -334,7 +327,7 @@ def _dealt(columns: Floats, seed: int) -> Floats:
 
 
 def _resampled(columns: Floats, seed: int) -> Floats:
-    """Column sums [draws, k]; each draw takes as many units as there are, with replacement."""
+    """Return column sums [draws, k]; each draw takes as many units as there are, with replacement."""
     counts = _counts(len(columns), seed)
     chunks = [counts[start : start + 1_000] @ columns for start in range(0, len(counts), 1_000)]
     return np.concatenate(chunks)
@@ -342,7 +335,7 @@ def _resampled(columns: Floats, seed: int) -> Floats:
 
 @lru_cache(maxsize=16)
 def _counts(num_units: int, seed: int) -> NDArray[np.uint8]:
-    """How often each unit is drawn, [draws, units]. It only depends on the number of prompts, so it is cached."""
+    """Return how often each unit is drawn, [draws, units]; cached, as it depends only on the number of units."""
     rng = np.random.default_rng(seed)
     counts = np.empty((NUM_DRAWS, num_units), dtype=np.uint8)
     for start in range(0, NUM_DRAWS, 1_000):
@@ -359,7 +352,7 @@ def _value(statistic: Statistic, sums: Floats) -> float | None:
 
 def _around(value: float, spread: _Spread) -> Interval:
     if value < 0:
-        # A difference of seconds, which rounding made negative: it has no logarithm.
+        # A difference of seconds that rounding made negative has no logarithm.
         return Interval(value, None, None)
     if value == 0 or spread.error < NO_ERROR:
         return Interval(value, value, value)
@@ -368,7 +361,7 @@ def _around(value: float, spread: _Spread) -> Interval:
 
 
 def _factor(spread: _Spread) -> float:
-    """How many standard errors the interval reaches to either side; never fewer than by Student's t."""
+    """Return the half-width of the interval in standard errors; never less than by Student's t."""
     from scipy.special import stdtrit
 
     student = float(stdtrit(spread.df, (1 + LEVEL) / 2))
@@ -378,9 +371,9 @@ def _factor(spread: _Spread) -> float:
     return max(student, float(np.quantile(off, LEVEL))) if len(off) else student
 
 
-# How often intervals contain the truth, as it was simulated: what a table may say of its "95 %".
+# Coverage: how often intervals contain the truth in simulations, which a table states beside its "95 %".
 #
-# `scripts/study intervals` writes the shares, and `results/intervals.md` says what was simulated.
+# `scripts/study intervals` writes the shares, and `results/intervals.md` describes the simulations.
 
 
 STORED = Path(__file__).with_name("coverage.json")
@@ -395,13 +388,13 @@ class Covered:
     least: float
     most: float
     run_noise: float
-    """Noise between runs, as a share of each method's seconds, under which they are the two below."""
+    """Noise between runs, as a share of each method's seconds, that the two shares below include."""
     least_noisy: float
     most_noisy: float
 
 
 def covered(num_prompts: int) -> Covered | None:
-    """None for fewer prompts than there are intervals of."""
+    """Return the coverage for this number of prompts; None for fewer than were simulated."""
     stored = _stored()
     at = max((place for place, number in enumerate(stored["prompts"]) if number <= num_prompts), default=None)
     if at is None:

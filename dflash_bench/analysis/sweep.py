@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.compare import ALPHA, on_common_prompts, ratio_of
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core import labels, methods
 from dflash_bench.core.errors import UserError
@@ -26,17 +26,17 @@ from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import OF_SAMPLING, name_without
 
 LOADS = ("concurrency", "rate")
-"""Settings of which no value is the best: what becomes of speed with them is told by `concurrency.py`."""
+"""Settings without a best value: `concurrency.py` shows the speed at each of them."""
 NONE = context_name(None)
-"""The context of prompts as they are, before all others."""
+"""The context of prompts as they are, which comes before all others."""
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
 Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
-"""For each group, keyed by what its members have in common: its name, and each value's method and settings."""
+"""For each group, keyed by what its members share: its name, and for each value the method and settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of the option; figures are over the suites of the curve."""
+    """One value of the option; its metrics are over the suites of the curve."""
 
     value: Value
     method: str
@@ -51,16 +51,16 @@ class SweepCurve:
     """The points of one method with everything else equal, on one suite or over all suites."""
 
     series: str
-    """What all points have in common: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
+    """What all points share: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
     suites: tuple[str, ...]
-    """Names for people. With several suites, figures are geometric means in which each suite counts once."""
+    """Suites with their sources. With several, metrics are geometric means in which each suite counts once."""
     points: tuple[Point, ...]
     best: int | None = None
     """The index of the point with the highest speed-up; None if no point has one."""
     over: Mapping[int, Change] = field(default_factory=dict)
     """By index, the best point's speed-up divided by that point's, on common prompts; p is Holm's over all pairs."""
     group: int = 0
-    """Which of the sweep's series."""
+    """The index of the series among those of the sweep."""
 
     @property
     def rivals(self) -> list[int]:
@@ -73,16 +73,16 @@ class Sweep:
     option: str
     unit: str
     curves: tuple[SweepCurve, ...]
-    """Series by series: a curve per suite, then the mean over suites if there are several."""
+    """For each series a curve per suite, then the mean over suites if there are several."""
 
     @property
-    def answers(self) -> list[SweepCurve]:
-        """The curve that counts for each series: the mean over suites, or the only suite."""
+    def summaries(self) -> list[SweepCurve]:
+        """The curve that sums up each series: the mean over suites, or the only suite."""
         return list({curve.group: curve for curve in self.curves}.values())
 
 
 def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
-    """The sweeps of a run: first those over options of methods, then those over settings."""
+    """Return the sweeps of a run: first those over options of methods, then those over settings."""
     answered = [cell for cell in cells if cell.num_prompts and not cell.slice and cell.method != BASELINE]
     known = _methods(answered)
     options = {option.name: option.unit for method in known.values() for option in method.kind.options}
@@ -97,7 +97,7 @@ def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
 
 
 def _methods(cells: Sequence[Cell]) -> dict[str, Method]:
-    """By label, without those that an older version wrote and this one cannot parse."""
+    """Parse the methods by label, without those of another version that this one cannot parse."""
     parsed: dict[str, Method] = {}
     for label in dict.fromkeys(cell.method for cell in cells):
         with suppress(UserError):
@@ -106,7 +106,7 @@ def _methods(cells: Sequence[Cell]) -> dict[str, Method]:
 
 
 def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], identity: Mapping[str, Any]) -> Groups:
-    """Groups of methods that are equal but for this option."""
+    """Group the methods that differ only in this option."""
     groups: Groups = {}
     settings = list(dict.fromkeys(cell.settings for cell in cells))
     for under, (label, method) in product(settings, known.items()):
@@ -121,14 +121,14 @@ def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], id
 
 
 def _value(method: Method, name: str, known: Mapping[str, Method], identity: Mapping[str, Any]) -> Value | None:
-    """The option as the user gave it, by default, or as the draft or preset set it; None if it is not known."""
+    """Return the option as given, by default, or as the draft or preset sets it; None if it is not known."""
     if all(option.name != name for option in method.kind.options):
         return None
     if (value := method.option(name)) is not None:
         return value
     if not method.leaves_open(name) or not _counts_drafts(method, name):
         return None
-    # If a method of the same draft gave the option, it follows: one more of it is one more drafted token.
+    # It follows from a method of the same draft that gives the option: one more of it is one more draft token.
     drafts: dict[str, int | None] = {
         label: method.get("num_drafts") for label, method in identity.get("methods", {}).items()
     }
@@ -148,28 +148,28 @@ def _counts_drafts(method: Method, name: str) -> bool:
 
 
 def _without(method: Method, name: str) -> str:
-    """The method's label without this option."""
+    """Return the method's label without this option."""
     rest = {key: value for key, value in method.options.items() if key != name}
     head = f"{method.name}@{method.tag}" if method.tag else method.name
     return f"{head}:{method.kind.write(rest)}" if rest else head
 
 
 def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
-    """Groups of cells that are equal but for this setting."""
+    """Group the cells that differ only in this setting."""
     groups: Groups = {}
     settings = list(dict.fromkeys(cell.settings for cell in cells))
     one_way_of_sampling = len({_sampling(sampled) for sampled in settings if not sampled.greedy}) < 2
     for cell in cells:
-        one, value = cell.settings, getattr(cell.settings, name)
+        settings_of_cell, value = cell.settings, getattr(cell.settings, name)
         value = NONE if name == "context" and value is None else value
-        if value is None or (one.greedy and name in OF_SAMPLING):
+        if value is None or (settings_of_cell.greedy and name in OF_SAMPLING):
             continue
-        rest: Settings = replace(one, **{name: getattr(GREEDY, name)})
+        rest: Settings = replace(settings_of_cell, **{name: getattr(GREEDY, name)})
         if name == "temperature" and one_way_of_sampling:  # sampling settings have no effect in greedy decoding
             rest = replace(rest, **{sampling: getattr(GREEDY, sampling) for sampling in OF_SAMPLING})
-        series = labels.under(cell.method, name_without(one, settings, name))
+        series = labels.under(cell.method, name_without(settings_of_cell, settings, name))
         label = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-        groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(label, (cell.method, one))
+        groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(label, (cell.method, settings_of_cell))
     return groups
 
 
@@ -178,7 +178,7 @@ def _sampling(settings: Settings) -> tuple[Any, ...]:
 
 
 def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[SweepCurve, ...]:
-    """For each group with several values a curve per suite and, if there are several suites, their mean."""
+    """Return for each group with several values a curve per suite and, if there are several suites, their mean."""
     of_place = {(cell.suite, cell.method, cell.settings): cell for cell in cells}
     suites = dict.fromkeys(cell.suite for cell in cells)
     curves = []
@@ -193,7 +193,7 @@ def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[SweepCurve, ...]:
 
 
 def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]]) -> SweepCurve:
-    """`rows` has a row per suite, with a cell for each value."""
+    """Return the curve of `rows`, which has a row per suite with a cell for each value."""
     points = tuple(
         Point(
             value, column[0].method, sum(cell.num_prompts for cell in column), _figure(LENGTH, column),
@@ -208,16 +208,16 @@ def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]])
     return SweepCurve(series, suites, points, best, _over_others(points, best))
 
 
-def _figure(figure_id: str, cells: Sequence[Cell]) -> Interval | None:
+def _figure(metric_id: str, cells: Sequence[Cell]) -> Interval | None:
     if len(cells) == 1:
-        return cells[0].figures.get(figure_id)
-    mean = stats.geometric_mean([(cell.sums, FIGURES[figure_id].places) for cell in cells])
+        return cells[0].figures.get(metric_id)
+    mean = stats.geometric_mean([(cell.sums, METRICS[metric_id].columns) for cell in cells])
     widest = float(np.exp(np.mean(np.log([cell.widest for cell in cells]))))
-    return mean and FIGURES[figure_id].possible(mean, widest)
+    return mean and METRICS[metric_id].possible(mean, widest)
 
 
 def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
-    """The best point over each other, with Holm's p over all pairs: the same answers decided which point is best."""
+    """Divide the best point by each other. Holm's p is over all pairs, since the same answers chose the best point."""
     pairs = {pair: _change(*pair, points) for pair in combinations(range(len(points)), 2)}
     changes = {pair: change for pair, change in pairs.items() if change is not None}
     known = [pair for pair, change in changes.items() if change.p is not None]
@@ -237,7 +237,7 @@ def _upwards(ratio: Interval, is_upwards: bool) -> Interval:
 
 
 def _change(before: int, after: int, points: Sequence[Point]) -> Change | None:
-    """How many times as fast on common prompts, as the geometric mean over suites; None if they share no prompts."""
+    """Return the ratio of speed-ups on common prompts, geometric mean over suites; None if they share no prompts."""
     sides = ratio_of(SPEEDUP)
     parts = []
     for old, new in zip(points[before].cells, points[after].cells, strict=True):

@@ -41,12 +41,12 @@ class Compared:
         import pandas as pd
 
         columns = ["suite", "method", "settings", "before", "after", "metric", "value", "low", "high", "p", "n"]
+        names = ("suite", "method", "setting", "before", "after")
         rows = [
-            (*one["suite"].partition(" ")[::2], *(one[name] for name in ("setting", "before", "after")), metric,
-             *change["ratio"], change["p"], one["num_prompts"])
-            for one in self.data.get("changes", ())
-            for metric, change in one["ratios"].items()
-        ]  # fmt: skip
+            (*(change[name] for name in names), metric, *ratio["ratio"], ratio["p"], change["num_prompts"])
+            for change in self.data.get("changes", ())
+            for metric, ratio in change["ratios"].items()
+        ]
         return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(["value", "low", "high", "p"], float))
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ def check(
     baseline of other prompts, and where nothing can be judged. A run that falls short raises nothing: `passed` is
     False.
     """
-    from dflash_bench.analysis.gate.checks import checked
+    from dflash_bench.analysis.gate.checks import check_runs
     from dflash_bench.diagnose.reread import reread
 
     several = [runs] if isinstance(runs, Run | str | Path) else list(runs)
@@ -151,7 +151,7 @@ def check(
         raise UserError("nothing to check: give at least one run")
     before, least = (None if path is None else Path(path) for path in (baseline, limits))
     folders = [folder_of(one) for one in several]
-    return CheckResult(checked(folders, before, least, tuple(allow), lambda results: reread(results, rescore)))
+    return CheckResult(check_runs(folders, before, least, tuple(allow), lambda results: reread(results, rescore)))
 
 
 def folder_of(run: Run | str | Path) -> Path:

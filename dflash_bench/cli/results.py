@@ -70,7 +70,7 @@ def baseline(
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import table
 
-    baselines.refuse_twins(runs)
+    baselines.require_distinct(runs)
     expectations = baselines.read_limits(limits) if limits else {}
     baselines.write([table.read(run) for run in runs], output, with_timings=not time_free, limits=expectations)
     say(f"wrote {output}")
@@ -239,7 +239,7 @@ def plot(
 
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
     from dflash_bench import report
-    from dflash_bench.analysis.compare import check_allowed, refuse_unlike
+    from dflash_bench.analysis.compare import check_allowed, require_comparable
     from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
@@ -249,7 +249,7 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
     of_parts = [name for name in allow if name in report.ALLOWED]
     read = [plots.Material(report.read_document(folder, of_parts)) for folder in with_bar(runs, "reading runs")]
     pairs = combinations([run.document.results for run in read], 2)
-    unlike = list(dict.fromkeys(note for pair in pairs for note in refuse_unlike(*pair, allow)))
+    unlike = list(dict.fromkeys(note for pair in pairs for note in require_comparable(*pair, allow)))
     for difference in unlike:
         note(f"note: allowed although it differs: {difference}")
     say(plots.write_trend(read, out, kind, unlike))

@@ -37,7 +37,7 @@ def run(
     """
     from dflash_bench import report
     from dflash_bench.analysis import metrics
-    from dflash_bench.analysis.concurrency import loads
+    from dflash_bench.analysis.concurrency import concurrency_curves
     from dflash_bench.analysis.findings import findings, witnesses
     from dflash_bench.analysis.sweep import sweeps
     from dflash_bench.api import measuring
@@ -58,7 +58,7 @@ def run(
     rows, identity = results.rows, results.info["identity"]
     cells = metrics.summarise(rows, identity)
     notes = findings(rows, cells, identity, results.info)
-    swept, loaded = sweeps(cells, identity), loads(rows, cells, identity)
+    swept, loaded = sweeps(cells, identity), concurrency_curves(rows, cells, identity)
     if as_json:
         say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
     else:

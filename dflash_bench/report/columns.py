@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_bench.analysis.findings import Finding, case
-from dflash_bench.analysis.findings.case import Badge
-from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
+from dflash_bench.analysis.findings import Finding, base
+from dflash_bench.analysis.findings.base import Badge
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS, METRICS, Cell, Metric, Share, Shown
 from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
 from dflash_bench.core.dialects import describe_rule
@@ -45,55 +45,52 @@ def _percent(tally: Share | None) -> str:
     return ABSENT if tally is None else f"{100 * tally[0] / tally[1]:.1f}"
 
 
-def _figure(name: str, digits: int = 2) -> Callable[[Cell], str]:
-    return lambda cell: number(cell.value(name), digits)
+def _column(metric: Metric, shown: Shown) -> Column:
+    def text(cell: Cell) -> str:
+        has_interval = shown.has_interval
+        return (
+            with_interval(cell.figures.get(metric.id)) if has_interval else number(cell.value(metric.id), shown.digits)
+        )
+
+    return Column(
+        metric.id, shown.head, text, "left" if shown.has_interval else "right", metric.id == "speedup.decode",
+        shown.is_spare, shown.in_paper,
+    )  # fmt: skip
 
 
-def _interval(name: str) -> Callable[[Cell], str]:
-    return lambda cell: with_interval(cell.figures.get(name))
+def _metric_columns(table: str) -> list[Column]:
+    places = ((metric, shown) for metric in METRICS.values() for shown in metric.shown if shown.table == table)
+    return [_column(*place) for place in sorted(places, key=lambda place: place[1].position)]
 
 
-SPEEDUP = Column(
-    "speedup.decode", "speedup.\ndecode [95 %]", _interval("speedup.decode"), "left", has_badges=True, in_paper=True
-)
 RESULTS = (
     Column("num_prompts", "prompts", lambda cell: f"{cell.num_prompts:,}", is_spare=True, in_paper=True),
     Column("num_tokens", "tokens", lambda cell: f"{cell.num_tokens:,}", is_spare=True),
-    Column("al.pooled", "al.\npooled", _figure("al.pooled"), in_paper=True),
-    Column("al.request_mean", "al.\nrequest_mean", _figure("al.request_mean"), is_spare=True),
-    Column("tps.decode", "tps.\ndecode", _figure("tps.decode", 1), is_spare=True, in_paper=True),
-    SPEEDUP,
-    Column("speedup.e2e", "speedup.\ne2e", _figure("speedup.e2e"), is_spare=True),
+    *_metric_columns("results"),
     Column("exact", "exact", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.exact), in_paper=True),
     Column("passed", "passed\n%", lambda cell: _percent(cell.passed), in_paper=True),
 )
 ROUNDS = (
-    Column("draft_ms", "draft\nms", _figure("draft_ms")),
-    Column("verify_ms", "verify\nms", _figure("verify_ms")),
-    Column("other_ms", "other\nms", _figure("other_ms"), is_spare=True),
-    Column("al.pooled", "al.\npooled", _figure("al.pooled")),
-    Column("break_even_al", "break_even_al", _figure("break_even_al")),
-    Column(
-        "speedup.decode.geometric", "speedup.decode\ngeo. mean [95 %]", _interval("speedup.decode.geometric"), "left"
-    ),
+    *_metric_columns("rounds"),
     Column("audit", "audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
     Column("num_errors", "failed", lambda cell: str(cell.num_errors), is_spare=True),
     Column("num_near_ties", "near\nties", lambda cell: str(cell.num_near_ties), is_spare=True),
 )
+SPEEDUP = next(column for column in RESULTS if column.has_badges)
 
 
 def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return case.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
+    return base.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
 
 
 def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:
     """The figure, and behind it the marks of what weakens it, as plain text."""
-    return " ".join(filter(None, [column.text(cell), case.marks(badges_of(column, cell, findings))]))
+    return " ".join(filter(None, [column.text(cell), base.marks(badges_of(column, cell, findings))]))
 
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """What the marks in the tables of these cells mean."""
-    return case.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
+    return base.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:

@@ -9,23 +9,23 @@ from typing import Any
 
 from dflash_bench.analysis.compare import (
     EQUAL,
+    INCOMPATIBILITIES,
     MIN_EFFECT,
-    UNLIKE,
     Agreement,
-    Versus,
+    Comparison,
     agreements,
-    between,
     check_allowed,
+    comparable_cells,
+    compare_methods,
+    compare_runs,
     over_runs,
     over_suites,
-    refuse_unlike,
     repeats,
-    summarised,
+    require_comparable,
     verdict,
-    within,
 )
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
-from dflash_bench.analysis.metrics import FIGURES, Cell, mismatched
+from dflash_bench.analysis.metrics import METRICS, Cell, mismatched
 from dflash_bench.analysis.peers import paper, vllm, zlab
 from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core import environment, labels
@@ -42,8 +42,9 @@ from dflash_bench.results.table import Results
 # What `compare` prints, and its JSON. Time-free figures stand apart from timings, and ids above every column.
 
 
-TIME_FREE = ("al.pooled", "al.request_mean", "accept_rate", "forwards_per_token")
-TIMINGS = ("tps.decode", "tps.e2e", "speedup.decode", "speedup.decode.geometric", "speedup.e2e")
+SHOWN = {name: metric.is_timing for name, metric in METRICS.items() if metric.in_comparison}
+TIME_FREE = tuple(name for name, is_timing in SHOWN.items() if not is_timing)
+TIMINGS = tuple(name for name, is_timing in SHOWN.items() if is_timing)
 NO_CHANGE = (
     "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
     f"{MIN_EFFECT:.0%}\nsame = the whole interval is within {EQUAL:.0%} of 1; unclear = neither\n"
@@ -56,8 +57,8 @@ def cells_text(cells: Sequence[Cell], *, with_means: bool = True) -> str:
     tallies = [["lossy" if is_lossy(cell.method) else _tally(cell.exact), _tally(cell.passed)] for cell in cells]
     free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
     timed = _table(cells, TIMINGS)
-    means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else {}
-    lines = [f"  {method}  {with_interval(mean)}" for method, mean in means.items()]
+    means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else []
+    lines = [f"  {labels.under(first.method, first.setting)}  {with_interval(mean)}" for first, mean in means]
     over = ["", "speedup.decode, geometric mean over suites [95 %]", *lines] if lines else []
     return "\n".join(["time-free", free, "", "timings", timed, *over])
 
@@ -93,17 +94,17 @@ def _tally(tally: tuple[int, int] | None) -> str:
     return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
 
 
-def versus_text(comparisons: Sequence[Versus]) -> str:
+def versus_text(comparisons: Sequence[Comparison]) -> str:
     """After over before: a line for each figure, the time-free ones first."""
     parts = []
-    is_sliced = any(versus.slice for versus in comparisons)
+    is_sliced = any(versus.key.slice for versus in comparisons)
     names = _names(is_sliced, "before", "after")
     for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
         rows = [
             [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
             for versus in comparisons
             for name, change in versus.changes.items()
-            if FIGURES[name].is_timing == is_timing
+            if METRICS[name].is_timing == is_timing
         ]
         if rows:
             heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
@@ -111,7 +112,7 @@ def versus_text(comparisons: Sequence[Versus]) -> str:
     return "\n\n".join([*parts, *_answered_right(comparisons, is_sliced), NO_CHANGE])
 
 
-def _answered_right(comparisons: Sequence[Versus], is_sliced: bool) -> list[str]:
+def _answered_right(comparisons: Sequence[Comparison], is_sliced: bool) -> list[str]:
     """Did answers get worse? A line where any changed between right and wrong, and what can be said of the others."""
     scored = [versus for versus in comparisons if versus.num_scored]
     changed = [versus for versus in scored if versus.lost or versus.gained]
@@ -143,16 +144,21 @@ def points(change: Interval | None) -> str:
     return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
 
 
-def _sides(versus: Versus, is_sliced: bool) -> list[str]:
-    return [versus.label, *([versus.slice or "-"] if is_sliced else []), versus.before, versus.after]
+def _sides(versus: Comparison, is_sliced: bool) -> list[str]:
+    where = labels.under(labels.named(versus.key.suite, *versus.sources), versus.setting)
+    place = [" ".join(filter(None, [where, versus.key.method])), *([versus.key.slice or "-"] if is_sliced else [])]
+    return [*place, versus.before, versus.after]
 
 
 def agreements_text(agreements: Sequence[Agreement]) -> str:
     """How far the target's own answers are the same in two runs."""
     rows = [
-        [one.label, one.before, one.after, f"{one.num_equal}/{one.num_answers}", number(one.in_common, 1)]
-        for one in agreements
-    ]
+        [
+            labels.under(labels.named(alike.suite, *alike.sources), alike.setting), alike.before, alike.after,
+            f"{alike.num_equal}/{alike.num_answers}", number(alike.in_common, 1),
+        ]
+        for alike in agreements
+    ]  # fmt: skip
     table = aligned(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
     return (
         f"plain decoding's answers to first turns\n{table}\n\nequal = token for token; tokens in common = before the "
@@ -182,7 +188,7 @@ def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
     return {
         name: interval_json(interval)
         for name, interval in cell.figures.items()
-        if FIGURES[name].is_timing == is_timing and name not in tallies
+        if METRICS[name].is_timing == is_timing and name not in tallies
     }
 
 
@@ -190,12 +196,12 @@ def interval_json(interval: Interval) -> list[float | None]:
     return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
 
 
-def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
+def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": versus.suite, "settings_id": versus.settings_id, "setting": versus.setting or None,
-            "sources": versus.sources,
-            "slice": versus.slice or None, "before": versus.before, "after": versus.after,
+            **{name: value or None for name, value in versus.key._asdict().items()},
+            "setting": versus.setting or None, "sources": versus.sources,
+            "before": versus.before, "after": versus.after,
             "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
             "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,
             "passed_change": None if versus.passed is None else interval_json(versus.passed),
@@ -227,7 +233,7 @@ def compared(
 ) -> ComparisonText:  # fmt: skip
     """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
     check_allowed(allow)
-    idle = [name for name in allow if name in UNLIKE]
+    idle = [name for name in allow if name in INCOMPATIBILITIES]
     if idle and sum(path.is_dir() for path in paths) < 2:
         raise UserError(f"--allow {idle[0]} has no effect on a single run")
     _refuse_what_has_no_effect(paths, by, against, compat)
@@ -241,13 +247,13 @@ def compared(
         return _with_notes(runs, [], _compat(runs[0]))
     if served:
         return _with_notes(runs, [], _beside_served(runs, served))
-    unlike = [difference for after in runs[1:] for difference in refuse_unlike(runs[0], after, allow)]
-    cells_of = {run.name: summarised(run) for run in runs}
+    unlike = [difference for after in runs[1:] for difference in require_comparable(runs[0], after, allow)]
+    cells_of = {run.name: comparable_cells(run) for run in runs}
     first, *others = cells_of
     groups = repeats(runs) if by not in STRETCHES else []
     repeated = [[cells_of[runs[place].name] for place in places] for places in groups]
     changes = [
-        versus for name in others for versus in between(cells_of[first], cells_of[name], (first, name), repeated)
+        versus for name in others for versus in compare_runs(cells_of[first], cells_of[name], (first, name), repeated)
     ]
     notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
     notes += _run_noise(changes) if others else []
@@ -256,7 +262,7 @@ def compared(
         f"over {len(places)} runs: {', '.join(runs[place].name for place in places)}": over_runs(cells)
         for places, cells in zip(groups, repeated, strict=True)
     }
-    shown = changes if others else within(cells_of[first])
+    shown = changes if others else compare_methods(cells_of[first])
     made = _cells_and_changes(cells_of, pooled, shown, alike)
     allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
     return _with_notes(runs, notes, replace(made, json=made.json | allowed))
@@ -313,7 +319,7 @@ def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
     return [*(warning if few else []), *stretches, *(note.removesuffix(".") for note in columns.notes(cells))]
 
 
-def _run_noise(changes: Sequence[Versus]) -> Iterator[str]:
+def _run_noise(changes: Sequence[Comparison]) -> Iterator[str]:
     """What the intervals between runs say of the noise between runs."""
     noises = [(name, noise) for versus in changes for name, noise in versus.noises.items()]
     if not noises:
@@ -335,7 +341,7 @@ def _run_noise(changes: Sequence[Versus]) -> Iterator[str]:
 def _cells_and_changes(
     cells_of: Mapping[str, Sequence[Cell]],
     pooled: Mapping[str, Sequence[Cell]],
-    changes: Sequence[Versus],
+    changes: Sequence[Comparison],
     alike: Sequence[Agreement],
 ) -> ComparisonText:
     """The cells of each run, then what changed, and last whether the target still says the same."""
@@ -354,7 +360,7 @@ def _cells_and_changes(
 
 
 def _compat(run: Results) -> ComparisonText:
-    cells = {cell.key: cell for cell in summarised(run)}
+    cells = {cell.key: cell for cell in comparable_cells(run)}
     rows, figures = [], []
     for printed in zlab.official(run.rows):
         cell = cells[CellKey(printed.suite, "", printed.settings_id, printed.method)]
@@ -424,7 +430,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResul
     heads = ["what", "answers", "failed", "conc.", *ids]
     rows, cells = [], []
     for run in runs:
-        reached, cells_of_run = _accept_at(run), summarised(run)
+        reached, cells_of_run = _accept_at(run), comparable_cells(run)
         for cell, cell_json in zip(cells_of_run, cells_json(cells_of_run), strict=True):
             positions = reached.get(cell.key, {})
             figures = (positions.get(name, cell.value(name)) for name in ids)

@@ -9,39 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_bench.analysis.concurrency import Load
+from dflash_bench.analysis.concurrency import ConcurrencyCurve
 from dflash_bench.analysis.findings import Finding
-from dflash_bench.analysis.metrics import FIGURES, FORMULAS, Cell
+from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep
 from dflash_bench.core.labels import visible
 from dflash_bench.report import perf, sections
 from dflash_bench.report.document import Document
 
-JSON_FIELDS = (
-    "suite",
-    "source",
-    "settings_id",
-    "settings",
-    "method",
-    "num_prompts",
-    "num_tokens",
-    "al_pooled",
-    "al_request_mean",
-    "tps_decode",
-    "speedup_decode",
-    "speedup_e2e",
-    "exact",
-    "audit",
-    "passed",
-    "draft_ms",
-    "verify_ms",
-    "other_ms",
-    "break_even_al",
-)
-WITH_INTERVAL = ("speedup.decode", "speedup.e2e")
 COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
 TALLIES = ("exact", "audit", "passed")
+IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)
+"""The metrics that JSON has at the top of a cell: those of the tables, with dots as underscores."""
 
 
 def as_json(
@@ -49,7 +29,7 @@ def as_json(
     cells: Sequence[Cell],
     findings: Sequence[Finding],
     swept: Sequence[Sweep] = (),
-    loads: Sequence[Load] = (),
+    loads: Sequence[ConcurrencyCurve] = (),
 ) -> dict[str, Any]:
     """What `run --json` prints; `sweeps` and `loads` only where there are any."""
     return {
@@ -88,12 +68,17 @@ def document_json(document: Document) -> dict[str, Any]:
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:
-    values: dict[str, Any] = {name.replace(".", "_"): cell.value(name) for name in FIGURES}
-    values |= {name.replace(".", "_"): cell.figures.get(name) for name in WITH_INTERVAL}
-    values |= {name: getattr(cell, name) for name in TALLIES}
-    values |= {"source": cell.source or None, "settings_id": cell.settings.id, "settings": asdict(cell.settings)}
-    shown = {name: values[name] if name in values else getattr(cell, name) for name in JSON_FIELDS}
-    return cast(dict[str, Any], _json_value(shown, exact=("settings",)))
+    """Speed-ups have their intervals; what cannot be computed is null."""
+    figures = {
+        name.replace(".", "_"): cell.figures.get(name) if METRICS[name].unit == "x" else cell.value(name)
+        for name in IN_TABLES
+    }
+    values = {
+        "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
+        "settings": asdict(cell.settings), "method": cell.method, "num_prompts": cell.num_prompts,
+        "num_tokens": cell.num_tokens, **figures, **{name: getattr(cell, name) for name in TALLIES},
+    }  # fmt: skip
+    return cast(dict[str, Any], _json_value(values, exact=("settings",)))
 
 
 def _json_value(value: Any, exact: Sequence[str] = ()) -> Any:
@@ -116,7 +101,7 @@ def _json_value(value: Any, exact: Sequence[str] = ()) -> Any:
 
 def csv_text(document: Document) -> str:
     """A figure has three columns, ID, ID.low and ID.high; what cannot be had is an empty field."""
-    ids = [name for name in FIGURES if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
+    ids = [name for name in METRICS if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
     settings = ["settings"] * any(cell.setting for cell in document.cells)
     heads = ["suite", "source", *settings, "method", *COUNTS]
     heads += [f"{name}_{part}" for name in TALLIES for part in ("num", "of")]

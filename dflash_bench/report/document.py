@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_bench.analysis import metrics, stats
-from dflash_bench.analysis.concurrency import Load, loads
-from dflash_bench.analysis.findings import Finding, case, findings
-from dflash_bench.analysis.findings.case import Badge
+from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
+from dflash_bench.analysis.findings import Finding, base, findings
+from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.findings.speed import contains_one
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, FIGURES, Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep, sweeps
 from dflash_bench.core import labels
@@ -47,7 +47,7 @@ class Document:
     findings: Sequence[Finding]
     allow: tuple[str, ...] = ()
     sweeps: Sequence[Sweep] = ()
-    loads: Sequence[Load] = ()
+    loads: Sequence[ConcurrencyCurve] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -78,7 +78,7 @@ class Document:
     def badges(self, line: MethodLine) -> list[Badge]:
         """What weakens a method's speed-up over all suites; nothing where there is none."""
         speedup, _ = over_all(self.cells, line)
-        return case.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
+        return base.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
@@ -93,7 +93,13 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     identity = results.info["identity"]
     notes = findings(results.rows, cells, identity, results.info)
     return Document(
-        folder, results, cells, notes, tuple(allow), sweeps(cells, identity), loads(results.rows, cells, identity)
+        folder,
+        results,
+        cells,
+        notes,
+        tuple(allow),
+        sweeps(cells, identity),
+        concurrency_curves(results.rows, cells, identity),
     )
 
 
@@ -107,7 +113,7 @@ def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, 
     answered = [cell for cell in line.cells_of(cells) if cell.num_prompts]
     if not answered:
         return None, None
-    speedup = FIGURES["speedup.decode"].places
+    speedup = METRICS["speedup.decode"].columns
     terms = sum(cell.sums.sum(axis=0) for cell in answered)
     verified, rounds = (float(terms[COLUMN[name]]) for name in ("verified", "rounds"))
     return stats.geometric_mean([(cell.sums, speedup) for cell in answered]), verified / rounds if rounds else None

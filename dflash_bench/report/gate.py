@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 
 from dflash_bench.analysis.gate.baselines import Runs
 from dflash_bench.analysis.gate.checks import Check, GateOutcome
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
 
 COUNTS = ("mismatch", "failed", "witnesses")
 HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "allowed", "p (Holm)", "why")
-UNITS = {"al.pooled": "tokens/round", "tps.decode": "tokens/s", "speedup.decode": "x", "speedup.e2e": "x"}
-"""Of the figures that github-action-benchmark draws."""
+UNITS = {name: metric.unit for name, metric in METRICS.items() if metric.may_fall}
+"""Of the metrics that github-action-benchmark draws: those that a gate lets fall a little."""
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dflash_bench import __version__
 from dflash_bench.analysis.findings import Finding
-from dflash_bench.analysis.findings.case import Badge
+from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError

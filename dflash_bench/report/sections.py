@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_bench.analysis.concurrency import LEAST, Crossing, Level, Load
+from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
@@ -33,13 +33,13 @@ LOAD_LEGEND = (
 )
 
 
-def lines(loads: Sequence[Load]) -> Iterator[str]:
+def lines(loads: Sequence[ConcurrencyCurve]) -> Iterator[str]:
     """For a terminal."""
     yield LOAD_TITLE
     yield from aligned(*load_table(loads)).splitlines()
 
 
-def load_paragraphs(loads: Sequence[Load]) -> list[str]:
+def load_paragraphs(loads: Sequence[ConcurrencyCurve]) -> list[str]:
     """Its paragraphs in Markdown."""
     if not loads:
         return []
@@ -47,7 +47,7 @@ def load_paragraphs(loads: Sequence[Load]) -> list[str]:
     return ["## Several answers at a time", markdown(*load_table(loads)), LOAD_LEGEND, items]
 
 
-def load_table(loads: Sequence[Load]) -> tuple[list[str], list[list[str]]]:
+def load_table(loads: Sequence[ConcurrencyCurve]) -> tuple[list[str], list[list[str]]]:
     """With goodput where the run has an objective."""
     levels = [level for load in loads for level in load.levels]
     is_open, has_goodput = (any(known) for known in zip(*((one.rate, one.goodput) for one in levels), strict=True))
@@ -79,7 +79,7 @@ def _milliseconds(percentiles: Any) -> str:
     return "/".join(number(1000 * seconds, 1) for seconds in percentiles.values() if seconds is not None)
 
 
-def sentences(loads: Sequence[Load]) -> list[str]:
+def sentences(loads: Sequence[ConcurrencyCurve]) -> list[str]:
     """Up to which concurrency each method pays, on each suite."""
     return [
         f"{load.method} on {labels.under(load.suite, load.setting)} {_answer(load.crossing, load.levels)}."
@@ -104,7 +104,7 @@ def _answer(crossing: Crossing | None, levels: Sequence[Level]) -> str:
     return f"stops paying at a concurrency of about {number(crossing.value, 1)} [{low}, {high}]"
 
 
-def load_as_json(loads: Sequence[Load]) -> list[dict[str, Any]]:
+def load_as_json(loads: Sequence[ConcurrencyCurve]) -> list[dict[str, Any]]:
     return [
         {
             "suite": load.suite, "method": load.method, "setting": load.setting,
@@ -155,7 +155,7 @@ def sweep_paragraphs(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[s
 
 def best_values(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
     """A sentence for each method that was swept, and on what all that was measured."""
-    sentences = [_sweep_answer(sweep, curve) for sweep in sweeps for curve in sweep.answers]
+    sentences = [_sweep_answer(sweep, curve) for sweep in sweeps for curve in sweep.summaries]
     return [*sentences, f"This holds for {engine(info)}. On a faster or slower engine another value may be the best."]
 
 
@@ -200,7 +200,7 @@ def where(curve: SweepCurve) -> str:
 
 def sweep_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """A suite's name once, and below it the values."""
-    several = len(sweep.answers) > 1
+    several = len(sweep.summaries) > 1
     rows = []
     for curve in sweep.curves:
         name = f"{where(curve)} · {curve.series}" if several else where(curve)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from dflash_bench.analysis.concurrency import Load
-from dflash_bench.analysis.findings import Finding, case
+from dflash_bench.analysis.concurrency import ConcurrencyCurve
+from dflash_bench.analysis.findings import Finding, base
 from dflash_bench.analysis.metrics import FORMULAS, Cell
 from dflash_bench.analysis.sweep import Sweep
 from dflash_bench.core.errors import unknown
@@ -36,7 +36,7 @@ def text(
     findings: Sequence[Finding],
     swept: Sequence[Sweep] = (),
     info: Mapping[str, Any] | None = None,
-    loads: Sequence[Load] = (),
+    loads: Sequence[ConcurrencyCurve] = (),
 ) -> str:
     """What came out, what rounds and forwards cost, what to be careful of, what several answers at a time do to speed,
     and the best values.
@@ -105,7 +105,7 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         yield _wrapped(finding.remedy, "    -> ", "    ")
 
 
-def _load_lines(loads: Sequence[Load]) -> Iterator[str]:
+def _load_lines(loads: Sequence[ConcurrencyCurve]) -> Iterator[str]:
     yield from sections.lines(loads)
     yield ""
     yield from (_wrapped(line, "", "  ") for line in (sections.LOAD_LEGEND, *sections.sentences(loads)))
@@ -145,7 +145,7 @@ def card(document: Document) -> str:
     info, about = document.results.info, facts(document.results.info)
     means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
-    weak = case.legend([badge for line in document.lines for badge in document.badges(line)])
+    weak = base.legend([badge for line in document.lines for badge in document.badges(line)])
     is_known = any(speedup for _, speedup, _ in means)
     meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
     lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in means)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_bench.analysis.findings import case
+from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import environment, labels
@@ -74,7 +74,7 @@ def _weak(document: Document, line: MethodLine) -> str:
 
 def with_badges(document: Document, line: MethodLine, speedup: Interval | None) -> str:
     """The figure with its interval, and the marks of what weakens it."""
-    return " ".join(filter(None, [with_interval(speedup), case.marks(document.badges(line))]))
+    return " ".join(filter(None, [with_interval(speedup), base.marks(document.badges(line))]))
 
 
 def geometric_note(document: Document) -> str:

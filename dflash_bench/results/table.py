@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.types import Settings
+from dflash_bench.core.types import Generation, Settings
 from dflash_bench.results import integrity, parts, schema, validity
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import SETTINGS_ID, Identity, settings_numbers, settings_of
@@ -65,9 +65,12 @@ def _at_the_end(symbols: Any, least: int, longest: int) -> int:
 # one by one and only sums are kept of their lists, so that a million answers fit into memory.
 
 
+OF_ANSWERS = tuple(field.name for field in fields(Generation) if field.type == "float | None")
+"""Columns measured once per answer, from which a metric may be made; a stretch of an answer has none."""
 KEPT = (
+    *OF_ANSWERS,
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
-    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error",
+    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "error",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
     "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted",
@@ -316,7 +319,7 @@ def _without_wholes(table: Any) -> Any:
     """The table without the columns that only describe whole answers, which become null."""
     import pyarrow as pa
 
-    for name in ("passed", "exactness", "audit", "prefill_s", "draft_prefill_s", "finish_reason"):
+    for name in ("passed", "exactness", "audit", "prefill_s", "finish_reason", *OF_ANSWERS):
         at = table.schema.get_field_index(name)
         table = table.set_column(at, name, pa.nulls(len(table), table.schema.field(name).type))
     return table

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import spread, stats
+from dflash_bench.analysis import noise, stats
 from dflash_bench.analysis.findings import MIN_PROMPTS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import LIMITS
-from dflash_bench.analysis.gate.checks import adjusted
-from dflash_bench.analysis.metrics import FIGURES, TERMS, Cell
-from dflash_bench.analysis.spread import METHOD_NOISE
+from dflash_bench.analysis.gate.checks import adjust
+from dflash_bench.analysis.metrics import METRICS, SUMS, Cell
+from dflash_bench.analysis.noise import METHOD_NOISE
 from studies._study import ROOT, Made, Work, tell, write
 
 TAKES = "half an hour of one core"
@@ -104,7 +104,7 @@ def truth(world: World) -> float:
 
 
 def run(rng: np.random.Generator, world: World, prompts: Any, num_methods: int, slowdown: float = 1.0) -> list[Any]:
-    """`TERMS` per prompt for each method of one run; the first method is slowed down by the factor `slowdown`."""
+    """`SUMS` per prompt for each method of one run; the first method is slowed down by the factor `slowdown`."""
     tokens, share = prompts
     size, width = len(tokens), num_methods + 1
     seconds = tokens[:, None] * 0.03 * np.exp(ANSWER_NOISE * rng.normal(size=(size, width)))
@@ -130,7 +130,7 @@ def speeds(rng: np.random.Generator, world: World, size: int, width: int) -> Any
 
 
 def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
-    sums = np.zeros((len(tokens), len(TERMS)))
+    sums = np.zeros((len(tokens), len(SUMS)))
     terms = {
         "answers": 1, "paired": 1, "decode_tokens": tokens, "decode_s": method_s, "plain_s": plain_s,
         "plain_tokens": tokens, "own_s": method_s, "own_tokens": tokens, "plain_e2e_s": plain_s + 0.02,
@@ -138,18 +138,18 @@ def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
         "rounds": np.maximum(tokens // 4, 1), "verified": tokens, "exact": 1, "compared": 1, "passed": 1, "scored": 1,
     }  # fmt: skip
     for name, values in terms.items():
-        sums[:, TERMS.index(name)] = values
+        sums[:, SUMS.index(name)] = values
     return sums
 
 
 def coverage(world: World, num_prompts: int, num_simulations: int = NUM_COVERED, num_runs: int = 1) -> float:
     """Share of the 95 % intervals of speedup.decode, over so many runs, that contain the truth."""
     rng, num_covered = np.random.default_rng([SEED, num_prompts, num_runs]), 0
-    statistic = FIGURES["speedup.decode"].statistic
+    statistic = METRICS["speedup.decode"].statistic
     for _ in range(num_simulations):
         prompts = drawn_prompts(rng, world, num_prompts)
         runs = np.array([sums for _ in range(num_runs) for sums in run(rng, world, prompts, 1)])
-        (interval,) = spread.intervals(runs, [statistic], [num_runs > 1])
+        (interval,) = noise.intervals(runs, [statistic], [num_runs > 1])
         assert interval is not None and interval.low is not None and interval.high is not None
         num_covered += interval.low <= truth(world) <= interval.high
     return num_covered / num_simulations
@@ -171,18 +171,18 @@ def alarms(
         checks = [
             check
             for number, method in enumerate(METHODS)
-            for check in gate_checks.against_cell(
+            for check in gate_checks.cell_checks(
                 [cell(method, sums[number]) for sums in before],
                 [cell(method, slowed(sums[number], slowdown)) for sums in after],
                 RATIOS, LIMITS, [], fixed=True,
             )
         ]  # fmt: skip
-        num_alarms += any(check.failed for check in adjusted(checks))
+        num_alarms += any(check.failed for check in adjust(checks))
     return num_alarms / num_simulations
 
 
 def slowed(sums: Any, times: float) -> Any:
-    return sums * np.where([name.endswith("_s") for name in TERMS], times, 1.0)
+    return sums * np.where([name.endswith("_s") for name in SUMS], times, 1.0)
 
 
 def cell(method: str, sums: Any) -> Cell:

@@ -199,7 +199,7 @@ def _against(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[
     before, after = (runs[dtype, name].results for name in ("none", kind))
     (alike,) = agreements(before, after)
     for versus in _versus(before, after):
-        method, ratios = versus.suite.partition(" ")[2], versus.changes
+        method, ratios = versus.key.method, versus.changes
         is_plain = method == BASELINE
         equal = [f"{alike.num_equal}/{alike.num_answers}", number(alike.in_common, 1)] if is_plain else ["", ""]
         lost = f"{versus.lost}, {versus.gained}" if is_plain else ""
@@ -208,5 +208,6 @@ def _against(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[
         yield [dtype, kind, method, al, with_interval(ratios["tps.decode"].ratio), *equal, lost, p]
 
 
-def _versus(before: Results, after: Results) -> Sequence[compare.Versus]:
-    return compare.between(compare.summarised(before), compare.summarised(after), (before.name, after.name))
+def _versus(before: Results, after: Results) -> Sequence[compare.Comparison]:
+    cells = compare.comparable_cells(before), compare.comparable_cells(after)
+    return compare.compare_runs(*cells, (before.name, after.name))

@@ -47,7 +47,8 @@ def test_equal_answers_and_tokens_in_common(tmp_path: Path) -> None:
     stored(tmp_path / "then", rows())
     stored(tmp_path / "now", changed(rows(), {"a": 2, "c": 7}), dtype="bfloat16")
     (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
-    assert (one.label, one.num_answers, one.num_equal, one.in_common) == ("gsm8k (embedded)", 4, 2, 4.5)
+    assert (one.suite, one.sources, one.setting) == ("gsm8k", ("embedded", "embedded"), "")
+    assert (one.num_answers, one.num_equal, one.in_common) == (4, 2, 4.5)
     (same,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "then"))
     assert (same.num_equal, same.in_common) == (4, None)
 
@@ -87,8 +88,8 @@ def test_several_settings_are_told_apart(tmp_path: Path) -> None:
     stored(tmp_path / "then", both, settings=settings_to_json(several))
     stored(tmp_path / "now", changed_in_one, settings=settings_to_json(several))
     off, on = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
-    assert (off.label, off.num_equal) == ("gsm8k (embedded; thinking off)", 4)
-    assert (on.label, on.num_equal, on.in_common) == ("gsm8k (embedded; thinking on)", 3, 3.0)
+    assert (off.setting, off.num_equal) == ("thinking off", 4)
+    assert (on.setting, on.num_equal, on.in_common) == ("thinking on", 3, 3.0)
 
 
 def test_compare_shows_it(tmp_path: Path, main: Main) -> None:

@@ -204,7 +204,7 @@ def test_an_interval_that_contains_1_is_no_alarm_however_sure_the_test(high: flo
     cells = metrics.summarise(frame_of(slower(answers(), 3)), GREEDILY)
     (drafted,) = [cell for cell in cells if cell.method == "dflash"]
     shown = replace(drafted, figures={"speedup.decode": Interval(0.9, 0.8, high)})
-    (made,) = checks._slower([shown], (), {"speedup.decode": Limit(run_noise=0.0)})
+    (made,) = checks.slowdown_checks([shown], (), {"speedup.decode": Limit(run_noise=0.0)})
     assert (made.failed, (made.p or 0) < 0.001) == (failed, True)
 
 

@@ -12,8 +12,8 @@ import pytest
 from rows import pair
 from runs import GREEDILY, frame_of, stored
 
-from dflash_bench.analysis.findings import case, findings
-from dflash_bench.analysis.findings.case import Finding
+from dflash_bench.analysis.findings import base, findings
+from dflash_bench.analysis.findings.base import Finding
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.types import Record
 from dflash_bench.results import table
@@ -108,12 +108,12 @@ def test_a_run_with_looping_answers_says_which_and_what_figures_are_without() ->
     hard = sum(HARD) / len(HARD) + 1
     both = (2 * sum(EASY) + 6 * sum(HARD)) / (2 * len(EASY) + 6 * len(HARD)) + 1
     assert finding.text == (
-        "gsm8k: answers say the same over and over until the limit cut them (prompts p0, p1), which is easy to draft: "
+        "gsm8k: answers repeat themselves until the limit cut them (prompts p0, p1), which is easy to draft: "
         f"ar 2 of 8; dflash 2 of 8, without them al.pooled {hard:.2f} (not {both:.2f}), speedup.decode "
         f"{hard / 2:.2f} (not {both / 2:.2f})"
     )
     cells = summarise(frame_of(ROWS), GREEDILY)
-    assert "r" in case.marks(case.beside([finding], cells[-1]))
+    assert "r" in base.marks(base.beside([finding], cells[-1]))
 
 
 def test_what_ends_by_itself_is_no_loop_and_few_tokens_are_no_finding() -> None:

@@ -202,7 +202,7 @@ def test_a_cell_holds_every_number() -> None:
     times = [cell.value(name) for name in ("tps.decode", "draft_ms", "verify_ms", "other_ms")]
     assert times == pytest.approx([16 / 0.12, 5, 12, 3])
     # Rows by hand do not say how long the draft read the prompt.
-    assert cell.figures.keys() == metrics.FIGURES.keys() - {"draft_prefill_ms"}
+    assert cell.figures.keys() == metrics.METRICS.keys() - {"draft_prefill_ms"}
     assert cell.value("forwards_per_token") == pytest.approx(6 / 16)
 
 

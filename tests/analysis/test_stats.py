@@ -23,7 +23,9 @@ def ratio_interval(tops: Any, bottoms: Any, over: tuple[Any, Any] | None = None,
 
 
 def geometric_mean_interval(ratios: Any) -> Interval:
-    (found,) = stats.intervals(np.column_stack([np.log(ratios), np.ones(len(ratios))]), [stats.exp_mean(0, 1)])
+    (found,) = stats.intervals(
+        np.column_stack([np.log(ratios), np.ones(len(ratios))]), [stats.Statistic((0,), (1,), of_logs=True)]
+    )
     assert found is not None
     return found
 
@@ -127,7 +129,7 @@ def test_a_long_answer_that_pulls_the_ratio_to_itself_is_seen_when_it_is_left_ou
     by_hand = [np.log(np.delete(tops, at).sum() / np.delete(bottoms, at).sum()) for at in range(10)]
     off = np.array(by_hand) - np.log(tops.sum() / bottoms.sum())
     assert stats.jackknife(columns, statistic) == pytest.approx(np.sqrt(0.9 * (off**2).sum()))
-    assert stats.jackknife(columns, statistic) > 5 * stats.standard_error(stats.pulls(columns, statistic))
+    assert stats.jackknife(columns, statistic) > 5 * stats.standard_error(stats.influences(columns, statistic))
     reach = np.log((ratio_interval(tops, bottoms).high or 0) / (tops.sum() / bottoms.sum()))
     assert reach > np.log(3 / 2)
 
@@ -162,7 +164,7 @@ def test_prompts_that_have_no_ratio_do_not_make_a_geometric_mean_surer() -> None
     rng = np.random.default_rng(11)
     counts = (np.arange(60) % 3 > 0).astype(float)
     logs = counts * rng.normal(2, 0.1, 60)
-    (found,) = stats.intervals(np.column_stack([logs, counts]), [stats.exp_mean(0, 1)])
+    (found,) = stats.intervals(np.column_stack([logs, counts]), [stats.Statistic((0,), (1,), of_logs=True)])
     assert found is not None
     assert found.value == pytest.approx(np.exp(logs.sum() / 40))
     error = (logs - np.log(found.value) * counts).std(ddof=1) / 60**0.5 / counts.mean()

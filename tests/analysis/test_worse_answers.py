@@ -47,10 +47,10 @@ def test_what_chance_explains_and_what_got_better_is_none(wrong: int, righted: i
     assert not said(rows(wrong, righted))
 
 
-def changes(main: Main, *words: str) -> dict[str, Any]:
+def changes(main: Main, *words: str) -> dict[tuple[str, str, str | None], Any]:
     status, out, err = main("compare", *words, "--json")
     assert status == 0, err
-    return {f"{one['before']} {one['after']} {one['suite']}": one for one in json.loads(out)["changes"]}
+    return {(one["before"], one["after"], one["method"]): one for one in json.loads(out)["changes"]}
 
 
 SAMPLED = [{
@@ -62,12 +62,12 @@ SAMPLED = [{
 def test_compare_says_it_within_a_run(main: Main, tmp_path: Path) -> None:
     stored(tmp_path / "worse", rows(12, 1), settings=SAMPLED)
     stored(tmp_path / "same", rows(0), settings=SAMPLED)
-    one = changes(main, "worse")["ar dflash gsm8k"]
+    one = changes(main, "worse")["ar", "dflash", None]
     assert (one["num_scored"], one["lost"], one["gained"], one["passed_verdict"]) == (60, 12, 1, "worse")
     text = main("compare", "worse")[1]
     assert "p (McNemar, Holm)" in text and "-18.3 [" in text
     assert "the same prompts were answered right; 60 scored prompts do not rule out" in main("compare", "same")[1]
-    assert changes(main, "same")["ar dflash gsm8k"]["passed_verdict"] == "same"
+    assert changes(main, "same")["ar", "dflash", None]["passed_verdict"] == "same"
 
 
 def test_compare_says_it_between_runs(main: Main, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_compare_says_it_between_runs(main: Main, tmp_path: Path) -> None:
     stored(tmp_path / "off", rows(0), settings=SAMPLED)
     stored(tmp_path / "on", rows(12, method="ar"), settings=SAMPLED)
     shown = changes(main, "off", "on")
-    assert shown["off on gsm8k ar"]["passed_verdict"] == "worse"
-    assert shown["off on gsm8k dflash"]["passed_verdict"] == "same"
+    assert shown["off", "on", "ar"]["passed_verdict"] == "worse"
+    assert shown["off", "on", "dflash"]["passed_verdict"] == "same"
     # The smaller of two p, so twice itself.
-    assert shown["off on gsm8k ar"]["p_passed"] == pytest.approx(2 * 2 / 2**12)
+    assert shown["off", "on", "ar"]["p_passed"] == pytest.approx(2 * 2 / 2**12)

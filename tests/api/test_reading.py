@@ -61,7 +61,7 @@ def test_metrics_are_tidy_and_those_of_the_table(run: db.Run) -> None:
     table = run.metrics()
     assert list(table.columns) == ["suite", "method", "settings", "metric", "value", "low", "high", "n"]
     assert not table.duplicated(["suite", "method", "settings", "metric"]).any()
-    assert set(table["metric"]) <= set(metrics.FIGURES)
+    assert set(table["metric"]) <= set(metrics.METRICS)
     assert set(table["n"]) == {24}
     one = table[(table["method"] == "dflash") & (table["metric"] == "speedup.decode")].iloc[0]
     assert run.speedup("dflash", suite="gsm8k").value == one["value"]

@@ -73,7 +73,7 @@ def test_a_run_records_what_a_name_meant_and_says_that_it_can_move(main: Main, s
     identity = info("run")["identity"]
     assert identity["unpinned"] == ["target", "dflash"]
     assert identity["revisions"] == {"target": f"org/target@{OLD}", "dflash": f"org/draft@{OLD}"}
-    assert f"target and dflash came from the hub by names that can move; here they were org/target@{OLD}" in " ".join(
+    assert f"target and dflash came from the hub by names that can change; here they were org/target@{OLD}" in " ".join(
         out.split()
     )
 

@@ -192,7 +192,7 @@ def test_plain_answers_are_set_side_by_side_under_each(tmp_path: Path, main: Mai
     of(PENALISED, tmp_path / "a")
     of(PENALISED, tmp_path / "b")
     found = json.loads(main("compare", "a", "b", "--json")[1])["plain_answers"]
-    assert len(found) == 2 and "1.1000001" in found[1]["label"] and found[0]["label"] != found[1]["label"]
+    assert len(found) == 2 and "1.1000001" in found[1]["setting"] and found[0]["setting"] != found[1]["setting"]
 
 
 def test_the_gate_fails_the_one_that_fell_and_names_it(run: Path, tmp_path: Path, main: Main) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rows import pair
 from runs import answers, changed, frame_of, stored
 
-from dflash_bench.analysis.compare import Difference, differences, refuse_unlike
+from dflash_bench.analysis.compare import Difference, differences, require_comparable
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import Baseline
@@ -64,9 +64,9 @@ def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> No
     one, other = stored(tmp_path / "a", answers()), stored(tmp_path / "b", answers(), dtype="bfloat16")
     expected = Difference("dtype", "dtype", "float32", "bfloat16")
     read = [table.read(folder) for folder in (one, other)]
-    assert list(differences(*read)) == refuse_unlike(*read, ["dtype"]) == [expected]
+    assert list(differences(*read)) == require_comparable(*read, ["dtype"]) == [expected]
     with pytest.raises(UserError, match="dtype: dtype float32 and bfloat16"):
-        refuse_unlike(*read, [])
+        require_comparable(*read, [])
     made = json.loads(main("compare", "a", "b", "--allow", "dtype", "--json")[1])
     assert made["differences"] == [
         {"kind": "dtype", "name": "dtype", "before": "float32", "after": "bfloat16"},
@@ -78,10 +78,10 @@ def test_another_machine_is_known_by_the_kind_and_not_by_how_a_note_begins(
 ) -> None:
     run = table.read(stored(tmp_path / "a", answers()))
     odd = [Difference("draft", "device of the draft", "x", "y")]
-    monkeypatch.setattr(gate_checks.compare, "refuse_unlike", lambda *_: odd)
+    monkeypatch.setattr(gate_checks.compare, "require_comparable", lambda *_: odd)
     monkeypatch.setattr(Difference, "__str__", lambda self: self.words)
     baseline = Baseline("base", run.info, False, {}, {}, {})
-    assert gate_checks.unlike_baseline([run], baseline, ["draft"]) == ["device of the draft x and y"]
+    assert gate_checks.difference_notes([run], baseline, ["draft"]) == ["device of the draft x and y"]
 
 
 def test_a_check_that_fails_says_why_by_a_code(tmp_path: Path, main: Main) -> None:

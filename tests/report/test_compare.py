@@ -53,16 +53,16 @@ def test_the_same_cells_before_and_after(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "then", answers())
     lost = changed(slower(answers(seed=1), 1.1), first=4, passed=False)
     stored(tmp_path / "now", lost)
-    shown = {each["suite"]: each for each in found(main, "then", "now")["changes"]}
-    assert shown.keys() == {"gsm8k ar", "gsm8k dflash"}
-    ratios = shown["gsm8k dflash"]["ratios"]
+    shown = {each["method"]: each for each in found(main, "then", "now")["changes"]}
+    assert shown.keys() == {"ar", "dflash"} and {each["suite"] for each in shown.values()} == {"gsm8k"}
+    ratios = shown["dflash"]["ratios"]
     assert ratios["tps.decode"]["ratio"][0] == pytest.approx(1 / 1.1, abs=0.01)
     assert {name: each["verdict"] for name, each in ratios.items()} == {
         "al.pooled": "same", "forwards_per_token": "same", "tps.decode": "worse", "tps.e2e": "worse",
         "speedup.decode": "worse", "speedup.e2e": "worse",
     }  # fmt: skip
-    assert (shown["gsm8k dflash"]["lost"], shown["gsm8k dflash"]["gained"]) == (2, 0)
-    assert {each["verdict"] for each in shown["gsm8k ar"]["ratios"].values()} == {"same"}
+    assert (shown["dflash"]["lost"], shown["dflash"]["gained"]) == (2, 0)
+    assert {each["verdict"] for each in shown["ar"]["ratios"].values()} == {"same"}
 
 
 def test_the_geometric_mean_over_suites_is_shown_for_several(tmp_path: Path, main: Main) -> None:
@@ -147,7 +147,7 @@ def test_other_prompts_under_the_same_ids_are_refused(tmp_path: Path, main: Main
     stored(tmp_path / "then", answers())
     rows = [replace(row, prompt_hash="other") if row.prompt_id == "p003" else row for row in answers()]
     stored(tmp_path / "now", rows)
-    assert "prompts: 1 of 24 have other texts, first gsm8k p003" in told(main, "then", "now")
+    assert "prompts: 1 of 24 have different texts, first gsm8k p003" in told(main, "then", "now")
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path, main: Main) -> None:
@@ -242,14 +242,14 @@ def test_runs_that_are_repeated_bring_their_noise_into_the_intervals(tmp_path: P
     assert "over_runs" not in pair and any("no run is repeated" in note for note in pair["notes"])
     told = found(main, "a", "b", "c")
     assert any("noise between runs: " in note and "2 degrees of freedom" in note for note in told["notes"])
-    alone = {change["suite"]: change["ratios"]["tps.decode"]["ratio"] for change in pair["changes"]}
+    alone = {change["method"]: change["ratios"]["tps.decode"]["ratio"] for change in pair["changes"]}
     with_noise = {
-        change["suite"]: change["ratios"]["tps.decode"] for change in told["changes"] if change["after"] == "b"
+        change["method"]: change["ratios"]["tps.decode"] for change in told["changes"] if change["after"] == "b"
     }
-    low, high = alone["gsm8k dflash"][1:]
+    low, high = alone["dflash"][1:]
     assert high < 1, "over the prompts alone, b is surely slower"
-    assert with_noise["gsm8k dflash"]["ratio"][1] < low and with_noise["gsm8k dflash"]["ratio"][2] > 1
-    assert with_noise["gsm8k dflash"]["verdict"] == "unclear"
+    assert with_noise["dflash"]["ratio"][1] < low and with_noise["dflash"]["ratio"][2] > 1
+    assert with_noise["dflash"]["verdict"] == "unclear"
     (pooled,) = told["over_runs"]
     assert pooled["of"] == "over 3 runs: a, b, c"
     figures = {cell["method"]: cell["timings"]["speedup.decode"] for cell in pooled["cells"]}

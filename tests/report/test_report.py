@@ -137,7 +137,7 @@ def test_a_wide_interval() -> None:
 
 
 NEEDED, LARGEST = "break_even_al", "is the largest part of a round (draft"
-LEFT_OUT = "which leaves out other ms and draft prefill"
+LEFT_OUT = "which leaves out other ms and the draft's prefill"
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ LEFT_OUT = "which leaves out other ms and draft prefill"
         (
             {"verify_s": (0.04,) * 3, "round_s": (0.048,) * 3, "decode_s": 0.144},
             f"is below {NEEDED} 4.50; verify {LARGEST} 5, verify 40, other 3 ms)",
-            "draft fewer tokens a round (--method dflash:N): on this device",
+            "draft fewer tokens per round (--method dflash:N): on this device",
         ),
         (
             {"draft_s": (0.04,) * 3, "round_s": (0.055,) * 3, "decode_s": 0.165},
             f"is below {NEEDED} 5.20; draft {LARGEST} 40, verify 12, other 3 ms)",
-            "draft fewer tokens a round (--method dflash:N), or use a smaller draft",
+            "draft fewer tokens per round (--method dflash:N), or use a smaller draft",
         ),
         (
             {"round_s": (0.05,) * 3, "decode_s": 0.15},
@@ -161,7 +161,7 @@ LEFT_OUT = "which leaves out other ms and draft prefill"
         (
             {"draft_s": None, "decode_s": 0.15},
             "the backend does not report rounds, so the reason is unknown",
-            "draft fewer tokens a round (--method dflash:N), and run a local model",
+            "draft fewer tokens per round (--method dflash:N), and run a local model",
         ),
     ],
 )
@@ -196,19 +196,19 @@ def test_a_draft_whose_first_token_is_rejected_does_not_know_the_text() -> None:
     rows = [row for number in range(24) for row in pair(f"p{number}", [0, 2, 0, 0, 1, 0])]
     finding = only(rows, "unknown_text")
     assert finding.text == (
-        "gsm8k dflash: the draft does not know this text: its first token is rejected in 67% of rounds "
+        "gsm8k dflash: the draft does not fit this text: its first token is rejected in 67% of rounds "
         "(accept_at[1] 0.33, al.pooled 1.50)"
     )
     for cause in ("target", "chat template", "thinking mode", "texts like these prompts"):
         assert cause in finding.remedy
-    assert only(rows, "slower").remedy.startswith("drafting fewer tokens a round will not help")
+    assert only(rows, "slower").remedy.startswith("drafting fewer tokens per round will not help")
     assert not any("draft fewer tokens" in each.remedy for each in found(rows))
 
 
 def test_a_draft_that_is_right_at_first_and_wrong_later_is_told_to_draft_less() -> None:
     rows = [row for number in range(24) for row in pair(f"p{number}", [1, 1, 0, 1])]
     slow = changed(rows, "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192)
-    assert "draft fewer tokens a round" in only(slow, "slower").remedy
+    assert "draft fewer tokens per round" in only(slow, "slower").remedy
     assert "unknown_text" not in [each.kind for each in found(slow)]
 
 
@@ -272,7 +272,7 @@ def test_a_method_without_a_trained_draft_is_not_told_to_check_its_draft() -> No
     for rows, kind in ((dead, "dead_draft"), (poor, "unknown_text"), (idle, "nothing_drafted")):
         assert "repeat little" in only(as_method("ngram:4", rows), kind).remedy
     whole = [row for number in range(24) for row in pair(f"p{number}", [4, 4, 1])]
-    assert only(as_method("ngram:4", whole), "saturated").remedy == "draft more tokens a round (--method ngram:N)"
+    assert only(as_method("ngram:4", whole), "saturated").remedy == "draft more tokens per round (--method ngram:N)"
 
 
 def test_what_measures_the_engine_has_no_bad_draft() -> None:
@@ -303,14 +303,14 @@ def test_a_remedy_names_the_method_as_it_is_typed(label: str, typed: str) -> Non
     rows = [replace(row, method=label) if row.method == "dflash" else row for row in records]
     slow = changed(rows, label, 24, verify_s=(0.04,) * 3, decode_s=0.144)
     remedy = only(slow, "slower").remedy
-    assert f"draft fewer tokens a round{typed}" in remedy and ("--method" in remedy) == bool(typed)
+    assert f"draft fewer tokens per round{typed}" in remedy and ("--method" in remedy) == bool(typed)
 
 
 def test_a_saturated_block() -> None:
     rows = [row for number in range(24) for row in pair(f"p{number}", [4, 4, 1])]
     finding = only(rows, "saturated")
     assert finding.text == "gsm8k dflash: 48 of 72 rounds (67%) accept the whole draft"
-    assert finding.remedy == "draft more tokens a round (--method dflash:N), if the draft was trained for more"
+    assert finding.remedy == "draft more tokens per round (--method dflash:N), if the draft was trained for more"
 
 
 def test_a_tree_is_not_saturated_by_a_way_as_long_as_its_number_of_nodes() -> None:
@@ -386,7 +386,7 @@ def test_only_the_first_answers_of_the_run_can_be_a_warm_up() -> None:
 def test_a_suite_without_plain_answers_says_why_it_has_no_speedup() -> None:
     alone = [replace(row, suite="math500", order=row.order + 24) for row in steady() if row.method == "dflash"]
     finding = only([*steady(), *alone], "no_baseline")
-    assert finding.text == ("math500 dflash: there are no plain answers (ar) to compare with, so there is no speed-up")
+    assert finding.text == ("math500 dflash: there are no answers of plain decoding (ar), so there is no speed-up")
     broken = [failed("ar", row.prompt_id, "boom", order=row.order) for row in steady() if row.method == "ar"]
     assert only([*broken, *(row for row in steady() if row.method == "dflash")], "no_baseline").text.startswith("gsm8k")
 
@@ -490,7 +490,7 @@ def test_every_figure_of_a_column_has_its_formula_below_the_markdown() -> None:
 def test_a_judge_without_weights_of_its_own_is_found_and_stands_in_the_settings() -> None:
     judge = {"target": "Qwen/Qwen3-8B", "dtype": "float32", "weights": "shared weights"}
     (finding,) = found(steady(), {"judge": judge})
-    assert finding.kind == "shared_weights" and "it read the engine's" in finding.text
+    assert finding.kind == "shared_weights" and "the judge read the engine's" in finding.text
     assert found(steady(), {"judge": {**judge, "weights": "separate"}}) == []
     assert found(steady(), {"judge": None}) == []
 

@@ -57,7 +57,7 @@ def document(folder: Path, rows: Sequence[Record], **left_open: int) -> Document
 
 def only(sweeps: Sequence[Sweep]) -> tuple[Sweep, SweepCurve]:
     (sweep,) = sweeps
-    (curve,) = sweep.answers
+    (curve,) = sweep.summaries
     return sweep, curve
 
 
@@ -245,7 +245,7 @@ def of_settings(folder: Path, speeds: dict[str, float], *several: Settings) -> l
     return [
         (sweep.option, curve.series, [point.value for point in curve.points])
         for sweep in made.sweeps
-        for curve in sweep.answers
+        for curve in sweep.summaries
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from runs import answers, stored
 
 from dflash_bench import report
-from dflash_bench.analysis.gate.checks import checked
+from dflash_bench.analysis.gate.checks import check_runs
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts
@@ -79,7 +79,7 @@ def with_changed(stored_json: Any, path: tuple[Any, ...], value: Any) -> str:
 READ: tuple[Callable[[Path], object], ...] = (
     lambda run: report.card(report.read_document(run)),
     lambda run: report.FORMATS["latex"](report.read_document(run)),
-    lambda run: checked([run], None, None, ()).outcome,
+    lambda run: check_runs([run], None, None, ()).outcome,
 )
 
 
@@ -114,7 +114,7 @@ def test_a_baseline_with_any_value_anywhere_is_read_or_one_line(tmp_path: Path, 
         for value in (None, -1, 10**300, float("nan"), "", [], {}):
             Path("base.json").write_text(with_changed(base, path, value))
             try:
-                seen.add(bool(checked([run], Path("base.json"), None, ()).outcome.checks))
+                seen.add(bool(check_runs([run], Path("base.json"), None, ()).outcome.checks))
             except UserError as error:
                 assert len(str(error).splitlines()) == 1, (path, value)
                 seen.add("refused")

@@ -60,7 +60,7 @@ def test_a_witness_that_never_objects_makes_the_run_prove_nothing(main: Main, mo
     monkeypatch.setattr(where, name, never)
     status, shown, err = main("run", *ASKED, "--out", "run")
     assert status == 1 and "note: this run proves nothing" in err
-    assert "the run proves nothing: of copies of its answers that were spoiled, " in " ".join(shown.split())
+    assert "the run proves nothing: of deliberately spoiled copies of its answers, " in " ".join(shown.split())
     assert tried("silent") == passed and tried("objected") == ALL - passed
     status, shown, _ = main("check", "run", "--json")
     (check,) = [one for one in json.loads(shown)["checks"] if one["kind"] == "witnesses"]

@@ -254,8 +254,10 @@ def test_compare_pairs_cells_of_the_same_settings(tmp_path: Path, main: Main) ->
     of_both(tmp_path / "before")
     stored(tmp_path / "after", answers(settings=GREEDY, seed=1), settings=settings_to_json([GREEDY]))
     found = compared([tmp_path / "before", tmp_path / "after"])
-    assert {change["suite"] for change in found.json["changes"]} == {"gsm8k ar", "gsm8k dflash"}
-    dflash = next(change for change in found.json["changes"] if change["suite"] == "gsm8k dflash")
+    assert {(change["suite"], change["method"]) for change in found.json["changes"]} == {
+        ("gsm8k", "ar"), ("gsm8k", "dflash"),
+    }  # fmt: skip
+    dflash = next(change for change in found.json["changes"] if change["method"] == "dflash")
     assert dflash["ratios"]["al.pooled"]["ratio"] == [1, 1, 1]
     other = replace(SAMPLED, temperature=0.5)
     rows = [replace(row, settings=other, exactness=None) for row in answers()]

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from fake_server import FakeServer
 
-from dflash_bench.analysis.concurrency import loads
+from dflash_bench.analysis.concurrency import concurrency_curves
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Settings
@@ -119,7 +119,7 @@ def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> No
         exact=None, passed=None, figures={},
     )  # fmt: skip
     identity = {"settings": settings_to_json([settings]), "slo": {"ttft_s": 0.2, "tpot_s": 0.2}}
-    (load,) = loads(pd.DataFrame(rows), [cell], identity)
+    (load,) = concurrency_curves(pd.DataFrame(rows), [cell], identity)
     goodput = load.levels[0].goodput
     assert goodput is not None
     assert (goodput.per_s, goodput.share) == (2 / 4.0, 2 / 5)

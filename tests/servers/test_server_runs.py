@@ -231,7 +231,7 @@ def test_without_ids_texts_are_compared_and_that_is_said(
     code, out, _ = main(*words(pair(dialect="openai"), prompts))
     words_of = " ".join(out.split())
     assert code == 0
-    assert "3 of 4 answers were compared by their text, as the server names no tokens; also" in words_of
+    assert "3 of 4 answers were compared by their text, because the server does not report token ids; also" in words_of
     assert "acceptance is not available for 4 of 4 answers: the server counts no rounds" in words_of
     rows = table.read(Path("run")).rows
     assert (rows["num_tokens"] == rows["num_hidden_tokens"]).all()
@@ -242,16 +242,16 @@ def test_a_plain_server_that_drafts_is_no_baseline(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
 ) -> None:
     _, out, _ = main(*words(pair(plain={"accepts": (1,), "block": 2}), prompts))
-    assert "it is no plain decoding" in " ".join(out.split())
+    assert "so it does not decode plainly" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
     ("plain", "does", "told"),
     [
-        ({}, {"dialect": "openai", "keeps_prompts": True}, "tokens of prompts that the server had kept"),
+        ({}, {"dialect": "openai", "keeps_prompts": True}, "tokens of prompts that the server had cached"),
         ({"dialect": "llamacpp"}, {}, "plain decoding was measured on llamacpp b9-abc, and this on vllm 0.32.0"),
         ({}, {"block": 0}, "dflash: no token was drafted in 4 answers -> start its server with a draft"),
-        ({}, {"dialect": "llamacpp", "has_metrics": False}, "were worked out (llamacpp.timings)"),
+        ({}, {"dialect": "llamacpp", "has_metrics": False}, "were derived (llamacpp.timings)"),
         ({}, {"counts_by_request": True, "faults": {1: "others"}}, "rounds of dflash by vllm.request"),
         ({}, {"faults": {1: "others"}}, "acceptance is not available for 1 of 4 answers: the server counted"),
     ],

@@ -1,7 +1,7 @@
-"""Where a number is weak or a run went wrong: what was seen, in numbers, and what to do about it.
+"""Findings: weak numbers and faults of a run, each with the numbers that show it and a remedy.
 
-`CHECKS` is the complete list. A check looks at one cell, or at one suite if all methods share the fault, and returns
-what it saw or None. It reads the rows again, because a cell no longer holds what made its numbers weak.
+`CHECKS` is the complete list. A check looks at one cell, or at one suite if all methods share the fault, and returns an
+observation or None. Checks read the rows again, because a cell no longer holds what makes its numbers weak.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import repetition, servers, speed, timing, witnesses
-from dflash_bench.analysis.findings.case import MIN_PROMPTS, Case, Finding, Remedy, Seen, answers
-from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, option_of, tokens_a_round
+from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Finding, Observation, Remedy, answers
+from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, option_of, tokens_per_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.core.methods import has_draft, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS, Divergence
@@ -30,233 +30,226 @@ TRUNCATED = 0.10
 def findings(
     rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None, info: Mapping[str, Any] | None = None
 ) -> list[Finding]:
-    """First what is wrong, then what is weak; cells with the same kind and remedy, by their codes, share one finding.
+    """Return the findings of a run, faults before weaknesses; observations with the same codes share a finding.
 
-    `info` is what `run.json` holds besides the identity.
+    `info` is the content of `run.json` besides the identity.
     """
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
-    cases = [
-        _case(
-            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first,
-            info or {},
-        ) for cell in cells
-    ]  # fmt: skip
-    alike: dict[tuple[object, ...], list[Seen]] = {}
-    for seen in (check(case) for check in CHECKS for case in cases):
-        if seen is not None:
-            remedy = seen.remedy.code, seen.remedy.about
-            alike.setdefault((seen.kind, *remedy, seen.place if seen.is_own else None), []).append(seen)
+    contexts = []
+    for cell in cells:
+        of_cell = metrics.select(rows, cell.key)
+        contexts.append(CellContext(
+            cell, of_cell, metrics.without_errors(of_cell), identity or {}, rows, (cell.suite, cell.settings) in plain,
+            (cell.suite, cell.settings.id) == first, info or {},
+        ))  # fmt: skip
+    alike: dict[tuple[object, ...], list[Observation]] = {}
+    for found in (check(context) for check in CHECKS for context in contexts):
+        if found is not None:
+            remedy = found.remedy.code, found.remedy.about
+            alike.setdefault((found.kind, *remedy, found.place if found.is_own else None), []).append(found)
     return [_finding(group) for group in alike.values()]
 
 
-def _finding(alike: Sequence[Seen]) -> Finding:
+def _finding(alike: Sequence[Observation]) -> Finding:
     first, *others = alike
     also = f"; also {_wheres(others)}" if others else ""
-    places = tuple(seen.place for seen in alike)
     return Finding(
-        first.kind, f"{_wheres([first])}: {first.text}{also}", first.remedy.text, places,
+        first.kind, f"{_wheres([first])}: {first.text}{also}", first.remedy.text, tuple(seen.place for seen in alike),
         first.remedy.code, tuple(seen.values for seen in alike),
     )  # fmt: skip
 
 
-def _wheres(others: Sequence[Seen]) -> str:
-    """`gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`: a suite's methods together."""
+def _wheres(others: Sequence[Observation]) -> str:
+    """Return suites with their methods: `gsm8k (hub) eagle3, math500 (hub) dflash and eagle3`."""
     by_suite: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for seen in others:
         by_suite.setdefault((seen.place.suite, seen.place.settings_id), (seen.label, []))[1].append(seen.place.method)
     return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.values())
 
 
-def _case(
-    rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool, info: Mapping[str, Any]
-) -> Case:
-    of_cell = metrics.select(rows, cell.key)
-    return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run, info)
-
-
-def _mismatch(case: Case) -> Seen | None:
-    wrong = case.good[metrics.mismatched(case.good)]
+def _mismatch(context: CellContext) -> Observation | None:
+    wrong = context.succeeded[metrics.mismatched(context.succeeded)]
     if not len(wrong):
         return None
-    tally = f"{len(wrong)} of {answers(case.good)}"
-    counts = {"num_answers": len(wrong), "num_all": len(case.good)}
+    tally, counts = context.tally(wrong)
     audited = wrong[wrong["audit"] == "mismatch"]
     if len(audited):
         text = f"{tally} are not the published model's own output; the first is {_departure(audited.iloc[0], 'audit')}"
-        remedy = "rounding does not explain this: it is a bug in the engine; do not use these numbers"
-        return case.seen("mismatch", text, Remedy("engine", remedy), **counts)
+        remedy = "rounding does not explain this: the engine has a bug; do not use these numbers"
+        return context.observe("mismatch", text, Remedy("engine", remedy), **counts)
     at = _departure(wrong.iloc[0], "divergence")
-    if case.is_baseline:
+    if context.is_baseline:
         text = f"plain decoding disagrees with itself in {tally}; the first is {at}"
         remedy = "the control failed: use --dtype float32, or find out what makes plain decoding random"
-        return case.seen("mismatch", text, Remedy("control", remedy), **counts)
+        return context.observe("mismatch", text, Remedy("control", remedy), **counts)
     text = f"{tally} differ from the plain answer; the first is {at}"
-    remedy = "rounding does not explain this: it is a bug; do not use these numbers"
-    return case.seen("mismatch", text, Remedy("method", remedy), **counts)
+    remedy = "rounding does not explain this: the method has a bug; do not use these numbers"
+    return context.observe("mismatch", text, Remedy("method", remedy), **counts)
 
 
 def _departure(row: Any, kind: str) -> str:
-    """Which answer leaves what it should be, where, and how far; `kind` names the columns, divergence or audit."""
+    """Name the answer, the token where it departs, and its gap; `kind` names the columns, divergence or audit."""
     index = row["first_divergence" if kind == "divergence" else "audit_index"]
     gap, tolerance = (None if isnan(row[name]) else row[name] for name in (f"{kind}_gap", f"{kind}_tolerance"))
     place = "" if isnan(index) else f" {Divergence(int(index), gap, tolerance)}"
     return f"prompt {row['prompt_id']} turn {row['turn']}{place}"
 
 
-def _failed(case: Case) -> Seen | None:
-    errors = case.rows["error"].dropna()
+def _failed(context: CellContext) -> Observation | None:
+    errors = context.rows["error"].dropna()
     if not len(errors):
         return None
     first = (errors.iloc[0].splitlines() or ["no message"])[0]
-    text = (
-        f"{len(errors)} of {answers(case.rows)} failed and are left out of all numbers; the first error: {first[:160]}"
-    )
+    tally = f"{len(errors)} of {answers(context.rows)}"
+    text = f"{tally} failed and are left out of all numbers; the first error: {first[:160]}"
     remedy = "fix the cause and run again with a new --out"
-    return case.seen("failed", text, remedy, num_answers=len(errors), num_all=len(case.rows), error=first)
+    return context.observe("failed", text, remedy, num_answers=len(errors), num_all=len(context.rows), error=first)
 
 
-def _no_baseline(case: Case) -> Seen | None:
-    if case.has_plain or not case.cell.num_prompts:
+def _no_baseline(context: CellContext) -> Observation | None:
+    if context.has_plain or not context.cell.num_prompts:
         return None
-    text = "there are no plain answers (ar) to compare with, so there is no speed-up"
+    text = "there are no answers of plain decoding (ar), so there is no speed-up"
     remedy = Remedy("unfinished", "finish the run with --resume, or run it again")
-    if not metrics.has_baseline(case.identity):
-        remedy = Remedy("plain_server", "give a server that drafts nothing, too: --server plain=URL")
-        if not case.good["audit"].notna().any():
-            text += ", and nothing says whether these answers are the model's own"
+    if not metrics.has_baseline(context.identity):
+        remedy = Remedy("plain_server", "also give a server that drafts nothing: --server plain=URL")
+        if not context.succeeded["audit"].notna().any():
+            text += ", and nothing shows whether these answers are the model's own"
             judge = f"{remedy.text}; and --model or --target with the same weights, so that a judge reads the answers"
             remedy = Remedy("plain_server_and_judge", judge)
-    return case.seen("no_baseline", text, remedy)
+    return context.observe("no_baseline", text, remedy)
 
 
-def _near_ties(case: Case) -> Seen | None:
-    ties = case.good[(case.good["exactness"] == "near_tie") | (case.good["audit"] == "near_tie")]
+def _near_ties(context: CellContext) -> Observation | None:
+    good = context.succeeded
+    ties = good[(good["exactness"] == "near_tie") | (good["audit"] == "near_tie")]
     if not len(ties):
         return None
-    gap = ties[["divergence_gap", "audit_gap"]].max(axis=None)
+    (tally, counts), gap = context.tally(ties), ties[["divergence_gap", "audit_gap"]].max(axis=None)
     apart = "" if isnan(gap) else f", at most {gap:.2g} logits apart"
-    text = f"{len(ties)} of {answers(case.good)} chose the other of two tokens that only rounding separates{apart}"
+    text = f"{tally} chose the other of two tokens that only rounding separates{apart}"
     remedy = "rounding explains this; --dtype float32 avoids it"
-    return case.seen("near_tie", text, remedy, num_answers=len(ties), num_all=len(case.good), gap=_known(gap))
+    return context.observe("near_tie", text, remedy, **counts, gap=None if isnan(gap) else float(gap))
 
 
-def _lossy(case: Case) -> Seen | None:
-    if not is_lossy(case.cell.method) or not case.cell.num_prompts:
+def _lossy(context: CellContext) -> Observation | None:
+    if not is_lossy(context.cell.method) or not context.cell.num_prompts:
         return None
-    text = "the method does not keep the target's output: its speed-up is for different answers, which were only scored"
+    text = "the method changes the target's output, so its speed-up is for different answers, which were only scored"
     remedy = "compare its passed % with that of plain decoding, on suites with a scorer"
-    return case.seen("lossy", text, remedy)
+    return context.observe("lossy", text, remedy)
 
 
-def _nothing_drafted(case: Case) -> Seen | None:
-    if case.is_baseline or not never_drafts(case):
+def _nothing_drafted(context: CellContext) -> Observation | None:
+    if context.is_baseline or not never_drafts(context):
         return None
-    num_rounds = int(case.good["num_rounds"].sum())
-    where = f"{num_rounds} rounds" if num_rounds else answers(case.good)
-    more = f"{tokens_a_round(case.cell, 'more')}, and check that the draft belongs to this model"
-    remedy = Remedy("more_tokens", more, option_of(case.cell.method))
-    if not has_draft(case.cell.method):
+    num_rounds = int(context.succeeded["num_rounds"].sum())
+    where = f"{num_rounds} rounds" if num_rounds else answers(context.succeeded)
+    more = f"{tokens_per_round(context.cell, 'more')}, and check that the draft belongs to this model"
+    remedy = Remedy("more_tokens", more, option_of(context.cell.method))
+    if not has_draft(context.cell.method):
         remedy = REPEATS
-    if case.identity.get("servers"):
-        remedy = Remedy("draft_of_server", "start its server with a draft, and read in its log whether it loaded it")
-    return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy, num_rounds=num_rounds)
+    if context.identity.get("servers"):
+        remedy = Remedy(
+            "draft_of_server", "start its server with a draft, and check in its log that the draft was loaded"
+        )
+    return context.observe("nothing_drafted", f"no token was drafted in {where}", remedy, num_rounds=num_rounds)
 
 
-def _other_mode(case: Case) -> Seen | None:
-    """The first cause of low acceptance: a draft that has only seen answers that think, or only answers that do not."""
-    trained, thinking = case.draft.get("trained_thinking"), case.cell.settings.thinking
+def _other_mode(context: CellContext) -> Observation | None:
+    """The most common cause of low acceptance: a draft trained only with, or only without, thinking."""
+    trained, thinking = context.draft.get("trained_thinking"), context.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
     mode = {True: "on", False: "off"}
     text = f"thinking is {mode[thinking]} in this run, but the draft was trained with thinking {mode[trained]}"
     remedy = f"add --thinking {'on' if trained else 'off'}, or use another draft"
     code = "thinking_on" if trained else "thinking_off"
-    return case.seen("other_mode", text, Remedy(code, remedy), thinking=thinking, trained_thinking=trained)
+    return context.observe("other_mode", text, Remedy(code, remedy), thinking=thinking, trained_thinking=trained)
 
 
-def _unpinned(case: Case) -> Seen | None:
-    parts = case.identity.get("unpinned") or []
-    if not case.is_baseline or not parts:
+def _unpinned(context: CellContext) -> Observation | None:
+    parts = context.identity.get("unpinned") or []
+    if not context.is_baseline or not parts:
         return None
-    commits = [str((case.identity.get("revisions") or {}).get(part)) for part in parts]
-    text = f"{' and '.join(parts)} came from the hub by names that can move; here they were {' and '.join(commits)}"
-    remedy = "to measure the same again, give these commits: ID@COMMIT"
-    return case.seen_in_suite("unpinned", text, remedy, commits=dict(zip(parts, commits, strict=True)))
+    commits = [str((context.identity.get("revisions") or {}).get(part)) for part in parts]
+    text = f"{' and '.join(parts)} came from the hub by names that can change; here they were {' and '.join(commits)}"
+    remedy = "to measure the same again, name these commits: ID@COMMIT"
+    return context.observe_suite("unpinned", text, remedy, commits=dict(zip(parts, commits, strict=True)))
 
 
-def _other_target(case: Case) -> Seen | None:
-    verifier, target = case.draft.get("verifier"), case.identity.get("target")
+def _other_target(context: CellContext) -> Observation | None:
+    verifier, target = context.draft.get("verifier"), context.identity.get("target")
     if not verifier or not target or last_part(verifier) == last_part(target):
         return None
     text = f"the draft was made for {verifier}, but this run's target is {target}"
     remedy = Remedy("other_target", f"expect lower acceptance than with --target {verifier}", (str(verifier),))
-    return case.seen("other_target", text, remedy, verifier=verifier, target=target)
+    return context.observe("other_target", text, remedy, verifier=verifier, target=target)
 
 
 def last_part(name: str) -> str:
-    """What tells models apart, however they are named: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are one."""
+    """Return what identifies a model however it is named: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are the same."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
-def _saturated(case: Case) -> Seen | None:
-    # No round keeps all nodes of a tree, which are alternatives; every round of a lossy method keeps everything.
-    if is_tree(case.cell.method) or is_probe(case.cell.method) or is_lossy(case.cell.method):
+def _saturated(context: CellContext) -> Observation | None:
+    # No round accepts all nodes of a tree, which are alternatives; every round of a lossy method accepts everything.
+    if is_tree(context.cell.method) or is_probe(context.cell.method) or is_lossy(context.cell.method):
         return None
-    # A backend that hides rounds tells of none which of its drafts were kept whole.
-    num_drafting, num_whole = (int(case.good[name].fillna(0).sum()) for name in ("num_drafting", "num_whole"))
+    # A backend that hides rounds does not report which drafts were accepted as a whole.
+    num_drafting, num_whole = (int(context.succeeded[name].fillna(0).sum()) for name in ("num_drafting", "num_whole"))
     if not num_drafting or num_whole <= SATURATED * num_drafting:
         return None
     text = f"{num_whole} of {num_drafting} rounds ({num_whole / num_drafting:.0%}) accept the whole draft"
-    limit = ", if the draft was trained for more" if has_draft(case.cell.method) else ""
-    code = "more_tokens_if_trained" if has_draft(case.cell.method) else "more_tokens"
-    remedy = Remedy(code, tokens_a_round(case.cell, "more") + limit, option_of(case.cell.method))
-    return case.seen("saturated", text, remedy, num_whole=num_whole, num_rounds=num_drafting)
+    limit = ", if the draft was trained for more" if has_draft(context.cell.method) else ""
+    code = "more_tokens_if_trained" if has_draft(context.cell.method) else "more_tokens"
+    remedy = Remedy(code, tokens_per_round(context.cell, "more") + limit, option_of(context.cell.method))
+    return context.observe("saturated", text, remedy, num_whole=num_whole, num_rounds=num_drafting)
 
 
-def _truncated(case: Case) -> Seen | None:
-    num_cut = int((case.good["finish_reason"] == "length").sum())
-    if not case.is_first or num_cut <= TRUNCATED * len(case.good):
+def _truncated(context: CellContext) -> Observation | None:
+    cut = context.succeeded[context.succeeded["finish_reason"] == "length"]
+    if not context.represents_suite or len(cut) <= TRUNCATED * len(context.succeeded):
         return None
-    text = f"{num_cut} of {answers(case.good)} were cut at the token limit"
-    return case.seen_in_suite("truncated", text, "raise --max-new-tokens", num_answers=num_cut, num_all=len(case.good))
+    tally, counts = context.tally(cut)
+    return context.observe_suite(
+        "truncated", f"{tally} were cut at the token limit", "raise --max-new-tokens", **counts
+    )
 
 
-def _few_prompts(case: Case) -> Seen | None:
-    if not case.is_first or case.cell.num_prompts >= MIN_PROMPTS:
+def _few_prompts(context: CellContext) -> Observation | None:
+    if not context.represents_suite or context.cell.num_prompts >= MIN_PROMPTS:
         return None
-    text = f"only {case.cell.num_prompts} prompts, too few to trust the interval"
+    text = f"only {context.cell.num_prompts} prompts, too few to trust the interval"
     remedy = f"raise --limit to {MIN_PROMPTS} or more, or leave it out"
-    return case.seen_in_suite("few_prompts", text, remedy, num_prompts=case.cell.num_prompts)
+    return context.observe_suite("few_prompts", text, remedy, num_prompts=context.cell.num_prompts)
 
 
-def _known(value: float) -> float | None:
-    return None if isnan(value) else float(value)
-
-
-def _code(case: Case) -> Seen | None:
-    suite = case.identity.get("suites", {}).get(case.cell.suite, {})
-    how = case.identity.get("code")
-    if not case.is_first or how not in _CODE or suite.get("scorer") not in CODE_SCORERS:
+def _code(context: CellContext) -> Observation | None:
+    suite = context.identity.get("suites", {}).get(context.cell.suite, {})
+    how = context.identity.get("code")
+    if not context.represents_suite or how not in _CODE or suite.get("scorer") not in CODE_SCORERS:
         return None
     kind, text, remedy = _CODE[how]
-    return case.seen_in_suite(kind, f"the answers are code, {text}", remedy)
+    return context.observe_suite(kind, f"the answers are code, {text}", remedy)
 
 
 _CODE = {
     "not run": ("code_not_run", f"which was not run and so is not scored: {sandbox.NO_CAGE}", sandbox.REMEDY),
     "unsafe": (
-        "code_unsafe", "which ran without a cage and can have forged its verdict", "run it on a system that has a cage"
+        "code_unsafe", "which ran without a sandbox and can have forged its verdict",
+        "run it on a system that has a sandbox",
     ),
     "caged": (
-        "code_by_heart", "judged by what it returns: an answer that knows the tests by heart has passed, too",
-        "score questions that are younger than the model, too",
+        "code_by_heart", "judged by what it returns: an answer that has memorised the tests also passes",
+        "also score questions that are newer than the model",
     ),
 }  # fmt: skip
-"""By how code was treated (`sandbox.how_run`)."""
+"""By how code was run (`sandbox.how_run`)."""
 
 
-CHECKS: tuple[Callable[[Case], Seen | None], ...] = (
+CHECKS: tuple[Callable[[CellContext], Observation | None], ...] = (
     _mismatch, witnesses.proves_nothing, timing.slow_plain,
     servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
     _near_ties, _nothing_drafted,

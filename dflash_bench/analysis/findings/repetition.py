@@ -1,4 +1,4 @@
-"""Answers that say the same over and over: drafts find them easy, and their speed-up is that of degenerate text."""
+"""Finding about answers that repeat themselves: they are easy to draft, and their speed-up holds for no other text."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings.case import Case, Seen
+from dflash_bench.analysis.findings.base import CellContext, Observation
 from dflash_bench.analysis.metrics import prompt_sums
 
 LEAST_SHARE = 0.02
-"""Of a suite's tokens: with fewer in such answers, figures are hardly touched."""
+"""Share of a suite's tokens in such answers below which metrics are hardly affected."""
 SHOWN = ("al.pooled", "speedup.decode")
 MOST_NAMED = 5
 QUESTION = ["prompt_id", "turn", "repeat"]
 
 
-def loops(case: Case) -> Seen | None:
-    """One for all methods of a suite, each with its figures as they are, and without what loops by any of them."""
-    if not case.is_first:
+def loops(context: CellContext) -> Observation | None:
+    """Observe a suite with each method's metrics, with and without the questions whose answer loops by any method."""
+    if not context.represents_suite:
         return None
-    here = metrics.without_errors(_of_suite(case))
+    here = metrics.without_errors(_of_suite(context))
     looping = here["is_loop"].to_numpy(dtype=bool)
     if not looping.any() or here["num_tokens"][looping].sum() < LEAST_SHARE * here["num_tokens"].sum():
         return None
@@ -30,22 +30,22 @@ def loops(case: Case) -> Seen | None:
     more = f" and {len(prompts) - MOST_NAMED} more" if len(prompts) > MOST_NAMED else ""
     named = f"prompt{'s' * (len(prompts) > 1)} {', '.join(prompts[:MOST_NAMED])}{more}"
     text = (
-        f"answers say the same over and over until the limit cut them ({named}), which is easy to draft: "
-        f"{'; '.join(_of_methods(case, here, looping))}"
+        f"answers repeat themselves until the limit cut them ({named}), which is easy to draft: "
+        f"{'; '.join(_of_methods(context, here, looping))}"
     )
-    remedy = "read these answers, check the chat template, --dtype and --repetition-penalty, and trust what is left"
+    remedy = "read these answers, check the chat template, --dtype and --repetition-penalty, and use the other answers"
     counts = {"num_answers": int(looping.sum()), "num_all": len(here)}
-    return case.seen_in_suite("loops", text, remedy, is_own=True, **counts)
+    return context.observe_suite("loops", text, remedy, is_own=True, **counts)
 
 
-def _of_suite(case: Case) -> Any:
-    """The rows of all methods, under the same settings."""
+def _of_suite(context: CellContext) -> Any:
+    """Return the rows of all methods under the same settings."""
     names = ("suite", "slice", "settings_id")
-    return case.run[np.logical_and.reduce([case.run[name] == getattr(case.cell.key, name) for name in names])]
+    return context.run[np.logical_and.reduce([context.run[name] == getattr(context.cell.key, name) for name in names])]
 
 
-def _of_methods(case: Case, here: Any, looping: Any) -> Iterator[str]:
-    """`dflash 5 of 40, without them al.pooled 2.31 (not 6.10), speedup.decode 1.20 (not 2.90)`."""
+def _of_methods(context: CellContext, here: Any, looping: Any) -> Iterator[str]:
+    """Yield, say, `dflash 5 of 40, without them al.pooled 2.31 (not 6.10), speedup.decode 1.20 (not 2.90)`."""
     question = here.groupby(QUESTION, observed=True, sort=False).ngroup().to_numpy()
     kept = here[~np.isin(question, question[looping])]
     before, after = (_values(rows) for rows in (here, kept))
@@ -65,13 +65,13 @@ def _of_methods(case: Case, here: Any, looping: Any) -> Iterator[str]:
 
 
 def _values(rows: Any) -> dict[str, dict[str, float]]:
-    """The figures `SHOWN` by method, plain decoding first; NaN for what the rows do not tell."""
+    """Return the metrics `SHOWN` by method, the baseline first; NaN where the rows do not give one."""
     sums = prompt_sums(rows)
     methods = dict.fromkeys([metrics.BASELINE, *sums.index.get_level_values("method").astype(str)])
     by_method = dict(iter(sums.groupby(level="method", observed=True)))
     return {
         method: {
-            name: float(metrics.FIGURES[name].statistic(by_method[method].to_numpy(dtype=np.float64).sum(axis=0)))
+            name: float(metrics.METRICS[name].statistic(by_method[method].to_numpy(dtype=np.float64).sum(axis=0)))
             for name in SHOWN
         }
         for method in methods

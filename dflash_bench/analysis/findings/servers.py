@@ -1,4 +1,4 @@
-"""What weakens the numbers of servers: what they do not tell, what they had kept, and what nobody could judge."""
+"""Findings about servers: what they do not report, prompts they had cached, and answers that could not be judged."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.analysis import metrics, stats
-from dflash_bench.analysis.findings.case import Case, Remedy, Seen, answers
+from dflash_bench.analysis.findings.base import CellContext, Observation, Remedy
 from dflash_bench.core import dialects
 from dflash_bench.core.types import CellKey
 
 WORSE_P = 0.01
-"""Below this p, answers got worse: a run may have a dozen methods and suites, which are not adjusted for."""
+"""Below this p, answers got worse; p is not adjusted for the methods and suites of a run, which may be a dozen."""
 
 
-def plain_drafts(case: Case) -> Seen | None:
-    drafted = case.good["total_drafted"].sum()
-    if not case.is_baseline or not drafted:
+def plain_drafts(context: CellContext) -> Observation | None:
+    drafted = context.succeeded["total_drafted"].sum()
+    if not context.is_baseline or not drafted:
         return None
-    text = f"the server for plain decoding drafted {int(drafted)} tokens: it is no plain decoding"
-    remedy = "start that server without speculation, and run again; use no speed-up here"
-    return case.seen("plain_drafts", text, remedy, num_drafted=int(drafted))
+    text = f"the server for plain decoding drafted {int(drafted)} tokens, so it does not decode plainly"
+    remedy = "start that server without speculation and run again; do not use these speed-ups"
+    return context.observe("plain_drafts", text, remedy, num_drafted=int(drafted))
 
 
-def other_servers(case: Case) -> Seen | None:
-    """Then a speed-up is partly that of one server over another."""
-    plain, own = (_server(case, method) for method in ("ar", case.cell.method))
-    if case.is_baseline or not plain or not own:
+def other_servers(context: CellContext) -> Observation | None:
+    """Look for a method and a baseline on different servers, so that part of the speed-up is the server's."""
+    plain, own = (_server(context, method) for method in ("ar", context.cell.method))
+    if context.is_baseline or not plain or not own:
         return None
     then, now = (f"{server.get('dialect')} {server.get('version') or ''}".rstrip() for server in (plain, own))
     if then == now:
         return None
-    text = f"plain decoding was measured on {then}, and this on {now}: the speed-up is partly one of the servers"
-    return case.seen("other_servers", text, "measure both on the same version of one server", plain=then, own=now)
+    text = f"plain decoding was measured on {then}, but this method on {now}: part of the speed-up is the server's"
+    return context.observe("other_servers", text, "measure both on the same version of one server", plain=then, own=now)
 
 
-def unjudged(case: Case) -> Seen | None:
-    others = case.good[case.good["exactness"] == "differs"]
-    if not len(others):
+def unjudged(context: CellContext) -> Observation | None:
+    differing = context.succeeded[context.succeeded["exactness"] == "differs"]
+    if not len(differing):
         return None
-    first = others.iloc[0]
-    whose = "another plain answer to the same prompt" if case.is_baseline else "the plain answer"
+    (tally, counts), first = context.tally(differing), differing.iloc[0]
+    whose = "another plain answer to the same prompt" if context.is_baseline else "the plain answer"
     text = (
-        f"{len(others)} of {answers(case.good)} differ from {whose}, first prompt {first['prompt_id']} turn "
-        f"{first['turn']}, and nothing here could judge whether rounding explains it"
+        f"{tally} differ from {whose}, first prompt {first['prompt_id']} turn {first['turn']}, and nothing here could "
+        "judge whether rounding explains it"
     )
     remedy = Remedy("judge", "give --model or --target with the same weights, and --dtype as the server computes")
     if first["num_hidden_tokens"] == first["num_hidden_tokens"]:  # not NaN
         remedy = Remedy("token_ids", "use a server that returns token ids, which can be judged")
-    return case.seen("unjudged", text, remedy, num_answers=len(others), num_all=len(case.good))
+    return context.observe("unjudged", text, remedy, **counts)
 
 
-def worse_answers(case: Case) -> Seen | None:
-    """Right answers, of the prompts that both answered: a lossless method must not lose any but by chance."""
-    if case.is_baseline:
+def worse_answers(context: CellContext) -> Observation | None:
+    """Compare right answers on prompts that both answered: a lossless method may lose some only by chance."""
+    if context.is_baseline:
         return None
-    by_question = _right(case.run, case.cell.key._replace(method="ar")), _right(case.run, case.cell.key)
+    by_question = _right(context.run, context.cell.key._replace(method="ar")), _right(context.run, context.cell.key)
     plain, own = by_question[0].align(by_question[1], join="inner")
     lost, gained = int((own < plain).sum()), int((own > plain).sum())
     p = stats.mcnemar(lost, gained)
@@ -69,78 +69,80 @@ def worse_answers(case: Case) -> Seen | None:
     )
     remedy = Remedy(
         "judge",
-        "give --model or --target with the same weights, so that a judge says where its tokens leave the model's",
+        "give --model or --target with the same weights, so that a judge says where its tokens depart from the model's",
     )
-    if not case.identity.get("servers"):
-        exactness = "read what 'compare' says of exactness: a lossless method gives the target's own answers"
+    if not context.identity.get("servers"):
+        exactness = "see exactness in 'compare': a lossless method gives the target's own answers"
         remedy = Remedy("exactness", exactness)
-    return case.seen("worse_answers", text, remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
+    return context.observe("worse_answers", text, remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
 
 
 def _right(rows: Any, key: CellKey) -> Any:
-    """Of each prompt that was scored how many answers are right, a series by prompt."""
+    """Return the number of right answers of each scored prompt, as a series by prompt."""
     cell = metrics.without_errors(metrics.select(rows, key))
     scored = cell[cell["passed"].notna()]
     return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
 
 
-def compared_by_text(case: Case) -> Seen | None:
-    hidden = case.good[case.good["num_hidden_tokens"].notna() & case.good["exactness"].notna()]
+def compared_by_text(context: CellContext) -> Observation | None:
+    hidden = context.succeeded[context.succeeded["num_hidden_tokens"].notna() & context.succeeded["exactness"].notna()]
     if not len(hidden):
         return None
-    text = f"{len(hidden)} of {answers(case.good)} were compared by their text, as the server names no tokens"
-    remedy = "other tokens can make the same text; only token ids show it"
-    return case.seen("compared_by_text", text, remedy, num_answers=len(hidden), num_all=len(case.good))
+    tally, counts = context.tally(hidden)
+    text = f"{tally} were compared by their text, because the server does not report token ids"
+    return context.observe(
+        "compared_by_text", text, "different tokens can make the same text; only token ids show it", **counts
+    )
 
 
-def reused_prompts(case: Case) -> Seen | None:
-    hits = case.good[case.good["num_cached_tokens"].fillna(0) > 0]
+def reused_prompts(context: CellContext) -> Observation | None:
+    hits = context.succeeded[context.succeeded["num_cached_tokens"].fillna(0) > 0]
     if not len(hits):
         return None
-    tokens = int(hits["num_cached_tokens"].sum())
+    (tally, counts), tokens = context.tally(hits), int(hits["num_cached_tokens"].sum())
     text = (
-        f"{len(hits)} of {answers(case.good)} reused {tokens} tokens of prompts that the server had kept: its time to "
-        "the first token, and tps.e2e, are too good"
+        f"{tally} reused {tokens} tokens of prompts that the server had cached: its time to the first token, and "
+        "tps.e2e, are too good"
     )
-    counts = {"num_answers": len(hits), "num_all": len(case.good), "num_tokens": tokens}
-    return case.seen(
-        "reused_prompts", text, _remedy(case, "reused_prompts", "switch off the server's prefix cache"), **counts
-    )
+    remedy = _remedy(context, "reused_prompts", "switch the server's prefix cache off")
+    return context.observe("reused_prompts", text, remedy, **counts, num_tokens=tokens)
 
 
-def uncounted(case: Case) -> Seen | None:
-    missing = case.good["uncounted"].dropna()
-    if case.is_baseline or not len(missing):
+def uncounted(context: CellContext) -> Observation | None:
+    missing = context.succeeded["uncounted"].dropna()
+    if context.is_baseline or not len(missing):
         return None
-    text = f"acceptance is not available for {len(missing)} of {answers(case.good)}: {missing.iloc[0]}"
-    remedy = _remedy(case, "uncounted", "speed and exactness need no counts; use a server that reports its rounds")
-    return case.seen("uncounted", text, remedy, num_answers=len(missing), num_all=len(case.good))
+    tally, counts = context.tally(missing)
+    text = f"acceptance is not available for {tally}: {missing.iloc[0]}"
+    remedy = _remedy(context, "uncounted", "speed and exactness need no counts; use a server that reports its rounds")
+    return context.observe("uncounted", text, remedy, **counts)
 
 
-def derived_rounds(case: Case) -> Seen | None:
-    """Such rounds are off where the limit cut the last one."""
-    ways = [way for way in case.good["counted_by"].dropna().unique() if (r := dialects.rule_of(way)) and r.is_derived]
-    derived = case.good[case.good["counted_by"].isin(ways)]
-    if case.is_baseline or not len(derived):
+def derived_rounds(context: CellContext) -> Observation | None:
+    """Look for derived rounds, which are off by one where the limit cut the last round."""
+    ways = context.succeeded["counted_by"].dropna().unique()
+    derived_ways = [way for way in ways if (rule := dialects.rule_of(way)) and rule.is_derived]
+    derived = context.succeeded[context.succeeded["counted_by"].isin(derived_ways)]
+    if context.is_baseline or not len(derived):
         return None
     num_cut = int((derived["finish_reason"] == "length").sum())
     by = derived["counted_by"].iloc[0]
+    tally, counts = context.tally(derived)
     text = (
-        f"rounds of {len(derived)} of {answers(case.good)} were worked out ({by}), which is wrong by one where the "
-        f"limit cut the last round; {num_cut} were cut"
+        f"rounds of {tally} were derived ({by}), which is off by one where the limit cut the last round; that cut "
+        f"{num_cut}"
     )
-    remedy = _remedy(case, "uncounted", "use a version of the server that reports its rounds")
-    counts = {"num_answers": len(derived), "num_all": len(case.good), "num_cut": num_cut}
-    return case.seen("derived_rounds", text, remedy, counted_by=str(by), **counts)
+    remedy = _remedy(context, "uncounted", "use a version of the server that reports its rounds")
+    return context.observe("derived_rounds", text, remedy, counted_by=str(by), **counts, num_cut=num_cut)
 
 
-def _remedy(case: Case, code: str, otherwise: str) -> Remedy:
+def _remedy(context: CellContext, code: str, otherwise: str) -> Remedy:
     """Return what the cell's dialect declares for this code."""
-    dialect = str(_server(case, case.cell.method).get("dialect"))
+    dialect = str(_server(context, context.cell.method).get("dialect"))
     text = dialects.remedy(dialect, code)
     return Remedy("other_server", otherwise) if text is None else Remedy(dialect, text)
 
 
-def _server(case: Case, method: str) -> Mapping[str, Any]:
-    servers: Mapping[str, Mapping[str, Any]] = case.identity.get("servers") or {}
+def _server(context: CellContext, method: str) -> Mapping[str, Any]:
+    servers: Mapping[str, Mapping[str, Any]] = context.identity.get("servers") or {}
     return servers.get(method, {})

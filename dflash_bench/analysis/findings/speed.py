@@ -1,8 +1,8 @@
-"""Why drafting does not pay: the draft does not know the text, rounds cost too much, or prompts are too few to tell."""
+"""Findings about speed: the draft does not know the text, rounds cost too much, or there are too few prompts."""
 
 from __future__ import annotations
 
-from dflash_bench.analysis.findings.case import Case, Remedy, Seen
+from dflash_bench.analysis.findings.base import CellContext, Observation, Remedy
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.methods import METHODS, has_draft, is_probe, name_of
@@ -11,7 +11,7 @@ DEAD_AL = 1.05
 FIRST_KEPT = 0.5
 """Below this accept_at[1], most rounds lose their very first drafted token, and drafting fewer of them cannot help."""
 WIDE = 0.10
-"""Half of an interval, as a share of its value."""
+"""The half-width of an interval, as a share of its value, from which on it is called wide."""
 SPEED_REMEDIES = {
     "draft": "{fewer}, or use a smaller draft",
     "verify": "{fewer}: on this device, verifying so many tokens at once costs too much",
@@ -19,7 +19,7 @@ SPEED_REMEDIES = {
 }
 SERVED = Remedy(
     "fewer_tokens_of_server",
-    "start its server with fewer drafted tokens, or measure the same draft here to see where a round spends its time",
+    "start its server with fewer draft tokens, or measure the same draft here to see where a round spends its time",
 )
 TRAINED = Remedy(
     "check_training", "check that the draft was trained for this model: revision, chat template, tapped layers"
@@ -27,110 +27,116 @@ TRAINED = Remedy(
 TRAINED_ON_THIS = Remedy(
     "check_texts",
     "check that it was trained for exactly this target, chat template and thinking mode, and on texts like these "
-    "prompts; drafting fewer tokens a round will not help",
+    "prompts; drafting fewer tokens per round will not help",
 )
 REPEATS = Remedy(
     "trained_draft",
-    "this method repeats earlier text, and these answers repeat little: use a method with a trained draft",
+    "this method drafts repetitions, and these answers repeat little: use a method with a trained draft",
 )
-KNOWS_NOT = Remedy("other_texts", "drafting fewer tokens a round will not help: use a draft trained on text like this")
+KNOWS_NOT = Remedy(
+    "other_texts", "drafting fewer tokens per round will not help: use a draft trained on text like this"
+)
 
 
-def dead_draft(case: Case) -> Seen | None:
-    al = case.cell.value("al.pooled")
-    if case.is_baseline or al is None or al >= DEAD_AL or never_drafts(case) or is_probe(case.cell.method):
+def dead_draft(context: CellContext) -> Observation | None:
+    al = context.cell.value("al.pooled")
+    if context.is_baseline or al is None or al >= DEAD_AL or never_drafts(context) or is_probe(context.cell.method):
         return None
-    text = f"al.pooled is {al:.2f}: almost nothing that the draft proposes is accepted"
-    return case.seen("dead_draft", text, TRAINED if has_draft(case.cell.method) else REPEATS, al_pooled=al)
+    text = f"al.pooled is {al:.2f}: almost no draft token is accepted"
+    return context.observe("dead_draft", text, TRAINED if has_draft(context.cell.method) else REPEATS, al_pooled=al)
 
 
-def unknown_text(case: Case) -> Seen | None:
-    """Alive, but it guesses wrongly from the first token on: not the length of the draft is at fault."""
-    al, first_kept = case.cell.value("al.pooled"), case.first_kept
-    if case.is_baseline or al is None or al < DEAD_AL or first_kept is None or first_kept >= FIRST_KEPT:
+def unknown_text(context: CellContext) -> Observation | None:
+    """Look for a draft that is alive but wrong from its first token on, so that its length is not the cause."""
+    al, first_kept = context.cell.value("al.pooled"), context.first_kept
+    if context.is_baseline or al is None or al < DEAD_AL or first_kept is None or first_kept >= FIRST_KEPT:
         return None
-    if is_probe(case.cell.method):
+    if is_probe(context.cell.method):
         return None
     text = (
-        f"the draft does not know this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
+        f"the draft does not fit this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
         f"(accept_at[1] {first_kept:.2f}, al.pooled {al:.2f})"
     )
-    remedy = TRAINED_ON_THIS if has_draft(case.cell.method) else REPEATS
-    return case.seen("unknown_text", text, remedy, first_kept=first_kept, al_pooled=al)
+    remedy = TRAINED_ON_THIS if has_draft(context.cell.method) else REPEATS
+    return context.observe("unknown_text", text, remedy, first_kept=first_kept, al_pooled=al)
 
 
-def slower_than_plain(case: Case) -> Seen | None:
-    """Surely slower: the whole interval lies below 1."""
-    speedup = case.cell.figures.get("speedup.decode")
-    if case.is_baseline or speedup is None or (speedup.value if speedup.high is None else speedup.high) >= 1:
+def slower_than_plain(context: CellContext) -> Observation | None:
+    """Look for a speed-up whose whole interval lies below 1."""
+    speedup = context.cell.figures.get("speedup.decode")
+    if context.is_baseline or speedup is None or (speedup.value if speedup.high is None else speedup.high) >= 1:
         return None
-    text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(case.cell)}"
-    return case.seen("slower", text, _how_faster(case), speedup_decode=speedup.value)
+    text = f"speedup.decode is {speedup.value:.2f}: {_why_slow(context.cell)}"
+    return context.observe("slower", text, _how_faster(context), speedup_decode=speedup.value)
 
 
-def unclear(case: Case) -> Seen | None:
-    speedup = case.cell.figures.get("speedup.decode")
-    if case.is_baseline or speedup is None or not contains_one(speedup) or never_drafts(case):
+def unclear(context: CellContext) -> Observation | None:
+    speedup = context.cell.figures.get("speedup.decode")
+    if context.is_baseline or speedup is None or not contains_one(speedup) or never_drafts(context):
         return None
     text = (
         f"speedup.decode {speedup.value:.2f} may be faster or slower than plain decoding: "
         f"its interval, {speedup.low:.2f} to {speedup.high:.2f}, contains 1"
     )
     bounds = {"low": speedup.low, "high": speedup.high}
-    return case.seen("unclear", text, "raise --limit, or leave it out", speedup_decode=speedup.value, **bounds)
+    return context.observe("unclear", text, "raise --limit, or leave it out", speedup_decode=speedup.value, **bounds)
 
 
 def contains_one(speedup: Interval) -> bool:
-    """Then the answers show neither a gain nor a loss."""
+    """Return whether the interval contains 1, so that neither a gain nor a loss is shown."""
     return speedup.low is not None and speedup.high is not None and speedup.low <= 1 <= speedup.high
 
 
-def wide_interval(case: Case) -> Seen | None:
-    speedup = case.cell.figures.get("speedup.decode")
+def wide_interval(context: CellContext) -> Observation | None:
+    speedup = context.cell.figures.get("speedup.decode")
     half = speedup.half_width if speedup else None
-    if case.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or contains_one(speedup):
+    if context.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or contains_one(speedup):
         return None
     text = f"speedup.decode {speedup.value:.2f} is only known to ± {half:.2f} ({half / speedup.value:.0%})"
     values = {"speedup_decode": speedup.value, "half_width": half}
-    return case.seen("wide_interval", text, "raise --limit, or add suites", **values)
+    return context.observe("wide_interval", text, "raise --limit, or add suites", **values)
 
 
 def _why_slow(cell: Cell) -> str:
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
     if al is not None and cell.counted_by:
-        return f"al.pooled is {al:.2f}, and a server does not tell what a round costs"
+        return f"al.pooled is {al:.2f}, and a server does not report the cost of a round"
     if al is None or needed is None or not parts:
         return "the backend does not report rounds, so the reason is unknown"
     compared = "below" if al < needed else "not below"
-    besides = "" if al < needed else ", which leaves out other ms and draft prefill"
+    besides = "" if al < needed else ", which leaves out other ms and the draft's prefill"
     round_ms = ", ".join(f"{name} {part_ms:.3g}" for name, part_ms in parts.items())
     largest = f"{max(parts, key=lambda name: parts[name])} is the largest part of a round ({round_ms} ms)"
     return f"al.pooled {al:.2f} is {compared} break_even_al {needed:.2f}{besides}; {largest}"
 
 
-def _how_faster(case: Case) -> Remedy:
-    cell = case.cell
+def _how_faster(context: CellContext) -> Remedy:
+    cell = context.cell
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
-    if case.first_kept is not None and case.first_kept < FIRST_KEPT and (needed is None or al is None or al < needed):
+    if (
+        context.first_kept is not None
+        and context.first_kept < FIRST_KEPT
+        and (needed is None or al is None or al < needed)
+    ):
         return KNOWS_NOT
-    if case.identity.get("servers"):
+    if context.identity.get("servers"):
         return SERVED
     if not parts or al is None or needed is None:
-        fewer = f"{tokens_a_round(cell, 'fewer')}, and run a local model to see where a round spends its time"
+        fewer = f"{tokens_per_round(cell, 'fewer')}, and run a local model to see where a round spends its time"
         return Remedy("fewer_tokens", fewer, option_of(cell.method))
     part = max(parts, key=lambda name: parts[name]) if al < needed else "other"
-    text = SPEED_REMEDIES[part].format(fewer=tokens_a_round(cell, "fewer"))
+    text = SPEED_REMEDIES[part].format(fewer=tokens_per_round(cell, "fewer"))
     return Remedy(f"cost_of_{part}", text, () if part == "other" else option_of(cell.method))
 
 
-def tokens_a_round(cell: Cell, how_many: str) -> str:
-    return f"draft {how_many} tokens a round{_how(cell.method)}"
+def tokens_per_round(cell: Cell, how_many: str) -> str:
+    return f"draft {how_many} tokens per round{_how(cell.method)}"
 
 
 def option_of(label: str) -> tuple[str, ...]:
-    """The method and the option that says how many tokens it drafts, which is empty where it is its count.
+    """Return the method and its option for the number of draft tokens, which is empty if that is its plain count.
 
-    Nothing for a method that the table does not know, or that decides by itself.
+    Empty for a method that is not in the table, or that chooses the number itself.
     """
     kind = METHODS.get(name_of(label))
     is_tree = kind is not None and any(option.name == "nodes" for option in kind.options)
@@ -140,7 +146,7 @@ def option_of(label: str) -> tuple[str, ...]:
 
 
 def _how(label: str) -> str:
-    """How a user says how many; nothing where nobody can."""
+    """Return how a user sets the number, in parentheses; empty where nobody can."""
     if not (known := option_of(label)):
         return ""
     method, option = known
@@ -148,13 +154,13 @@ def _how(label: str) -> str:
 
 
 def _parts(cell: Cell) -> dict[str, float]:
-    """Milliseconds of a round; empty where not all are known."""
+    """Return the parts of a round in milliseconds; empty unless all are known."""
     parts = {name: cell.value(f"{name}_ms") for name in ("draft", "verify", "other")}
     known = {name: value for name, value in parts.items() if value is not None}
     return known if len(known) == len(parts) else {}
 
 
-def never_drafts(case: Case) -> bool:
-    """Where the backend tells how many tokens were drafted, and there was something to draft."""
-    drafted = case.good["num_drafted"].sum(min_count=1)
-    return bool(case.good["decode_tokens"].sum()) and bool(drafted == 0)
+def never_drafts(context: CellContext) -> bool:
+    """Return whether nothing was drafted, although there was something to draft and the backend reports the number."""
+    drafted = context.succeeded["num_drafted"].sum(min_count=1)
+    return bool(context.succeeded["decode_tokens"].sum()) and bool(drafted == 0)

@@ -1,66 +1,66 @@
-"""Could the run's witnesses have objected? What came of the copies of its answers that it spoiled."""
+"""Findings about witnesses: whether they objected to the copies of answers that the run spoiled on purpose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_bench.analysis.findings.case import Case, Seen
+from dflash_bench.analysis.findings.base import CellContext, Observation
 
 WHO = {
     "judge": "the judge", "counter": "the counter", "clock": "the clock", "scorer": "the scorer",
     "text": "the tokenizer",
 }  # fmt: skip
 SPOILED = {
-    "token": "an answer with another token", "end": "an answer that ends elsewhere", "count": "a round less",
+    "token": "an answer with another token", "end": "an answer that ends elsewhere", "count": "one round fewer",
     "time": "half the time", "numbers": "an answer with other numbers", "order": "a text backwards",
 }  # fmt: skip
 WHY = {
     "no_answer": "there was no answer to spoil",
-    "not_asked": "it was not asked",
-    "sampled": "answers are drawn",
-    "no_tokens": "the server names no tokens",
+    "not_asked": "it was not used",
+    "sampled": "answers are sampled",
+    "no_tokens": "the server does not report token ids",
     "short": "answers are too short",
-    "served": "a server's rounds are not heard",
+    "served": "a server does not report its rounds",
     "no_scorer": "the suite has none",
     "code": "code is not run again for this",
     "none_passed": "no answer was right",
-    "no_numbers": "right answers hold no numbers",
+    "no_numbers": "right answers contain no numbers",
     "no_tokenizer": "the target's files are not here",
 }
-"""Why a kind of spoiled copy was not tried."""
+"""Why a kind of spoiled copy was not tried, by code."""
 
 
 def silent(info: Mapping[str, Any]) -> list[str]:
-    """What each witness let pass that it should have denied."""
+    """Return which witnesses accepted a spoiled copy, and of which kind."""
     return [
-        f"{WHO.get(one['witness'], one['witness'])} passed {SPOILED.get(one['spoiled'], one['spoiled'])}"
-        for one in info.get("canaries", ())
-        if one["outcome"] == "silent"
+        f"{WHO.get(canary['witness'], canary['witness'])} passed {SPOILED.get(canary['spoiled'], canary['spoiled'])}"
+        for canary in info.get("canaries", ())
+        if canary["outcome"] == "silent"
     ]
 
 
-def proves_nothing(case: Case) -> Seen | None:
-    passed = silent(case.info)
-    if not passed or not _speaks_for_the_run(case):
+def proves_nothing(context: CellContext) -> Observation | None:
+    passed = silent(context.info)
+    if not passed or not _represents_run(context):
         return None
-    text = f"the run proves nothing: of copies of its answers that were spoiled, {', '.join(passed)}"
-    return case.seen_in_suite(
+    text = f"the run proves nothing: of deliberately spoiled copies of its answers, {', '.join(passed)}"
+    return context.observe_suite(
         "proves_nothing", text, "a witness that cannot object is broken; do not use these numbers"
     )
 
 
-def untried(case: Case) -> Seen | None:
+def untried(context: CellContext) -> Observation | None:
     whys: dict[tuple[str, str], None] = {}
-    for one in case.info.get("canaries", ()):
-        if one["outcome"] == "untried":
-            whys[one["witness"], str(one.get("why"))] = None
-    if not whys or not _speaks_for_the_run(case):
+    for canary in context.info.get("canaries", ()):
+        if canary["outcome"] == "untried":
+            whys[canary["witness"], str(canary.get("why"))] = None
+    if not whys or not _represents_run(context):
         return None
     named = ", ".join(f"{WHO.get(witness, witness)} ({WHY.get(why, why)})" for witness, why in whys)
-    text = f"whether these could object was not tried: {named}"
-    return case.seen_in_suite("untried_witnesses", text, "their word is worth what it was worth in other runs")
+    text = f"it was not tested whether these can object: {named}"
+    return context.observe_suite("untried_witnesses", text, "rely on them only as far as other runs have tested them")
 
 
-def _speaks_for_the_run(case: Case) -> bool:
-    return case.opens_run and case.is_first
+def _represents_run(context: CellContext) -> bool:
+    return context.is_first_suite and context.represents_suite

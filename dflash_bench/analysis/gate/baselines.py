@@ -1,6 +1,6 @@
 """Baselines: what runs are expected to reach, as a file to commit.
 
-It holds sums per run and prompt, so that later runs are compared prompt by prompt.
+A baseline holds sums per run and prompt, so that later runs are compared prompt by prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import compare
-from dflash_bench.analysis.metrics import COLUMN, FIGURES, TERMS, Cell
+from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, Cell
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import SCHEMA_VERSION, CellKey, Settings
@@ -34,25 +34,16 @@ class Limit:
     fall: float = 0.0
     at_least: float | None = None
     run_noise: float | None = None
-    """The standard deviation between runs, as a share, to use in place of the measured one."""
+    """The standard deviation between runs, as a share, to use instead of the measured one."""
 
 
-LIMITS = {
-    "al.pooled": Limit(0.005),  # another processor's rounding can change what a draft proposes
-    "exact": Limit(0.0),
-    "passed": Limit(0.0),
-    "speedup.decode": Limit(0.05),
-    "speedup.e2e": Limit(0.05),
-    "tps.decode": Limit(0.05),
-}
-"""What can be gated, and the limits unless a limits file says otherwise."""
-ABSOLUTE = ("tps.decode",)
-"""Gated only if the limits name it: no test can tell a busy or throttled machine from a slower program."""
+LIMITS = {name: Limit(metric.may_fall) for name, metric in METRICS.items() if metric.may_fall is not None}
+"""The metrics that can be gated, and their limits unless a limits file says otherwise."""
+ABSOLUTE = tuple(name for name in LIMITS if METRICS[name].unit == "tokens/s")
+"""Gated only if the limits name them: no test can tell a busy or throttled machine from a slower program."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
 Runs = Mapping[CellKey, tuple[Cell, ...]]
-"""By what identifies it, a cell for each run."""
-
-
+"""By key, a cell for each run."""
 SHAPE: dict[str, Any] = {
     "identity": schema.IDENTITY,
     "environment": schema.MACHINE,
@@ -88,20 +79,21 @@ class Baseline:
         return len(next(iter(self.cells.values())))
 
     def as_results(self) -> Results:
-        """Results with just what `compare.differences` reads."""
+        """Return results with only what `compare.differences` reads."""
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
         return Results(self.name, dict(self.info), pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
 
 
-def refuse_twins(runs: Sequence[Path]) -> None:
+def require_distinct(runs: Sequence[Path]) -> None:
+    """Raise UserError for a run that is given twice."""
     if len({run.resolve() for run in runs}) < len(runs):
         raise UserError("a run given twice says nothing about the noise between runs; give each run once")
 
 
 def by_key(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
-    """The cells of all runs by key. Raises UserError if one run has a suite and method that another does not."""
+    """Return the cells of all runs by key. Raises UserError if one run has a suite and method that another lacks."""
     first, *others = [{cell.key: cell for cell in cells} for cells in cells_of_runs]
     for run, cells in zip(runs[1:], others, strict=True):
         if odd := sorted(set(first) ^ set(cells)):
@@ -113,18 +105,18 @@ def by_key(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> 
 
 
 def cell_name(cell: Cell) -> str:
-    """The name of a cell in messages."""
+    """Return the name of a cell in messages."""
     return " ".join(filter(None, [cell.suite, cell.setting, cell.method]))
 
 
 def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
-    """Writes a baseline. Raises UserError for runs without plain answers, and for runs that differ."""
+    """Write a baseline. Raises UserError for runs without baseline answers, and for runs that differ."""
     for other in runs[1:]:
-        compare.refuse_unlike(runs[0], other, ())
-    cells = by_key(runs, [compare.summarised(results) for results in runs])
-    judged = [FIGURES[name] for name in LIMITS if with_timings or not FIGURES[name].is_timing]
+        compare.require_comparable(runs[0], other, ())
+    cells = by_key(runs, [compare.comparable_cells(results) for results in runs])
+    judged = [METRICS[name] for name in LIMITS if with_timings or not METRICS[name].is_timing]
     counts = ["answers", "paired"] if with_timings else ["answers"]
-    kept = list(dict.fromkeys([*counts, *(term for figure in judged for term in (*figure.top, *figure.bottom))]))
+    kept = list(dict.fromkeys([*counts, *(name for metric in judged for name in (*metric.top, *metric.bottom))]))
     hashes: dict[str, dict[str, str]] = {}
     for suite, prompt, text in compare.hashes(runs[0].rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
@@ -148,21 +140,21 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
 
 
 def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: bool) -> dict[str, Any]:
-    """The cells of one suite and method, one for each run; figures and sums have an entry per run."""
+    """Return the JSON of one suite and method; its figures and sums have an entry for each run."""
     first = cells[0]
     if any(set(cell.prompts) != set(first.prompts) for cell in cells):
         raise UserError(f"the runs did not all answer the same prompts of {first.suite} by {first.method}")
-    in_order = compare.on_common_prompts(*cells, first)[:-1]
-    if len(in_order[0]) < len(first.prompts):
+    sums_of_runs = compare.on_common_prompts(*cells, first)[:-1]
+    if len(sums_of_runs[0]) < len(first.prompts):
         raise UserError(f"the runs did not answer the prompts of {first.suite} by {first.method} equally often")
-    figures = [name for name in LIMITS if name in first.figures and (with_timings or not FIGURES[name].is_timing)]
+    figures = [name for name in LIMITS if name in first.figures and (with_timings or not METRICS[name].is_timing)]
     return {
         "suite": first.suite,
         "settings": asdict(first.settings),
         "method": first.method,
         "figures": {name: [float(f"{cell.value(name):.6g}") for cell in cells] for name in figures},
         "prompts": list(first.prompts),
-        "sums": {name: [list(map(_short, sums[:, COLUMN[name]].tolist())) for sums in in_order] for name in kept},
+        "sums": {name: [list(map(_short, sums[:, COLUMN[name]].tolist())) for sums in sums_of_runs] for name in kept},
     }
 
 
@@ -171,7 +163,7 @@ def _short(value: float) -> float | int:
 
 
 def _one_cell_a_line(stored: Mapping[str, Any]) -> str:
-    """JSON with one line per list of sums, so that a diff reads figure by figure."""
+    """Return JSON with a line for each list of sums, so that a diff shows which metric changed."""
     cells = stored["cells"]
     head = json.dumps({name: value for name, value in stored.items() if name != "cells"}, indent=1, ensure_ascii=False)
     lines = ",\n".join(_cell_lines(cell) for cell in cells)
@@ -186,6 +178,7 @@ def _cell_lines(cell: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Baseline:
+    """Read a baseline. Raises UserError for a file that is none, was edited, or comes from another version."""
     stored = files.json_of(path)
     if not isinstance(stored, dict) or "cells" not in stored or not ({SCHEMA, "format"} & stored.keys()):
         raise UserError(f"{path} is not a baseline; write one with: dflash-bench baseline RUN... -o FILE")
@@ -213,7 +206,7 @@ def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
 
 
 def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str]) -> tuple[Cell, ...]:
-    """`named` has the settings of the run."""
+    """`named` has the settings of the run with their labels. Raises ValueError for what does not fit together."""
     if surplus := stored["settings"].keys() - {item.name for item in fields(Settings)}:
         raise ValueError(f"the settings of {stored['suite']} {stored['method']} have a key {min(surplus)!r}")
     settings = Settings(**stored["settings"])
@@ -223,9 +216,9 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str]) -> 
         raise ValueError(f"no prompts in {stored['suite']} {stored['method']}, or one twice")
     runs: Mapping[str, Any] = stored["sums"]
     num_runs = max(map(len, runs.values()), default=0)
-    sums = np.zeros((num_runs, len(stored["prompts"]), len(TERMS)))
+    sums = np.zeros((num_runs, len(stored["prompts"]), len(SUMS)))
     for name, values in runs.items():
-        if name not in TERMS or len(values) != num_runs or any(schema.shape_faults([[float]], values, "")):
+        if name not in SUMS or len(values) != num_runs or any(schema.shape_faults([[float]], values, "")):
             raise ValueError(f"the sums {name!r} are unknown, or not a list of numbers for each run")
         if any(len(of_run) != sums.shape[1] or min(of_run) < 0 for of_run in values):
             raise ValueError(f"the sums {name!r} are negative, or not one for each prompt")
@@ -243,22 +236,22 @@ def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str]) -> 
 
 
 def _check_figures(stored: Mapping[str, Any], sums: Any) -> None:
-    """Raises ValueError unless the figures, which are there for people, are what the sums [runs, prompts, terms] give.
+    """Raise ValueError unless the figures, which are there for people, follow from the sums [runs, prompts, sums].
 
-    Only the sums are judged by, and a figure that says otherwise would be read and mean nothing.
+    The gate reads the sums alone, so a figure that was edited would mislead whoever reads the file.
     """
     for name, values in stored.get("figures", {}).items():
         where = f"the figure {name!r} of {stored['suite']} {stored['method']}"
         if name not in LIMITS or any(schema.shape_faults([float], values, "")) or len(values) != len(sums):
             raise ValueError(f"{where} is unknown, or not a number for each run")
         for value, of_run in zip(values, sums, strict=True):
-            given = float(FIGURES[name].statistic(of_run.sum(axis=0)))
+            given = float(METRICS[name].statistic(of_run.sum(axis=0)))
             if not np.isclose(value, given, rtol=1e-5, atol=0):
                 raise ValueError(f"{where} is {value:g}, but its sums give {given:.6g}; one of the two was edited")
 
 
 def read_limits(path: Path) -> dict[str, Limit]:
-    """Reads a TOML file with a table per figure, such as ["al.pooled"] with `fall = 0.01` or `at_least = 4` in it."""
+    """Read a TOML file with a table per metric, such as ["al.pooled"] with `fall = 0.01` or `at_least = 4`."""
     return _limits(str(path), files.toml_of(path))
 
 
@@ -274,7 +267,7 @@ def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
                 raise unknown(f"key in {where} {name}:", key, known)
             if value is None and key != "fall":
                 continue
-            if key == "run_noise" and not FIGURES[name].is_timing:
+            if key == "run_noise" and not METRICS[name].is_timing:
                 raise UserError(f"{where}: {name} cannot have run_noise, because it is not a timing")
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < schema.MOST
             if not number or value < 0:

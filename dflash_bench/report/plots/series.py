@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_bench.analysis.concurrency import Load
+from dflash_bench.analysis.concurrency import ConcurrencyCurve
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, NONE, Point, Sweep, SweepCurve
@@ -69,11 +69,11 @@ def load(material: Material) -> Any:
     return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
 
 
-def _suite(one: Load) -> str:
+def _suite(one: ConcurrencyCurve) -> str:
     return labels.under(one.suite, one.setting)
 
 
-def _draw(axes: Any, one: Load, figure_id: str, look: dict[str, Any]) -> None:
+def _draw(axes: Any, one: ConcurrencyCurve, figure_id: str, look: dict[str, Any]) -> None:
     if figure_id == THROUGHPUT:
         axes.plot([level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels], **look)
         return

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.concurrency import Load
-from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
+from dflash_bench.analysis.concurrency import ConcurrencyCurve
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep
@@ -217,7 +217,7 @@ def intervals(
         (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
         if interval is not None:
             key = CellKey(suite, "", several[settings].id, method)
-            possible = FIGURES["al.pooled"].possible(interval, widest.get(key, float("inf")))
+            possible = METRICS["al.pooled"].possible(interval, widest.get(key, float("inf")))
             by_cell.setdefault(key, {})[stretch_name(int(stretch))] = possible
     return by_cell
 
@@ -302,7 +302,7 @@ class Material:
         return list(dict.fromkeys(map(group_of, self.cells)))
 
     @property
-    def loads(self) -> Sequence[Load]:
+    def loads(self) -> Sequence[ConcurrencyCurve]:
         return self.document.loads
 
     @property

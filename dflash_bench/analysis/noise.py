@@ -1,4 +1,4 @@
-"""How far apart two sides are and how certain that is, when each side is several runs of the same prompts.
+"""The difference of two sides and its certainty, when each side is several runs of the same prompts.
 
 Two variances add up. One comes from the choice of prompts: how much the difference varies from prompt to prompt. The
 other comes from the run: clocks, neighbours and heat affect all prompts of a run together, so that it can only be seen
@@ -17,14 +17,14 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval, Statistic
 
 METHOD_NOISE = 0.03
-"""The standard deviation between runs of a method's seconds, as a share, that is assumed if runs are few."""
+"""The standard deviation between runs of a method's seconds, as a share, that is assumed if there are few runs."""
 ENOUGH = 3
-"""Degrees of freedom (runs minus sides) that measuring the noise between runs takes: five runs on two sides."""
+"""Degrees of freedom (runs minus sides) that are needed to measure noise between runs: five runs on two sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunNoise:
-    """Noise between runs, of the logarithm of a figure; 0.01 is about 1 %."""
+    """Standard deviation between runs of the logarithm of a metric; 0.01 is about 1 %."""
 
     sd: float
     df: float
@@ -42,12 +42,12 @@ class LogRatio:
 
     @property
     def p(self) -> float:
-        """Two-sided: the probability of so large a difference by chance."""
+        """The two-sided probability of so large a difference by chance."""
         return stats.p_of_t(self.log, self.error, self.df)
 
 
 def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated: float | None = None) -> RunNoise:
-    """`sides` are [runs, prompts, columns]. `stated` wins; else the noise is measured if there are enough runs.
+    """Return the `stated` noise, else the measured one if there are enough runs; `sides` are [runs, prompts, columns].
 
     With fewer runs the measured noise counts only if it exceeds `allowed`: a few runs can be close by chance.
     """
@@ -61,7 +61,7 @@ def run_noise(sides: list[Floats], statistic: Statistic, allowed: float, stated:
 
 
 def difference(after: Floats, before: Floats | None, statistic: Statistic, noise: RunNoise | None) -> LogRatio | None:
-    """`statistic` after over before on the same prompts, or compared with 1 without `before`; None for a few prompts.
+    """Return the logarithm of `statistic` after over before, or after over 1 without `before`; None for a few prompts.
 
     Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. The variation of single prompts
     between runs is in both variances, which makes the error slightly too large rather than too small.
@@ -72,8 +72,8 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
     sides = [after] if before is None else [after, before]
     signs = (1.0, -1.0)
     log = sum(sign * float(_logs(runs, statistic).mean()) for sign, runs in zip(signs, sides, strict=False))
-    pulled = sum(sign * _pulls(runs, statistic) for sign, runs in zip(signs, sides, strict=False))
-    of_prompts, df = stats.standard_error(np.asarray(pulled)) ** 2, after.shape[1] - 1
+    influence = sum(sign * _influences(runs, statistic) for sign, runs in zip(signs, sides, strict=False))
+    of_prompts, df = stats.standard_error(np.asarray(influence)) ** 2, after.shape[1] - 1
     of_runs = 0.0 if noise is None else noise.sd**2 * sum(1 / len(runs) for runs in sides)
     variance = of_prompts + of_runs
     spent = of_prompts**2 / df + (of_runs**2 / noise.df if noise is not None and noise.df else 0.0)
@@ -81,9 +81,9 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
 
 
 def intervals(runs: Floats, statistics: Sequence[Statistic], noisy: Sequence[bool]) -> list[Interval | None]:
-    """Each statistic over several runs [runs, prompts, columns] of the same prompts, over all their rounds and seconds.
+    """Return the interval of each statistic over several runs [runs, prompts, columns] of the same prompts.
 
-    What is `noisy` differs from run to run, by as much as these runs show.
+    Intervals of those marked in `noisy` include the noise between runs that these runs show.
     """
     over_prompts = stats.intervals(runs.sum(axis=0), statistics)
     return [
@@ -93,9 +93,10 @@ def intervals(runs: Floats, statistics: Sequence[Statistic], noisy: Sequence[boo
 
 
 def widened(interval: Interval, noise: RunNoise, share: float) -> Interval:
-    """An interval over prompts, and over runs, too: of a mean over three runs `share` is 1/3, of a ratio of two runs 2.
+    """Widen an interval over prompts by the noise between runs.
 
-    The two reaches add up as the variances do, each with the degrees of freedom that it was measured with.
+    `share` multiplies the variance: 1/3 for a mean over three runs, 2 for a ratio of two runs. Both half-widths add up
+    in squares, each with the degrees of freedom that it was measured with.
     """
     from scipy.special import stdtrit
 
@@ -108,18 +109,18 @@ def widened(interval: Interval, noise: RunNoise, share: float) -> Interval:
 
 
 def value(runs: Floats, statistic: Statistic) -> float:
-    """The geometric mean over runs [runs, prompts, columns]."""
+    """Return the geometric mean of `statistic` over runs [runs, prompts, columns]."""
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(statistic(runs.sum(axis=1))).mean()))
 
 
 def _logs(runs: Floats, statistic: Statistic) -> Floats:
-    # Of what no run has, such as drafting in plain decoding, there is no logarithm.
+    # Zeros, such as drafted tokens in plain decoding, have no logarithm.
     with np.errstate(divide="ignore", invalid="ignore"):
         logs: Floats = statistic.logs(runs.mean(axis=1)[:, [*statistic.top, *statistic.bottom]])
     return logs
 
 
-def _pulls(runs: Floats, statistic: Statistic) -> Floats:
-    """How much each prompt contributes to the mean over runs, [prompts]."""
-    return np.asarray(np.mean([stats.pulls(sums, statistic) for sums in runs], axis=0))
+def _influences(runs: Floats, statistic: Statistic) -> Floats:
+    """Return each prompt's contribution to the mean over runs, [prompts]."""
+    return np.asarray(np.mean([stats.influences(sums, statistic) for sums in runs], axis=0))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dflash_bench.analysis import spread, stats
-from dflash_bench.analysis.spread import RunNoise, difference, run_noise
+from dflash_bench.analysis import noise, stats
+from dflash_bench.analysis.noise import RunNoise, difference, run_noise
 
 RATIO = stats.ratio([0], [1])
 NONE = RunNoise(0.0, inf, "stated")
@@ -64,14 +64,14 @@ def test_without_noise_between_runs_the_test_is_the_paired_one_over_prompts() ->
 
 def test_the_two_parts_add_up_and_their_degrees_of_freedom_are_satterthwaites() -> None:
     after, before = noisy(1, 3, by=0.9), noisy(2, 2)
-    pulled = [np.mean([stats.pulls(run, RATIO) for run in runs], axis=0) for runs in (after, before)]
+    pulled = [np.mean([stats.influences(run, RATIO) for run in runs], axis=0) for runs in (after, before)]
     of_prompts = float((pulled[0] - pulled[1]).var(ddof=1)) / 12
     of_runs = 0.07**2 * (1 / 3 + 1 / 2)
     found = difference(after, before, RATIO, RunNoise(0.07, 3, "measured"))
     assert found is not None
     assert found.error**2 == pytest.approx(of_prompts + of_runs)
     assert found.df == pytest.approx((of_prompts + of_runs) ** 2 / (of_prompts**2 / 11 + of_runs**2 / 3))
-    assert found.log == pytest.approx(np.log(spread.value(after, RATIO) / spread.value(before, RATIO)))
+    assert found.log == pytest.approx(np.log(noise.value(after, RATIO) / noise.value(before, RATIO)))
     known = difference(after, before, RATIO, RunNoise(0.07, inf, "allowed"))
     assert known is not None
     assert known.error == found.error
@@ -94,7 +94,7 @@ def test_one_prompt_proves_nothing() -> None:
 
 
 def test_the_value_of_several_runs_is_their_geometric_mean() -> None:
-    assert spread.value(side([1.0, 4.0, 16.0]), RATIO) == pytest.approx(4)
+    assert noise.value(side([1.0, 4.0, 16.0]), RATIO) == pytest.approx(4)
 
 
 def test_noise_is_measured_from_five_runs_on_and_allowed_for_before() -> None:

@@ -1,0 +1,111 @@
+"""What it takes to add a drafter, a scorer, a dialect of servers and a metric: four files at most, shown by a run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from fake_server import FakeServer
+from test_plugins import DIALECT, DRAFTER, DRAFTING, SCORER, Install, install  # noqa: F401 (a fixture)
+
+from dflash_bench import api as db
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PATCH = ROOT / "tests/data/adding/metric.toml"
+MOST_FILES = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("adding") / "model")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> dict[str, Any]:
+    """A prompt, few tokens, and the folder of the run."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in (3, 4)))
+    return {"prompts": prompts, "max_new_tokens": 8, "out": tmp_path / "run"}
+
+
+def add(install: Install, package: str, group: str, point: str, files: dict[str, str]) -> None:  # noqa: F811
+    """A package of these files; one more declares it."""
+    assert len(files) + len(["pyproject.toml"]) <= MOST_FILES
+    install(package, f"[dflash_bench.{group}]\n{point}\n", files)
+
+
+def test_a_drafter(install: Install, model: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+    files = {"__init__.py": DRAFTER, "drafting.py": DRAFTING}
+    add(install, "my_echo", "drafters", "echo = my_echo:echo", files)
+    run = db.run(model=model, methods="echo:2", **asked)
+    compared = db.compare(run).data["changes"]
+    assert {(change["before"], change["after"]) for change in compared} == {("ar", "echo:2")}
+    assert set(run.rounds[run.rounds["method"] == "echo:2"]["drafted"]) == {2}
+
+
+def test_a_scorer(install: Install, model: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+    add(install, "my_scorer", "scorers", "shouting = my_scorer:shouting", {"__init__.py": SCORER})
+    run = db.run(model=model, methods="dflash", score="shouting", **asked)
+    assert run.answers["passed"].notna().all()
+    (change,) = db.compare(run).data["changes"]
+    assert change["num_scored"] == 2
+
+
+def test_a_dialect_of_servers(install: Install, asked: dict[str, Any]) -> None:  # noqa: F811
+    add(install, "my_dialect", "dialects", "mine = my_dialect:mine", {"__init__.py": DIALECT})
+    with FakeServer(dialect="vllm", round_s=0.002) as plain, FakeServer(dialect="vllm", round_s=0.001) as drafting:
+        run = db.run(servers={"plain": plain.url, "dflash": drafting.url}, **asked)
+    servers = run.document.results.info["identity"]["servers"]
+    assert {server["dialect"] for server in servers.values()} == {"mine"}
+    assert {(change["before"], change["after"]) for change in db.compare(run).data["changes"]} == {("ar", "dflash")}
+
+
+def patched(folder: Path) -> set[str]:
+    """Copies the package with the metric added, and returns the files that this took."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    shutil.copytree(ROOT / "dflash_bench", folder / "dflash_bench", ignore=ignored)
+    inserts = tomllib.loads(PATCH.read_text(encoding="utf-8"))["insert"]
+    for insert in inserts:
+        path = folder / "dflash_bench" / insert["file"]
+        text, line = path.read_text(encoding="utf-8"), f"{insert['behind']}\n"
+        assert text.count(line) == 1, f"{insert['file']} has not once the line {insert['behind']!r}"
+        path.write_text(text.replace(line, f"{line}{insert['lines'].strip(chr(10))}\n"), encoding="utf-8")
+    return {insert["file"] for insert in inserts}
+
+
+def test_a_metric_of_each_row(model: Path, asked: dict[str, Any], tmp_path: Path) -> None:
+    """It is measured, stored, shown, compared, and given to Python, with its interval, unit and formula."""
+    assert len(patched(tmp_path)) <= MOST_FILES
+
+    def command(*words: object) -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, "-m", "dflash_bench", *map(str, words)]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shared = ("--model", model, "--prompts", asked["prompts"], "--max-new-tokens", 8)
+    command("run", *shared, "--method", "dflash", "--out", "run")
+    compared = json.loads(command("compare", "run", "--json"))
+    shown = {cell["method"]: cell["timings"]["first_round_ms"][0] for cell in compared["cells"]}
+    first = db.load(tmp_path / "run").rounds.query("round == 0").groupby("method")["round_s"].mean()
+    assert shown == {method: pytest.approx(1000 * seconds, rel=1e-5) for method, seconds in first.items()}
+    (row, _) = csv.DictReader(io.StringIO(command("report", "run", "--format", "csv")))
+    assert float(row["first_round_ms"]) == pytest.approx(shown["ar"], rel=1e-5)
+    page = command("report", "run", "--format", "markdown")
+    assert "first round ms" in page and "mean milliseconds of an answer's first round" in page
+    after = shutil.copytree(tmp_path / "run", tmp_path / "again")
+    ratios = json.loads(command("compare", "run", after, "--json"))["changes"][-1]["ratios"]
+    assert ratios["first_round_ms"]["ratio"][0] == 1
+    by = json.loads(command("compare", "run", "--by", "output-position", "--json"))["cells"]
+    assert not any("first_round_ms" in cell["timings"] for cell in by), "it is of whole answers"
