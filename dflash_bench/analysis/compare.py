@@ -21,6 +21,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import CellKey, Settings
 from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json, short_names
 from dflash_bench.results.rounds import plain_answers
+from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.results.table import ALLOWED, Results
 
 # Compares methods within a run, and the same cells of two runs; always on the prompts that both sides answered.
@@ -165,10 +166,10 @@ def repeats(runs: Sequence[Results]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
-        environment = run.info.get("environment") or {}
-        known = {name: environment.get(name) for name in ("cpu", "gpus", "python", "packages", "git")}
-        is_known = not (environment.get("git") or {}).get("dirty")
-        key = json.dumps([run.info["identity"], known, None if is_known else place], sort_keys=True, default=str)
+        machine = run.info.environment
+        known = {name: machine.to_json().get(name) for name in ("cpu", "gpus", "python", "packages", "git")}
+        is_known = machine.git is None or not machine.git.dirty
+        key = json.dumps([run.info.identity.to_json(), known, None if is_known else place], sort_keys=True, default=str)
         groups.setdefault(key, []).append(place)
     several = [places for places in groups.values() if len(places) > 1]
     return several if sum(len(places) - 1 for places in several) > 1 else []
@@ -332,8 +333,8 @@ def over_suites(cells: Sequence[Cell], figure_id: str) -> dict[str, Interval]:
 
 def summarised(results: Results) -> list[Cell]:
     """The cells of a run. Raises UserError if a suite has no plain answers to compare with, in a run that has them."""
-    cells = summarise(results.rows, results.info["identity"])
-    if not has_baseline(results.info["identity"]):
+    cells = summarise(results.rows, results.info.identity)
+    if not has_baseline(results.info.identity):
         return cells
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))
@@ -371,42 +372,41 @@ def differences(before: Results, after: Results) -> Iterator[Difference]:
                 yield Difference(kind, name, str(then[name]), str(now[name]))
 
 
-def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    identity, machine = info["identity"], info.get("environment") or {}
-    revisions = identity.get("revisions", {})
+def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
+    identity, machine = info.identity, info.environment
+    revisions = identity.revisions
     drafts = {f"revision of {name}": revision for name, revision in revisions.items() if name != "target"}
     # A server does not say how many it drafts.
     lengths = {
-        f"tokens {name} drafts": method["num_drafts"]
-        for name, method in identity.get("methods", {}).items()
-        if method["num_drafts"] is not None
+        f"tokens {name} drafts": method.num_drafts
+        for name, method in identity.methods.items()
+        if method.num_drafts is not None
     }
-    suites = identity.get("suites", {})
+    suites = identity.suites
     return {
-        "suite": {f"version of {name}": suite["version"] for name, suite in suites.items()},
+        "suite": {f"version of {name}": suite.version for name, suite in suites.items()},
         "prompts": {
             f"what stands before {name} at context {context}": sha256[:12]
             for name, suite in suites.items()
-            for context, sha256 in suite.get("contexts", {}).items()
+            for context, sha256 in suite.contexts.items()
         },
         "model": _named(identity, "model") | {"revision of target": revisions.get("target")},
         "draft": drafts | lengths,
         "sampling": _named(identity, "seed"),
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": _named(identity, "dtype", "attention")
-        # Runs of earlier versions do not say these.
-        | {"quantize": identity.get("quantize") or "none", "network": identity.get("network", "transformers")}
-        | {"capture": identity.get("capture", "off")},
-        "engine": {"engine": identity.get("engine", "local")} | servers_in_words(identity),
+        | {"quantize": identity.quantize or "none", "network": identity.network or "transformers"}
+        | {"capture": identity.capture or "off"},
+        "engine": {"engine": identity.engine or "local"} | servers_in_words(identity),
         "device": _named(identity, "device", "threads")
-        | {"workers on one machine": (identity.get("workers") or {}).get("on_one_machine", 1)}
-        | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
+        | {"workers on one machine": identity.workers.on_one_machine if identity.workers else 1}
+        | {"processor": machine.cpu, "GPUs": [gpu.name for gpu in machine.gpus]},
     }
 
 
 def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
     """If two runs have no settings in common, how they differ."""
-    then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
+    then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     if set(then) & set(now):
         return
     if len(then) > 1 or len(now) > 1:
@@ -421,8 +421,8 @@ def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
             yield Difference(kind, name, str(value), str(new[name]))
 
 
-def _named(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: identity.get(name) for name in names}
+def _named(identity: RunIdentity, *names: str) -> dict[str, Any]:
+    return {name: getattr(identity, name) for name in names}
 
 
 def _prompt_differences(before: Results, after: Results) -> Iterator[Difference]:
@@ -462,7 +462,7 @@ class Agreement:
 def agreements(before: Results, after: Results) -> list[Agreement]:
     """One for each suite and settings; settings that are the only ones of their run may differ."""
     old, new = _by_cell(before), _by_cell(after)
-    then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
+    then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     named = short_names(now)
     found = []
     for suite in dict.fromkeys(suite for suite, _ in new):
@@ -481,7 +481,7 @@ Answers = Mapping[tuple[str, int], Any]
 def _by_cell(run: Results) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
     """By suite and the id of settings."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
-    run_settings = settings_of(run.info["identity"])
+    run_settings = settings_of(run.info.identity)
     answers = plain_answers(Path(run.name), run_settings, run.left_out)
     for (suite, settings_id, prompt_id, repeat), tokens in answers.items():
         cells.setdefault((suite, settings_id), {})[prompt_id, repeat] = tokens
@@ -493,7 +493,7 @@ def _paired(old: Answers, new: Answers) -> list[tuple[Any, Any]]:
 
 
 def _label(before: Results, after: Results, suite: str, settings: Settings, named: Mapping[Settings, str]) -> str:
-    sources = (labels.source_of(run.info["identity"], suite) for run in (before, after))
+    sources = (run.info.identity.source_of(suite) for run in (before, after))
     return labels.under(labels.named(suite, *sources), named[settings])
 
 

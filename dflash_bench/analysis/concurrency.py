@@ -22,6 +22,7 @@ from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
+from dflash_bench.results.run_info import LatencyObjectives, RunIdentity
 
 LEAST = {50: 1, 90: 64, 99: 662}
 """Answers from which on a percentile is told: below, it would be the slowest few (MLPerf's rule)."""
@@ -91,7 +92,7 @@ class Load:
     """The suite, and the id of what its settings are alone: the same for all methods."""
 
 
-def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Load]:
+def loads(rows: Any, cells: Sequence[Cell], identity: RunIdentity) -> list[Load]:
     """Of a run in which several answers were decoded at a time; else none. Plain decoding comes first."""
     all_settings = settings_of(identity)
     if not any(settings.is_shared for settings in all_settings):
@@ -104,7 +105,7 @@ def loads(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list
     for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
         for other in others:
             levels = tuple(
-                _level(by_place, known, (suite, method, settings), identity.get("slo"))
+                _level(by_place, known, (suite, method, settings), identity.slo)
                 for settings in sorted(all_settings, key=lambda one: (one.rate or 0.0, one.concurrency))
                 if _alone(settings) == other and (suite, method, settings) in known
             )
@@ -122,7 +123,7 @@ def _alone(settings: Settings) -> Settings:
     return replace(settings, concurrency=1, rate=None)
 
 
-def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
+def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: LatencyObjectives | None) -> Level:
     suite, method, settings = key
     asked = by_place[suite, method, settings.id]
     answers = without_errors(asked)
@@ -148,11 +149,12 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
     )
 
 
-def _goodput(asked: Any, slo: Mapping[str, float], *, is_open: bool) -> Goodput:
+def _goodput(asked: Any, slo: LatencyObjectives, *, is_open: bool) -> Goodput:
     """An answer without a token after the first has no time for one, and keeps to any. Failed ones take time, too."""
     answers = without_errors(asked)
     tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
-    good = (answers["prefill_s"] <= slo.get("ttft_s", math.inf)) & (tpot_s <= slo.get("tpot_s", math.inf))
+    ttft_s, most_s = (math.inf if most is None else most for most in (slo.ttft_s, slo.tpot_s))
+    good = (answers["prefill_s"] <= ttft_s) & (tpot_s <= most_s)
     seconds = own_s(asked, is_open=is_open)
     return Goodput(int(good.sum()) / seconds if seconds > 0 else math.nan, int(good.sum()) / len(asked))
 

@@ -16,6 +16,7 @@ from dflash_bench.core.methods import is_tree
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
+from dflash_bench.results.run_info import RunIdentity
 
 # The sums that all figures are made of: one line of `TERMS` per cell and prompt.
 
@@ -265,7 +266,7 @@ class Cell:
 KEY = list(CellKey._fields)
 
 
-def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
+def summarise(rows: Any, identity: RunIdentity) -> list[Cell]:
     """One cell per suite, settings, slice and method, in the order of the run, but plain decoding first.
 
     `identity` is that of `run.json`: it has the settings of the run, and where prompts came from.
@@ -282,9 +283,9 @@ def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
     return [_of_run(cell, key, identity, named) for cell, key in zip(cells, keys, strict=True)]
 
 
-def _of_run(cell: Cell, key: CellKey, identity: Mapping[str, Any], named: Mapping[str, tuple[Settings, str]]) -> Cell:
+def _of_run(cell: Cell, key: CellKey, identity: RunIdentity, named: Mapping[str, tuple[Settings, str]]) -> Cell:
     settings, setting = named[key.settings_id]
-    return replace(cell, source=labels.source_of(identity, cell.suite), settings=settings, setting=setting)
+    return replace(cell, source=identity.source_of(cell.suite), settings=settings, setting=setting)
 
 
 def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
@@ -373,9 +374,9 @@ def share(sums: Any, right: str, judged: str) -> Share | None:
     return (int(both[0]), int(both[1])) if both[1] else None
 
 
-def has_baseline(identity: Mapping[str, Any]) -> bool:
+def has_baseline(identity: RunIdentity) -> bool:
     """Was plain decoding to be measured in this run? Only one over a single server may leave it out."""
-    return BASELINE in identity.get("methods", {BASELINE: None})
+    return not identity.methods or BASELINE in identity.methods
 
 
 def mismatched(rows: Any) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
-from typing import Any
 
 # Makes text by others safe to show: nothing in it moves the cursor, reverses a line or breaks a file.
 
@@ -54,12 +53,6 @@ EMBEDDED_NOTE = (
 """Without its full stop."""
 LONGEST = 24
 """How many letters of a folder's or file's name are shown."""
-
-
-def source_of(identity: Mapping[str, Any], suite: str) -> str:
-    """The source in `run.json`: "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty if there is none."""
-    recorded = identity.get("suites", {}).get(suite, {})
-    return str(recorded.get("source") or "")
 
 
 def named(suite: str, *sources: str) -> str:

@@ -6,7 +6,7 @@ what it saw or None. It reads the rows again, because a cell no longer holds wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
@@ -17,6 +17,7 @@ from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts,
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.core.methods import has_draft, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS, Divergence
+from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.tasks import sandbox
 
 __all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
@@ -25,21 +26,22 @@ SATURATED = 0.5
 """Share of rounds that keep the whole draft."""
 TRUNCATED = 0.10
 """Share of answers cut at the limit."""
+UNKNOWN = RunIdentity(model="", dtype="", settings=[])
 
 
 def findings(
-    rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None, info: Mapping[str, Any] | None = None
+    rows: Any, cells: Sequence[Cell], identity: RunIdentity | None = None, info: RunInfo | None = None
 ) -> list[Finding]:
     """First what is wrong, then what is weak; cells with the same kind and remedy, by their codes, share one finding.
 
-    `info` is what `run.json` holds besides the identity.
+    `identity` is that of `info`, which has what `run.json` holds besides.
     """
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
     cases = [
         _case(
-            rows, cell, identity or {}, (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first,
-            info or {},
+            rows, cell, identity or UNKNOWN, (cell.suite, cell.settings) in plain,
+            (cell.suite, cell.settings.id) == first, info,
         ) for cell in cells
     ]  # fmt: skip
     alike: dict[tuple[object, ...], list[Seen]] = {}
@@ -68,9 +70,7 @@ def _wheres(others: Sequence[Seen]) -> str:
     return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.values())
 
 
-def _case(
-    rows: Any, cell: Cell, identity: Mapping[str, Any], has_plain: bool, opens_run: bool, info: Mapping[str, Any]
-) -> Case:
+def _case(rows: Any, cell: Cell, identity: RunIdentity, has_plain: bool, opens_run: bool, info: RunInfo | None) -> Case:
     of_cell = metrics.select(rows, cell.key)
     return Case(cell, of_cell, metrics.without_errors(of_cell), identity, rows, has_plain, opens_run, info)
 
@@ -158,14 +158,14 @@ def _nothing_drafted(case: Case) -> Seen | None:
     remedy = Remedy("more_tokens", more, option_of(case.cell.method))
     if not has_draft(case.cell.method):
         remedy = REPEATS
-    if case.identity.get("servers"):
+    if case.identity.servers:
         remedy = Remedy("draft_of_server", "start its server with a draft, and read in its log whether it loaded it")
     return case.seen("nothing_drafted", f"no token was drafted in {where}", remedy, num_rounds=num_rounds)
 
 
 def _other_mode(case: Case) -> Seen | None:
     """The first cause of low acceptance: a draft that has only seen answers that think, or only answers that do not."""
-    trained, thinking = case.draft.get("trained_thinking"), case.cell.settings.thinking
+    trained, thinking = case.draft.trained_thinking, case.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
     mode = {True: "on", False: "off"}
@@ -176,17 +176,17 @@ def _other_mode(case: Case) -> Seen | None:
 
 
 def _unpinned(case: Case) -> Seen | None:
-    parts = case.identity.get("unpinned") or []
+    parts = case.identity.unpinned
     if not case.is_baseline or not parts:
         return None
-    commits = [str((case.identity.get("revisions") or {}).get(part)) for part in parts]
+    commits = [str(case.identity.revisions.get(part)) for part in parts]
     text = f"{' and '.join(parts)} came from the hub by names that can move; here they were {' and '.join(commits)}"
     remedy = "to measure the same again, give these commits: ID@COMMIT"
     return case.seen_in_suite("unpinned", text, remedy, commits=dict(zip(parts, commits, strict=True)))
 
 
 def _other_target(case: Case) -> Seen | None:
-    verifier, target = case.draft.get("verifier"), case.identity.get("target")
+    verifier, target = case.draft.verifier, case.identity.target
     if not verifier or not target or last_part(verifier) == last_part(target):
         return None
     text = f"the draft was made for {verifier}, but this run's target is {target}"
@@ -235,9 +235,8 @@ def _known(value: float) -> float | None:
 
 
 def _code(case: Case) -> Seen | None:
-    suite = case.identity.get("suites", {}).get(case.cell.suite, {})
-    how = case.identity.get("code")
-    if not case.is_first or how not in _CODE or suite.get("scorer") not in CODE_SCORERS:
+    suite, how = case.identity.suites.get(case.cell.suite), case.identity.code
+    if not case.is_first or how not in _CODE or suite is None or suite.scorer not in CODE_SCORERS:
         return None
     kind, text, remedy = _CODE[how]
     return case.seen_in_suite(kind, f"the answers are code, {text}", remedy)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import CellKey
+from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo
 
 # What the checks for findings receive, and what they return.
 
@@ -62,16 +63,14 @@ class Case:
     cell: Cell
     rows: Any
     good: Any
-    identity: Mapping[str, Any]
-    """The identity in `run.json`; empty if it is not known."""
+    identity: RunIdentity
     run: Any
     """The rows of all cells."""
     has_plain: bool
     """Whether its suite has a plain answer that did not fail."""
     opens_run: bool
     """Whether its suite has the first answers of the run, which may include the warm-up."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """What `run.json` holds; empty if it is not known."""
+    info: RunInfo | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -83,10 +82,9 @@ class Case:
         return self.is_baseline or not has_baseline(self.identity)
 
     @property
-    def draft(self) -> Mapping[str, Any]:
+    def draft(self) -> DraftEntry:
         """What is known of the method's draft."""
-        drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
-        return drafts.get(draft_of(self.cell.method) or "", {})
+        return self.identity.drafts.get(draft_of(self.cell.method) or "", DraftEntry())
 
     @property
     def first_kept(self) -> float | None:

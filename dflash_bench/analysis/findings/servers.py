@@ -8,6 +8,7 @@ from typing import Any
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings.case import Case, Remedy, Seen, answers
 from dflash_bench.core.types import CellKey
+from dflash_bench.results.run_info import ServerEntry
 
 DERIVED = frozenset(("llamacpp.timings", "sglang.derived"))
 """Counts of rounds that are not told, but worked out."""
@@ -41,7 +42,7 @@ def other_servers(case: Case) -> Seen | None:
     plain, own = (_server(case, method) for method in ("ar", case.cell.method))
     if case.is_baseline or not plain or not own:
         return None
-    then, now = (f"{server.get('dialect')} {server.get('version') or ''}".rstrip() for server in (plain, own))
+    then, now = (f"{server.dialect} {server.version or ''}".rstrip() for server in (plain, own))
     if then == now:
         return None
     text = f"plain decoding was measured on {then}, and this on {now}: the speed-up is partly one of the servers"
@@ -84,7 +85,7 @@ def worse_answers(case: Case) -> Seen | None:
         "judge",
         "give --model or --target with the same weights, so that a judge says where its tokens leave the model's",
     )
-    if not case.identity.get("servers"):
+    if not case.identity.servers:
         exactness = "read what 'compare' says of exactness: a lossless method gives the target's own answers"
         remedy = Remedy("exactness", exactness)
     return case.seen("worse_answers", text, remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
@@ -154,10 +155,10 @@ def _for_dialect(case: Case, text: str, known: Mapping[str, str]) -> Remedy:
     return Remedy(dialect if dialect in known else "other_server", text)
 
 
-def _server(case: Case, method: str) -> Mapping[str, Any]:
-    servers: Mapping[str, Mapping[str, Any]] = case.identity.get("servers") or {}
-    return servers.get(method, {})
+def _server(case: Case, method: str) -> ServerEntry | None:
+    return case.identity.servers.get(method)
 
 
 def _dialect(case: Case) -> str:
-    return str(_server(case, case.cell.method).get("dialect"))
+    server = _server(case, case.cell.method)
+    return server.dialect if server else ""

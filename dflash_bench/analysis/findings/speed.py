@@ -113,7 +113,7 @@ def _how_faster(case: Case) -> Remedy:
     parts, al, needed = _parts(cell), cell.value("al.pooled"), cell.value("break_even_al")
     if case.first_kept is not None and case.first_kept < FIRST_KEPT and (needed is None or al is None or al < needed):
         return KNOWS_NOT
-    if case.identity.get("servers"):
+    if case.identity.servers:
         return SERVED
     if not parts or al is None or needed is None:
         fewer = f"{tokens_a_round(cell, 'fewer')}, and run a local model to see where a round spends its time"

@@ -81,7 +81,7 @@ def drift(case: Case) -> Seen | None:
 
 
 def shared_machine(case: Case) -> Seen | None:
-    number = (case.identity.get("workers") or {}).get("on_one_machine", 1)
+    number = case.identity.workers.on_one_machine if case.identity.workers else 1
     if not case.is_baseline or number < 2:
         return None
     text = (
@@ -93,7 +93,7 @@ def shared_machine(case: Case) -> Seen | None:
 
 
 def unlike_machines(case: Case) -> Seen | None:
-    kinds = (case.identity.get("workers") or {}).get("kinds", [])
+    kinds = case.identity.workers.kinds if case.identity.workers else []
     if not case.is_baseline or len(kinds) < 2:
         return None
     text = (
@@ -107,7 +107,7 @@ def unlike_machines(case: Case) -> Seen | None:
 
 def shared_weights(case: Case) -> Seen | None:
     """Of the judge with the engine."""
-    if not case.is_first or (case.identity.get("judge") or {}).get("weights") != SHARED_WEIGHTS:
+    if not case.is_first or case.identity.judge is None or case.identity.judge.weights != SHARED_WEIGHTS:
         return None
     text = (
         "there was no memory for weights of the judge's own: it read the engine's, which were the same when they "
@@ -118,7 +118,7 @@ def shared_weights(case: Case) -> Seen | None:
 
 
 def fallback(case: Case) -> Seen | None:
-    reason = case.identity.get("fallback")
+    reason = case.identity.fallback
     if not case.is_first or not reason:
         return None
     text = f"the target was computed by transformers' code, because the engine's own {reason}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from dflash_bench.analysis.findings.case import Case, Seen
+from dflash_bench.results.run_info import RunInfo
 
 WHO = {
     "judge": "the judge", "counter": "the counter", "clock": "the clock", "scorer": "the scorer",
@@ -31,12 +29,12 @@ WHY = {
 """Why a kind of spoiled copy was not tried."""
 
 
-def silent(info: Mapping[str, Any]) -> list[str]:
+def silent(info: RunInfo | None) -> list[str]:
     """What each witness let pass that it should have denied."""
     return [
-        f"{WHO.get(one['witness'], one['witness'])} passed {SPOILED.get(one['spoiled'], one['spoiled'])}"
-        for one in info.get("canaries", ())
-        if one["outcome"] == "silent"
+        f"{WHO.get(one.witness, one.witness)} passed {SPOILED.get(one.spoiled, one.spoiled)}"
+        for one in (info and info.canaries) or ()
+        if one.outcome == "silent"
     ]
 
 
@@ -52,9 +50,9 @@ def proves_nothing(case: Case) -> Seen | None:
 
 def untried(case: Case) -> Seen | None:
     whys: dict[tuple[str, str], None] = {}
-    for one in case.info.get("canaries", ()):
-        if one["outcome"] == "untried":
-            whys[one["witness"], str(one.get("why"))] = None
+    for one in (case.info and case.info.canaries) or ():
+        if one.outcome == "untried":
+            whys[one.witness, str(one.why)] = None
     if not whys or not _speaks_for_the_run(case):
         return None
     named = ", ".join(f"{WHO.get(witness, witness)} ({WHY.get(why, why)})" for witness, why in whys)

@@ -149,7 +149,7 @@ def against(
         )
     then = baseline.as_results()
     same_machine = not any(one.kind == DEVICE for run in runs for one in compare.differences(then, run))
-    exact = all(run.info["identity"]["dtype"] == "float32" for run in runs)
+    exact = all(run.info.identity.dtype == "float32" for run in runs)
     kinds = [kind for kind in limits if _is_judged(kind, baseline.with_timings, same_machine)]
     return [
         check
@@ -312,8 +312,8 @@ def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]
 
 
 def _with_sources(outcome: GateOutcome, results: Results) -> GateOutcome:
-    identity = results.info["identity"]
-    checks = [replace(check, source=labels.source_of(identity, check.suite)) for check in outcome.checks]
+    identity = results.info.identity
+    checks = [replace(check, source=identity.source_of(check.suite)) for check in outcome.checks]
     return replace(outcome, checks=tuple(checks))
 
 
@@ -396,7 +396,7 @@ def alarms(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
 
 def _witnesses(results: Results, run: str) -> Iterator[Check]:
     """A run whose witnesses passed what it spoiled proves nothing; older runs did not try."""
-    if "canaries" not in results.info:
+    if results.info.canaries is None:
         return
     passed = witnesses.silent(results.info)
     first = results.rows.iloc[0]
