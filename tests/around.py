@@ -126,5 +126,5 @@ def _objectors(out: Path) -> set[str]:
             who.add(row.generation.error.partition(":")[0])
         elif "mismatch" in (row.exactness, row.audit):
             who.add("judge")
-    who |= {f"canary of the {one['witness']}" for one in info.get("canaries", ()) if one["outcome"] == "silent"}
+    who |= {f"canary of the {one.witness}" for one in info.canaries or () if one.outcome == "silent"}
     return who

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench.core.types import GREEDY, CellKey, Divergence, Generation, Record, Settings
+from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, CellKey, Divergence, Generation, Record, Settings
 from dflash_bench.results import checksums, rounds, schema, store
 from dflash_bench.results import table as results_table
-from dflash_bench.results.identity import settings_of, settings_to_json
+from dflash_bench.results.identity import settings_to_json
+from dflash_bench.results.run_info import RunIdentity, RunInfo, as_json
 
 SUITES: dict[str, Any] = {
     "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}
@@ -45,6 +46,23 @@ ENVIRONMENT: dict[str, Any] = {
     "packages": {"torch": "2.13.0"},
     "gpus": [],
 }
+
+
+def bare(plan: Any = None, **more: Any) -> dict[str, Any]:
+    """The least that `run.json` must hold; `plan` is as stored there, by default of no prompts."""
+    identity = {"model": "m", "dtype": "float32", **GREEDILY} | more.pop("identity", {})
+    plan = plan or {"methods": ["ar"], "repeats": 1, "prompts": {}}
+    return {"identity": identity, "plan": plan, "environment": ENVIRONMENT, "command": "", **more}
+
+
+def known(**identity: Any) -> RunIdentity:
+    """An identity of which the rest does not matter."""
+    return RunIdentity.model_validate({"model": "m", "dtype": "float32", **GREEDILY} | as_json(identity))
+
+
+def about(**info: Any) -> RunInfo:
+    """The info of a run of which the rest does not matter."""
+    return RunInfo.model_validate({"schema": SCHEMA_VERSION} | as_json(bare(**info)))
 
 
 def asked(*suites: str, source: str = "hub org/name@c0ffee", prompts: int = 24) -> dict[str, Any]:
@@ -113,7 +131,7 @@ def stored(
         "environment": ENVIRONMENT | (environment or {}),
         "command": "dflash-bench",
     }
-    (usual, *_) = settings_of(info["identity"])
+    usual = Settings(**info["identity"]["settings"][0])
     records = [replace(row, settings=usual) if row.settings == GREEDY else row for row in records]
     with store.create(folder, info) as run:
         for start in range(0, len(records), 10):

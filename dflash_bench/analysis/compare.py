@@ -16,11 +16,11 @@ from dflash_bench.analysis import metrics, noise, stats
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, SUMS, Cell, has_baseline, summarise
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
-from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import CellKey
 from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json, short_names
 from dflash_bench.results.rounds import plain_answers
+from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.results.table import ALLOWED, Results
 
 # Ratios are always over the prompts that both sides answered.
@@ -163,10 +163,10 @@ def repeats(runs: Sequence[Results]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
-        environment = run.info.get("environment") or {}
-        known = {name: environment.get(name) for name in ("cpu", "gpus", "python", "packages", "git")}
-        is_known = not (environment.get("git") or {}).get("dirty")
-        key = json.dumps([run.info["identity"], known, None if is_known else place], sort_keys=True, default=str)
+        machine = run.info.environment
+        known = {name: machine.to_json().get(name) for name in ("cpu", "gpus", "python", "packages", "git")}
+        is_known = machine.git is None or not machine.git.dirty
+        key = json.dumps([run.info.identity.to_json(), known, None if is_known else place], sort_keys=True, default=str)
         groups.setdefault(key, []).append(place)
     several = [places for places in groups.values() if len(places) > 1]
     return several if sum(len(places) - 1 for places in several) > 1 else []
@@ -331,8 +331,8 @@ def over_suites(cells: Sequence[Cell], metric_id: str) -> list[tuple[Cell, Inter
 
 def comparable_cells(results: Results) -> list[Cell]:
     """Return the cells of a run. Raises UserError if a suite lacks the baseline answers that others of the run have."""
-    cells = summarise(results.rows, results.info["identity"])
-    if not has_baseline(results.info["identity"]):
+    cells = summarise(results.rows, results.info.identity)
+    if not has_baseline(results.info.identity):
         return cells
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))
@@ -371,41 +371,41 @@ def differences(before: Results, after: Results) -> Iterator[Difference]:
                 yield Difference(kind, name, str(then[name]), str(now[name]))
 
 
-def _decisive(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    identity, machine = info["identity"], info.get("environment") or {}
-    revisions = identity.get("revisions", {})
+def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
+    identity, machine = info.identity, info.environment
+    revisions = identity.revisions
     drafts = {f"revision of {name}": revision for name, revision in revisions.items() if name != "target"}
     # A server does not report how many tokens it drafts.
     lengths = {
-        f"tokens {name} drafts": method["num_drafts"]
-        for name, method in identity.get("methods", {}).items()
-        if method["num_drafts"] is not None
+        f"tokens {name} drafts": method.num_drafts
+        for name, method in identity.methods.items()
+        if method.num_drafts is not None
     }
-    suites = identity.get("suites", {})
+    suites = identity.suites
     return {
-        "suite": {f"version of {name}": suite["version"] for name, suite in suites.items()},
+        "suite": {f"version of {name}": suite.version for name, suite in suites.items()},
         "prompts": {
             f"what stands before {name} at context {context}": sha256[:12]
             for name, suite in suites.items()
-            for context, sha256 in suite.get("contexts", {}).items()
+            for context, sha256 in suite.contexts.items()
         },
         "model": _named(identity, "model") | {"revision of target": revisions.get("target")},
         "draft": drafts | lengths,
         "sampling": _named(identity, "seed"),
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": _named(identity, "dtype", "attention")
-        | {"quantize": identity.get("quantize") or "none", "network": identity.get("network", "transformers")}
-        | {"capture": identity.get("capture", "off")},
-        "engine": {"engine": identity.get("engine", "local")} | servers_in_words(identity),
+        | {"quantize": identity.quantize or "none", "network": identity.network or "transformers"}
+        | {"capture": identity.capture or "off"},
+        "engine": {"engine": identity.engine or "local"} | servers_in_words(identity),
         "device": _named(identity, "device", "threads")
-        | {"workers on one machine": (identity.get("workers") or {}).get("on_one_machine", 1)}
-        | {"processor": machine.get("cpu"), "GPUs": [gpu["name"] for gpu in machine.get("gpus", [])]},
+        | {"workers on one machine": identity.workers.on_one_machine if identity.workers else 1}
+        | {"processor": machine.cpu, "GPUs": [gpu.name for gpu in machine.gpus]},
     }
 
 
 def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
     """Find how the settings differ, if two runs have none in common."""
-    then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
+    then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     if set(then) & set(now):
         return
     if len(then) > 1 or len(now) > 1:
@@ -420,8 +420,8 @@ def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
             yield Difference(kind, name, str(value), str(new[name]))
 
 
-def _named(identity: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: identity.get(name) for name in names}
+def _named(identity: RunIdentity, *names: str) -> dict[str, Any]:
+    return {name: getattr(identity, name) for name in names}
 
 
 def _prompt_differences(before: Results, after: Results) -> Iterator[Difference]:
@@ -466,7 +466,7 @@ class Agreement:
 def agreements(before: Results, after: Results) -> list[Agreement]:
     """Return the agreement for each suite and settings; settings that are the only ones of their run may differ."""
     old, new = _baseline_answers(before), _baseline_answers(after)
-    then, now = (settings_of(run.info["identity"], run.name) for run in (before, after))
+    then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     found = []
     for suite in dict.fromkeys(suite for suite, _ in new):
         for settings, setting in short_names(now).items():
@@ -475,7 +475,7 @@ def agreements(before: Results, after: Results) -> list[Agreement]:
             pairs = [(of_old[key], tokens) for key, tokens in of_new.items() if key in of_old]
             if pairs and settings.greedy and other.greedy:
                 places = [place for pair in pairs if (place := first_difference(*pair)) is not None]
-                sources = [labels.source_of(run.info["identity"], suite) for run in (before, after)]
+                sources = [run.info.identity.source_of(suite) for run in (before, after)]
                 sides = (sources[0], sources[1]), before.name, after.name
                 counts = len(pairs), len(pairs) - len(places), fmean(places) if places else None
                 found.append(Agreement(suite, settings.id, setting, *sides, *counts))
@@ -485,7 +485,7 @@ def agreements(before: Results, after: Results) -> list[Agreement]:
 def _baseline_answers(run: Results) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
     """Return by suite and settings_id, and then by prompt id and repeat, the token ids [T]."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
-    answers = plain_answers(Path(run.name), settings_of(run.info["identity"]), run.left_out)
+    answers = plain_answers(Path(run.name), settings_of(run.info.identity), run.left_out)
     for (suite, settings_id, prompt_id, repeat), tokens in answers.items():
         cells.setdefault((suite, settings_id), {})[prompt_id, repeat] = tokens
     return cells

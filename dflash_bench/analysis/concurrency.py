@@ -22,6 +22,7 @@ from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
+from dflash_bench.results.run_info import LatencyObjectives, RunIdentity
 
 LEAST = {50: 1, 90: 64, 99: 662}
 """Answers needed to state a percentile: with fewer, it would be the slowest few (MLPerf's rule)."""
@@ -91,7 +92,7 @@ class ConcurrencyCurve:
     """The suite, and the id of the settings for one answer at a time: the same for all methods."""
 
 
-def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[ConcurrencyCurve]:
+def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: RunIdentity) -> list[ConcurrencyCurve]:
     """Return the curves of a run that decoded several answers at a time, the baseline's first; else none."""
     all_settings = settings_of(identity)
     if not any(settings.is_shared for settings in all_settings):
@@ -104,7 +105,7 @@ def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: Mapping[str, 
     for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
         for other in others:
             levels = tuple(
-                _level(by_place, known, (suite, method, settings), identity.get("slo"))
+                _level(by_place, known, (suite, method, settings), identity.slo)
                 for settings in sorted(all_settings, key=lambda settings: (settings.rate or 0.0, settings.concurrency))
                 if _one_at_a_time(settings) == other and (suite, method, settings) in known
             )
@@ -123,7 +124,7 @@ def _one_at_a_time(settings: Settings) -> Settings:
     return replace(settings, concurrency=1, rate=None)
 
 
-def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: Mapping[str, float] | None) -> Level:
+def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: LatencyObjectives | None) -> Level:
     suite, method, settings = key
     requested = by_place[suite, method, settings.id]
     answers = without_errors(requested)
@@ -149,11 +150,12 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
     )
 
 
-def _goodput(requested: Any, slo: Mapping[str, float], *, is_open: bool) -> Goodput:
+def _goodput(requested: Any, slo: LatencyObjectives, *, is_open: bool) -> Goodput:
     """Count an answer of one token as meeting any time per token. Failed answers take time, too."""
     answers = without_errors(requested)
     tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
-    good = (answers["prefill_s"] <= slo.get("ttft_s", math.inf)) & (tpot_s <= slo.get("tpot_s", math.inf))
+    most_ttft_s, most_tpot_s = (math.inf if most is None else most for most in (slo.ttft_s, slo.tpot_s))
+    good = (answers["prefill_s"] <= most_ttft_s) & (tpot_s <= most_tpot_s)
     seconds = own_s(requested, is_open=is_open)
     return Goodput(int(good.sum()) / seconds if seconds > 0 else math.nan, int(good.sum()) / len(requested))
 

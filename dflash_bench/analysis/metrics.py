@@ -16,6 +16,7 @@ from dflash_bench.core.methods import is_tree
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
+from dflash_bench.results.run_info import RunIdentity
 
 # Sums: per answer from the columns of the frame, then added up over the turns and repeats of a prompt.
 
@@ -368,7 +369,7 @@ class Cell:
 KEY = list(CellKey._fields)
 
 
-def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
+def summarise(rows: Any, identity: RunIdentity) -> list[Cell]:
     """Return a cell per suite, settings, slice and method, in the order of the run, but with the baseline first.
 
     `identity` is that of `run.json`: it has the settings of the run and the sources of its prompts.
@@ -381,7 +382,7 @@ def summarise(rows: Any, identity: Mapping[str, Any]) -> list[Cell]:
     def made(key: CellKey) -> Cell:
         cell = _cell(key, counts.loc[key], by_cell.get(key), widest.get(key, float("inf")))
         settings, setting = named[key.settings_id]
-        source = labels.source_of(identity, key.suite)
+        source = identity.source_of(key.suite)
         return replace(cell, source=source, settings=settings, setting=setting, counted_by=counted.get(key, ()))
 
     # Two at a time: NumPy resamples prompts without holding the interpreter's lock.
@@ -472,9 +473,9 @@ def share(sums: Any, right: str, judged: str) -> Share | None:
     return (int(both[0]), int(both[1])) if both[1] else None
 
 
-def has_baseline(identity: Mapping[str, Any]) -> bool:
+def has_baseline(identity: RunIdentity) -> bool:
     """Return whether the run measures plain decoding; only a run over a single server may leave it out."""
-    return BASELINE in identity.get("methods", {BASELINE: None})
+    return not identity.methods or BASELINE in identity.methods
 
 
 def mismatched(rows: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from dflash_bench.core.forwards import DraftPass, ForwardTiming, LinearCost, Rates, Size, fit
+from dflash_bench.results.run_info import RunInfo
 
 # The least that a pass can take: its bytes at the device's bandwidth, or its arithmetic at the device's rate.
 #
@@ -175,12 +176,12 @@ class RoundPace:
         return self.round_s / self.pass_s
 
 
-def pace_of(info: Mapping[str, Any], rows: Any) -> RoundPace | None:
+def pace_of(info: RunInfo | None, rows: Any) -> RoundPace | None:
     """Of rows of the frame, those of plain decoding under one settings."""
     return pace(info, rows["quick_round_s"], rows["num_prompt_tokens"] + rows["num_tokens"] / 2)
 
 
-def pace(info: Mapping[str, Any], round_s: Any, contexts: Any) -> RoundPace | None:
+def pace(info: RunInfo | None, round_s: Any, contexts: Any) -> RoundPace | None:
     """By answers that were decoded plainly and alone: of each a round that most of its rounds are no shorter than, and
     the tokens behind which these were, [answers]. None where the run did not measure a pass of width 1.
 
@@ -188,13 +189,13 @@ def pace(info: Mapping[str, Any], round_s: Any, contexts: Any) -> RoundPace | No
     and of the passes at the run's beginning and at its end the longer one counts. A context beyond that of the measured
     pass is charged what reading it takes at the device's bandwidth.
     """
-    measured = info.get("forwards") or {}
+    measured = None if info is None else info.forwards
     known = np.isfinite(np.asarray(round_s, dtype=np.float64))
-    if "least_s" not in measured or not known.any():
+    if info is None or measured is None or measured.least_s is None or not known.any():
         return None
-    size, rates = Size.read(measured["size"]), Rates(measured["bandwidth"], measured["products"])
-    rows, at_least_s = measured["rows"], max(float(measured["least_s"]), float(info.get("pass_at_end_s", 0.0)))
-    at_first = work(size, rows, 1, measured["context"])
+    size, rates = Size.read(measured.size.to_json()), Rates(measured.bandwidth, measured.products)
+    rows, at_least_s = measured.rows, max(measured.least_s, info.pass_at_end_s)
+    at_first = work(size, rows, 1, measured.context)
 
     def pass_s(context: float) -> float:
         more = least_s(work(size, rows, 1, round(context)), rates) - least_s(at_first, rates)
@@ -206,13 +207,13 @@ def pace(info: Mapping[str, Any], round_s: Any, contexts: Any) -> RoundPace | No
     return RoundPace(float(rounds[typical]), float(passes[typical]))
 
 
-def stored(info: Mapping[str, Any]) -> WidthCurve | None:
+def stored(info: RunInfo) -> WidthCurve | None:
     """The curve that a run measured at its start, from its `run.json`; None if it did not, as older ones."""
-    measured = info.get("forwards")
+    measured = info.forwards
     if not measured:
         return None
     forwards = [
-        ForwardTiming(measured["rows"], int(width), measured["context"], float(seconds))
-        for width, seconds in measured["seconds"].items()
+        ForwardTiming(measured.rows, int(width), measured.context, float(seconds))
+        for width, seconds in measured.seconds.items()
     ]
-    return curve(forwards, Size.read(measured["size"]), Rates(measured["bandwidth"], measured["products"]))
+    return curve(forwards, Size.read(measured.size.to_json()), Rates(measured.bandwidth, measured.products))

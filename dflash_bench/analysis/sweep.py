@@ -24,6 +24,7 @@ from dflash_bench.core.methods import Method, Value
 from dflash_bench.core.types import GREEDY, Settings, context_name
 from dflash_bench.results.identity import NAMES as SETTINGS
 from dflash_bench.results.identity import OF_SAMPLING, name_without
+from dflash_bench.results.run_info import RunIdentity
 
 LOADS = ("concurrency", "rate")
 """Settings without a best value: `concurrency.py` shows the speed at each of them."""
@@ -81,7 +82,7 @@ class Sweep:
         return list({curve.group: curve for curve in self.curves}.values())
 
 
-def sweeps(cells: Sequence[Cell], identity: Mapping[str, Any]) -> list[Sweep]:
+def sweeps(cells: Sequence[Cell], identity: RunIdentity) -> list[Sweep]:
     """Return the sweeps of a run: first those over options of methods, then those over settings."""
     answered = [cell for cell in cells if cell.num_prompts and not cell.slice and cell.method != BASELINE]
     known = _methods(answered)
@@ -105,7 +106,7 @@ def _methods(cells: Sequence[Cell]) -> dict[str, Method]:
     return parsed
 
 
-def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], identity: Mapping[str, Any]) -> Groups:
+def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], identity: RunIdentity) -> Groups:
     """Group the methods that differ only in this option."""
     groups: Groups = {}
     settings = list(dict.fromkeys(cell.settings for cell in cells))
@@ -120,7 +121,7 @@ def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], id
     return groups
 
 
-def _value(method: Method, name: str, known: Mapping[str, Method], identity: Mapping[str, Any]) -> Value | None:
+def _value(method: Method, name: str, known: Mapping[str, Method], identity: RunIdentity) -> Value | None:
     """Return the option as given, by default, or as the draft or preset sets it; None if it is not known."""
     if all(option.name != name for option in method.kind.options):
         return None
@@ -129,9 +130,7 @@ def _value(method: Method, name: str, known: Mapping[str, Method], identity: Map
     if not method.leaves_open(name) or not _counts_drafts(method, name):
         return None
     # It follows from a method of the same draft that gives the option: one more of it is one more draft token.
-    drafts: dict[str, int | None] = {
-        label: method.get("num_drafts") for label, method in identity.get("methods", {}).items()
-    }
+    drafts: dict[str, int | None] = {label: method.num_drafts for label, method in identity.methods.items()}
     for other in known.values():
         value = other.options.get(name)
         if (other.name, other.tag) == (method.name, method.tag) and isinstance(value, int):

@@ -195,7 +195,7 @@ class Run:
     def _in_words(self) -> dict[Settings, str]:
         from dflash_bench.results.identity import full_names, settings_of
 
-        return full_names(settings_of(self.document.results.info["identity"]))
+        return full_names(settings_of(self.document.results.info.identity))
 
     def _line(self, method: str, settings: str | None) -> MethodLine:
         lines = [line for line in self.document.lines if line.method == method]
@@ -215,7 +215,7 @@ class Run:
         from dflash_bench.results.run_info import carried
 
         results = self.document.results
-        several = settings_of(results.info["identity"])
+        several = settings_of(results.info.identity)
         words = [self._in_words[settings] for settings in several]
         needed = dict.fromkeys((*columns, *needed_for(several)))
         for part in parts.of(self.folder):

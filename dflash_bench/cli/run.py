@@ -55,7 +55,7 @@ def run(
         note(_stopped(folder))
         sys.exit(130)
     results = table.read(folder)
-    rows, identity = results.rows, results.info["identity"]
+    rows, identity = results.rows, results.info.identity
     cells = metrics.summarise(rows, identity)
     notes = findings(rows, cells, identity, results.info)
     swept, loaded = sweeps(cells, identity), concurrency_curves(rows, cells, identity)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
-from typing import Any
 
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
@@ -53,12 +52,6 @@ EMBEDDED_NOTE = (
 """A sentence without its full stop."""
 LONGEST = 24
 """Letters of a folder's or file's name that are shown."""
-
-
-def source_of(identity: Mapping[str, Any], suite: str) -> str:
-    """Return a suite's source from `run.json`: "embedded", "hub ID@COMMIT", "folder PATH", "file PATH", or empty."""
-    recorded = identity.get("suites", {}).get(suite, {})
-    return str(recorded.get("source") or "")
 
 
 def named(suite: str, *sources: str) -> str:

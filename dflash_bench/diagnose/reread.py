@@ -21,7 +21,7 @@ from dflash_bench.results import laws, parts, run_info
 from dflash_bench.results.identity import checked_settings, needed_for, settings_of, short_names
 from dflash_bench.results.integrity import Flaw
 from dflash_bench.results.laws import Decode
-from dflash_bench.results.run_info import carried
+from dflash_bench.results.run_info import RunIdentity, carried
 from dflash_bench.results.table import Results
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks import scorers as tasks_scorers
@@ -71,9 +71,8 @@ class _Reader:
     cage: Cage | None = None
 
     @property
-    def identity(self) -> Mapping[str, Any]:
-        identity: Mapping[str, Any] = self.results.info["identity"]
-        return identity
+    def identity(self) -> RunIdentity:
+        return self.results.info.identity
 
     def found(self, kind: str, suite: str, method: str, setting: str, why: str, row: Mapping[str, Any]) -> None:
         turn, repeat = row["turn"], row["repeat"]
@@ -82,7 +81,7 @@ class _Reader:
 
     def scorers(self, rescore: bool | None) -> dict[str, str]:
         """By suite, the scorers to ask again."""
-        known = {name: one.get("scorer", "none") for name, one in (self.identity.get("suites") or {}).items()}
+        known = {name: one.scorer for name, one in self.identity.suites.items()}
         known = {suite: scorer for suite, scorer in known.items() if scorer != "none"}
         if not known or rescore is False:
             return {}
@@ -95,7 +94,7 @@ class _Reader:
         code = {suite for suite, scorer in known.items() if scorer in CODE_SCORERS}
         if code and not rescore:
             self.notes.append(f"scores of {' and '.join(sorted(code))} were not tried: --rescore runs the code again")
-        if code and rescore and self.identity.get("code") != "not run":
+        if code and rescore and self.identity.code != "not run":
             self.cage = sandbox.strongest()
             if self.cage is None:
                 raise UserError(f"--rescore: {sandbox.NO_CAGE}, so the code cannot be run again; leave it out")
@@ -114,8 +113,8 @@ class _Reader:
         return lambda answers: [str(text) for text in fast.decode_batch(answers, skip_special_tokens=True)]
 
     def _tokenizers(self) -> Iterator[Path]:
-        name = (self.results.info.get("options") or {}).get("model")
-        if name in presets.table() and not (self.results.info.get("options") or {}).get("target"):
+        name = self.results.info.options.model
+        if name in presets.table() and not self.results.info.options.target:
             yield Path(presets.table()[name].target) / "tokenizer.json"
         for path in report_answers.known(self.results.info):
             if path.name == "tokenizer.json":
@@ -157,7 +156,7 @@ class _Reader:
     def is_same_target(self) -> bool:
         """Are the weights beside the tokenizer those of the run? Asked only where texts differ, as it reads them."""
         assert self.tokenizer is not None
-        then = str((self.identity.get("revisions") or {}).get("target"))
+        then = str(self.identity.revisions.get("target"))
         return "@" in then or then == hub.weights_sha256(self.tokenizer.parent)
 
     def scored_otherwise(self, scorer: str, prompt: Prompt | None, row: Mapping[str, Any]) -> str:

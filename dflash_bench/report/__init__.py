@@ -31,7 +31,7 @@ __all__ = [
 def table_by(document: Document, by: str) -> str:
     """The same table, a suite's answers cut by category, part or whatever else `table.read` cuts them by."""
     results = table.read(document.folder, by=by, allow=document.allow)
-    cells = metrics.summarise(results.rows, results.info["identity"])
+    cells = metrics.summarise(results.rows, results.info.identity)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     return "\n".join([*notes, text(cells, document.findings)])
 

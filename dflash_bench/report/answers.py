@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document
 from dflash_bench.results import parts, run_info
 from dflash_bench.results.identity import NAMES, settings_of, short_names
+from dflash_bench.results.run_info import RunInfo
 
 # The text of each token, from the tokenizer that made it, where that is at hand.
 
@@ -25,7 +26,7 @@ NOT_AT_HAND = "Tokens are not coloured, because the target's tokenizer was not f
 OTHER = "Some answers are not coloured, because this tokenizer does not decode their tokens to the stored text."
 
 
-def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
+def load_tokenizer(info: RunInfo, chosen: Path | None) -> Any | None:
     """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
     if chosen is not None and not any(path.is_file() for path in _places(chosen)):
         raise UserError(f"{chosen} holds no tokenizer.json")
@@ -56,18 +57,18 @@ def _places(folder: Path) -> list[Path]:
     return [folder, folder / "tokenizer.json", folder / "target" / "tokenizer.json"]
 
 
-def known(info: Mapping[str, Any]) -> Iterator[Path]:
+def known(info: RunInfo) -> Iterator[Path]:
     """Where the run says that its model is; of a model from the hub, the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    identity, options = info["identity"], info.get("options", {})
-    if identity["model"] == "nano":
+    identity, options = info.identity, info.options
+    if identity.model == "nano":
         yield NANO / "tokenizer.json"
-    for name in filter(None, (options.get("target"), options.get("model"))):
+    for name in filter(None, (options.target, options.model)):
         yield from _places(Path(name))
-    repository = str(identity.get("target") or "").partition("@")[0]
+    repository = str(identity.target or "").partition("@")[0]
     if repository.count("/") == 1:
-        commit = str((identity.get("revisions") or {}).get("target")).rpartition("@")[2]
+        commit = str(identity.revisions.get("target")).rpartition("@")[2]
         cached = try_to_load_from_cache(repository, "tokenizer.json", revision=commit)
         if isinstance(cached, str):
             yield Path(cached)
@@ -119,7 +120,7 @@ def read_answers(document: Document, most: int, tokenizer: Path | None) -> PageA
     stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
     cutter = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
-    named = short_names(settings_of(document.results.info["identity"]))
+    named = short_names(settings_of(document.results.info.identity))
     said = _said(document.folder)
     spoken = [said.get(_turn(row), said.get((*_turn(row)[:3], None))) for row in stored]
     prompts = list(dict.fromkeys(text for text in spoken if text is not None))

@@ -28,7 +28,7 @@ from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.metrics import METRICS, Cell, mismatched
 from dflash_bench.analysis.peers import paper, vllm, zlab
 from dflash_bench.analysis.stats import FEWEST, Interval
-from dflash_bench.core import environment, labels
+from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
@@ -286,7 +286,7 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
 
 def _with_notes(runs: Sequence[Results], notes: Sequence[str], comparison: ComparisonText) -> ComparisonText:
     """What the reader must know stands above the tables."""
-    lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
+    lines = [f"run {run.name}: {run.info.environment.one_line()}" for run in runs]
     sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
     sentences += [*notes, *comparison.notes]
     lines += [f"note: {text}" for text in sentences]
@@ -299,14 +299,14 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], comparison: Compa
 def _wrong(run: Results) -> list[str]:
     """A comparison of numbers that mean nothing says so."""
     wrong = run.rows[mismatched(run.rows)]
-    named = {settings.id: name for settings, name in short_names(settings_of(run.info["identity"])).items()}
+    named = {settings.id: name for settings, name in short_names(settings_of(run.info.identity)).items()}
     cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
     where = ", ".join(f"{labels.under(_label(run, suite), named[by])} {method}" for suite, by, method in cells)
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
 
 
 def _label(run: Results, suite: str) -> str:
-    return labels.named(suite, labels.source_of(run.info["identity"], suite))
+    return labels.named(suite, run.info.identity.source_of(suite))
 
 
 def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
@@ -390,7 +390,7 @@ def _compat(run: Results) -> ComparisonText:
 
 
 def _against(run: Results, against: str) -> ComparisonText:
-    identity = run.info["identity"]
+    identity = run.info.identity
     model = paper.model_of(identity)
     target = paper.target_of(against.partition(":")[2] or model)
     figures = paper.beside(zlab.official(run.rows), target, identity)
@@ -406,7 +406,7 @@ def _against(run: Results, against: str) -> ComparisonText:
          b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
     ]  # fmt: skip
     formulas = _formulas({k: v for k, v in (zlab.FORMULAS | paper.FORMULAS).items() if any(k in row for row in rows)})
-    figures_json = [asdict(figure) | {"source": labels.source_of(identity, figure.suite)} for figure in figures]
+    figures_json = [asdict(figure) | {"source": identity.source_of(figure.suite)} for figure in figures]
     notes = (*_unlike_published(model, target, figures), *paper.unlike_conditions(figures, identity))
     text = (
         f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
@@ -449,7 +449,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResul
 
 def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
-    several = settings_of(run.info["identity"])
+    several = settings_of(run.info.identity)
     return {
         key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
         for key, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
@@ -458,7 +458,7 @@ def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
 
 def _other_models(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> Iterator[str]:
     for run in runs:
-        target = paper.model_of(run.info["identity"])
+        target = paper.model_of(run.info.identity)
         for bench in served:
             if last_part(bench.model) != last_part(target):
                 yield f"the target of {run.name} is {target}, but {bench.name} measured {bench.model}"

@@ -63,7 +63,8 @@ def document_json(document: Document) -> dict[str, Any]:
     summary = as_json(document.folder, document.cells, document.findings, document.sweeps, document.loads)
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
-    about = {name: info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
+    stored = info.to_json()
+    about = {name: stored.get(name) for name in ("command", "started", "finished", "identity", "environment")}
     return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": perf.curve_as_json(info), **about}
 
 

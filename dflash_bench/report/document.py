@@ -87,10 +87,10 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
     results = table.read(folder, allow=allow)
-    cells = metrics.summarise(results.rows, results.info["identity"])
+    cells = metrics.summarise(results.rows, results.info.identity)
     if not any(cell.num_prompts for cell in cells):
         raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
-    identity = results.info["identity"]
+    identity = results.info.identity
     notes = findings(results.rows, cells, identity, results.info)
     return Document(
         folder,

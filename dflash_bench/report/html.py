@@ -77,7 +77,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
     parts = {
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         "title": escape(_title(document)),
-        "sub": escape(f"{str(info.get('started') or '')[:10]} · {facts(info)['machine']}".strip(" ·")),
+        "sub": escape(f"{str(info.started or '')[:10]} · {facts(info)['machine']}".strip(" ·")),
         "notes": "".join(f'<p class="note">{escape(note)}</p>' for note in document.notes),
         "lead": "".join(f"<p>{escape(text)}</p>" for text in sentences(document)),
         "tiles": "".join(_tile(document, line) for line in document.lines),
@@ -110,7 +110,7 @@ def excerpt(document: Document) -> str:
 
 
 def _title(document: Document) -> str:
-    model = document.results.info["identity"]["model"]
+    model = document.results.info.identity.model
     return (
         f"{Path(str(model)).name}: {' and '.join(document.methods) or 'plain decoding'} on "
         f"{labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))}"
@@ -242,10 +242,10 @@ def _extent(listed: answers.PageAnswers) -> str:
 
 def _reproduce(document: Document) -> str:
     info = document.results.info
-    git = info["environment"].get("git")
-    lines = [f"git checkout {git['commit']}"] if git else []
-    lines += ["# the working tree had uncommitted changes"] if git and git.get("dirty") else []
-    return "\n".join([*lines, info["command"]])
+    git = info.environment.git
+    lines = [f"git checkout {git.commit}"] if git else []
+    lines += ["# the working tree had uncommitted changes"] if git and git.dirty else []
+    return "\n".join([*lines, info.command])
 
 
 def _data(listed: answers.PageAnswers) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.core import environment, labels
+from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
 from dflash_bench.report import perf, sections, tables
 from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, formulas, legend, marked
 from dflash_bench.report.columns import notes as notes_on
+from dflash_bench.results.run_info import RunInfo
 
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "#": r"\#", "$": r"\$", "%": r"\%", "&": r"\&", "_": r"\_",
@@ -21,7 +21,7 @@ LATEX_SPECIAL = {
 
 
 def markdown(
-    info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = (),
+    info: RunInfo, cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = (),
     swept: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """`info` as in `run.json`, with its `command` and `environment`; `swept` are paragraphs on sweeps and load."""
@@ -30,8 +30,8 @@ def markdown(
     parts = [
         f"# {tables.in_markdown(suites)}",
         *(f"**{note}**" for note in notes),
-        f"```\n{visible(info['command'])}\n```",
-        f"{environment.one_line(info['environment'])}.",
+        f"```\n{visible(info.command)}\n```",
+        f"{info.environment.one_line()}.",
         _markdown_table(cells, RESULTS, findings),
         *(["; ".join(marks) + "."] if marks else []),
         *map(tables.in_markdown, notes_on(cells)),
@@ -55,18 +55,16 @@ def _markdown_table(cells: Sequence[Cell], columns: Sequence[Column], findings: 
     return tables.markdown(heads, rows, left=2)
 
 
-def latex(
-    info: Mapping[str, Any], cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()
-) -> str:
+def latex(info: RunInfo, cells: Sequence[Cell], findings: Sequence[Finding], notes: Sequence[str] = ()) -> str:
     r"""A `table` for \usepackage{booktabs}: a suite's name once, and the formulas in the caption."""
     columns = [column for column in RESULTS if column.in_paper]
     heads = ["suite", "method", *(rf"\texttt{{{latex_escaped(column.one_line)}}}" for column in columns)]
-    caption = [*notes, f"{environment.one_line(info['environment'])}.", *notes_on(cells)]
+    caption = [*notes, f"{info.environment.one_line()}.", *notes_on(cells)]
     caption += [f"{line}." for line in legend(cells, findings)]
-    caption += [f"A forward of n tokens: {perf.line_of(info)}."] if info.get("forwards") else []
+    caption += [f"A forward of n tokens: {perf.line_of(info)}."] if info.forwards else []
     caption = [*map(latex_escaped, caption), *_latex_formulas(columns)]
     lines = [
-        f"% {visible(' '.join(info['command'].splitlines()))}",
+        f"% {visible(' '.join(info.command.splitlines()))}",
         r"\begin{table}",
         r"\centering\small",
         rf"\begin{{tabular}}{{ll{'r' * len(columns)}}}",

@@ -12,6 +12,7 @@ from dflash_bench.analysis.roofline import WidthCurve
 from dflash_bench.core.forwards import ProfileData
 from dflash_bench.perf.verdict import ProfiledBatch, RoundCost, RoundVerdict
 from dflash_bench.report.tables import ABSENT, aligned, number
+from dflash_bench.results.run_info import RunInfo
 
 # The cost of a forward by its width, in words: one line for each run, and what its speed-ups mean by it.
 
@@ -20,7 +21,7 @@ CROOKED = 0.25
 """From this misfit on the line is not to be trusted in between."""
 
 
-def line_of(info: Mapping[str, Any]) -> str:
+def line_of(info: RunInfo) -> str:
     """What a run measured at its start; "n/a" where it did not."""
     curve = roofline.stored(info)
     return f"{ABSENT} (not measured in this run)" if curve is None else f"{formula(curve)}; {curve.regime}"
@@ -38,7 +39,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
-def sentences(info: Mapping[str, Any]) -> list[str]:
+def sentences(info: RunInfo) -> list[str]:
     """The line, and what follows from it for the speed-ups beside it."""
     curve = roofline.stored(info)
     return [f"width curve: {line_of(info)}", *([meaning(curve)] if curve else [])]
@@ -70,7 +71,7 @@ def meaning(curve: WidthCurve) -> str:
     )
 
 
-def curve_as_json(info: Mapping[str, Any]) -> dict[str, Any] | None:
+def curve_as_json(info: RunInfo) -> dict[str, Any] | None:
     """In seconds; None where the run did not measure it."""
     curve = roofline.stored(info)
     return None if curve is None else asdict(curve) | {"line": curve.line._asdict()}

@@ -10,11 +10,12 @@ from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing,
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
-from dflash_bench.core import environment, labels
+from dflash_bench.core import labels
 from dflash_bench.core.methods import Value
 from dflash_bench.core.types import CellKey, context_name
 from dflash_bench.report.tables import aligned, markdown, number, with_interval
 from dflash_bench.results.identity import short_names
+from dflash_bench.results.run_info import RunInfo
 
 # Several answers at a time in words: a table by concurrency, and up to where speculation pays.
 
@@ -146,31 +147,29 @@ def tables(sweeps: Sequence[Sweep]) -> Iterator[str]:
         yield from [f"sweep over {heading(sweep)}", *aligned(*sweep_table(sweep)).splitlines(), ""]
 
 
-def sweep_paragraphs(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+def sweep_paragraphs(sweeps: Sequence[Sweep], info: RunInfo) -> list[str]:
     """Its paragraphs."""
     tables = [part for sweep in sweeps for part in (f"## Sweep over {heading(sweep)}", markdown(*sweep_table(sweep)))]
     items = "\n".join(f"- {text}" for text in best_values(sweeps, info))
     return [*tables, f"{SWEEP_LEGEND}.".replace("*", r"\*"), items] if sweeps else []
 
 
-def best_values(sweeps: Sequence[Sweep], info: Mapping[str, Any]) -> list[str]:
+def best_values(sweeps: Sequence[Sweep], info: RunInfo) -> list[str]:
     """A sentence for each method that was swept, and on what all that was measured."""
     sentences = [_sweep_answer(sweep, curve) for sweep in sweeps for curve in sweep.summaries]
     return [*sentences, f"This holds for {engine(info)}. On a faster or slower engine another value may be the best."]
 
 
-def engine(info: Mapping[str, Any]) -> str:
+def engine(info: RunInfo) -> str:
     """What decides which value is the best: `this engine (local, ...) and this machine (...)`."""
-    identity, env = info["identity"], info["environment"]
-    packages = env.get("packages", {})
+    identity, env = info.identity, info.environment
+    packages = env.packages
     software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]
-    threads = identity.get("threads")
-    types = [identity["dtype"], *([identity["quantize"]] if identity.get("quantize") else [])]
-    how = [str(identity.get("device") or "cpu"), *types, *([f"threads {threads}"] if threads else [])]
-    machine = environment.one_line(env).partition(";")[0]
-    return (
-        f"this engine ({', '.join([identity.get('engine') or 'local', *software, *how])}) and this machine ({machine})"
-    )
+    threads = identity.threads
+    types = [identity.dtype, *([identity.quantize] if identity.quantize else [])]
+    how = [str(identity.device or "cpu"), *types, *([f"threads {threads}"] if threads else [])]
+    machine = env.one_line().partition(";")[0]
+    return f"this engine ({', '.join([identity.engine or 'local', *software, *how])}) and this machine ({machine})"
 
 
 def heading(sweep: Sweep) -> str:

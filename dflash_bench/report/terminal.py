@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dflash_bench.analysis.concurrency import ConcurrencyCurve
 from dflash_bench.analysis.findings import Finding, base
@@ -19,6 +19,7 @@ from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, legend
 from dflash_bench.report.document import Document, over_all
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import facts, speedups, tally, with_badges
+from dflash_bench.results.run_info import RunInfo
 
 if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
@@ -35,7 +36,7 @@ def text(
     cells: Sequence[Cell],
     findings: Sequence[Finding],
     swept: Sequence[Sweep] = (),
-    info: Mapping[str, Any] | None = None,
+    info: RunInfo | None = None,
     loads: Sequence[ConcurrencyCurve] = (),
 ) -> str:
     """What came out, what rounds and forwards cost, what to be careful of, what several answers at a time do to speed,
@@ -111,7 +112,7 @@ def _load_lines(loads: Sequence[ConcurrencyCurve]) -> Iterator[str]:
     yield from (_wrapped(line, "", "  ") for line in (sections.LOAD_LEGEND, *sections.sentences(loads)))
 
 
-def _swept_lines(swept: Sequence[Sweep], info: Mapping[str, Any]) -> Iterator[str]:
+def _swept_lines(swept: Sequence[Sweep], info: RunInfo) -> Iterator[str]:
     yield from sections.tables(swept)
     yield from (_wrapped(line, "", "  ") for line in (sections.SWEEP_LEGEND, "", *sections.best_values(swept, info)))
 
@@ -166,7 +167,7 @@ def card(document: Document) -> str:
         **({"weak": "; ".join(weak)} if weak else {}),
         "answers": answers,
         "versions": f"{about['versions']}{commit}",
-        "command": " ".join(info["command"].split()),
+        "command": " ".join(info.command.split()),
     }
     marked = [f"{note}\n" for note in document.notes]
     return "".join(marked) + "".join(f"{name:<10}  {text}\n" for name, text in lines.items())

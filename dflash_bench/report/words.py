@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import BASELINE, Share
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.core import environment, labels
+from dflash_bench.core import labels
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import OWN_WEIGHTS, Settings
 from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of, value_words
+from dflash_bench.results.run_info import (
+    DraftEntry,
+    GitCommit,
+    MethodEntry,
+    RunIdentity,
+    RunInfo,
+    ServerEntry,
+    SuiteEntry,
+)
 
 GB = 1e9
 
@@ -90,42 +98,39 @@ def tally(document: Document, name: str, line: MethodLine | None = None) -> Shar
     return (sum(right for right, _ in known), sum(judged for _, judged in known)) if known else None
 
 
-def facts(info: Mapping[str, Any]) -> dict[str, str]:
+def facts(info: RunInfo) -> dict[str, str]:
     """What decides results, from `run.json`, a line each. An older run may not have recorded everything."""
-    identity, env = info["identity"], info["environment"]
-    revisions = identity.get("revisions", {})
-    packages = env.get("packages", {})
+    identity, env = info.identity, info.environment
+    revisions = identity.revisions
     lines = {
         "model": f"{_model(identity)}{_revision(revisions.get('target'))}",
         "draft": ", ".join(_draft(name, method, identity) for name, method in _drafting(identity)),
-        "servers": "; ".join(_server(name, server) for name, server in (identity.get("servers") or {}).items()),
-        "suite": "; ".join(_suite(name, suite, info) for name, suite in identity.get("suites", {}).items()),
-        "machine": environment.one_line(env).partition(";")[0] + _whose(identity),
+        "servers": "; ".join(_server(name, server) for name, server in identity.servers.items()),
+        "suite": "; ".join(_suite(name, suite, info) for name, suite in identity.suites.items()),
+        "machine": env.one_line().partition(";")[0] + _whose(identity),
         "settings": ", ".join(_settings(identity)),
         "memory": memory(info),
-        "versions": ", ".join([f"Python {env['python']}", *(f"{n} {v}" for n, v in packages.items() if v)]),
-        "commit": _commit(env.get("git")),
-        "code ran in": info.get("sandbox") or "",
-        "started": str(info.get("started") or ""),
+        "versions": ", ".join([f"Python {env.python}", *(f"{n} {v}" for n, v in env.packages.items() if v)]),
+        "commit": _commit(env.git),
+        "code ran in": info.sandbox or "",
+        "started": str(info.started or ""),
     }
     return {name: text for name, text in lines.items() if text}
 
 
-def memory(info: Mapping[str, Any]) -> str:
+def memory(info: RunInfo) -> str:
     """What was predicted before the models were loaded; empty for a run that recorded none."""
-    known = info.get("memory")
+    known = info.memory
     if not known:
         return ""
     weights, caches = (
-        f"{_size(known[f'target_{part}_bytes'])} for the target"
-        + (f" and {_size(known[f'draft_{part}_bytes'])} for drafts" if known["draft_weights_bytes"] else "")
+        f"{_size(getattr(known, f'target_{part}_bytes'))} for the target"
+        + (f" and {_size(getattr(known, f'draft_{part}_bytes'))} for drafts" if known.draft_weights_bytes else "")
         for part in ("weights", "cache")
     )
-    free, largest, without = (
-        known[name] for name in ("free_bytes", "largest_context", "largest_context_without_drafts")
-    )
+    free, largest, without = known.free_bytes, known.largest_context, known.largest_context_without_drafts
     words = f"weights {weights}; caches {caches}"
-    if (info.get("identity", {}).get("judge") or {}).get("weights") == OWN_WEIGHTS:
+    if info.identity.judge and info.identity.judge.weights == OWN_WEIGHTS:
         words = f"weights {weights}, and the target's once more for the judge; caches {caches}"
     if free is None:
         return words
@@ -137,36 +142,36 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / GB:.2f} GB" if num_bytes >= GB else f"{num_bytes / 1e6:.0f} MB"
 
 
-def _model(identity: Mapping[str, Any]) -> str:
-    name, target = str(identity["model"]), identity.get("target")
+def _model(identity: RunIdentity) -> str:
+    name, target = str(identity.model), identity.target
     return f"{name}, target {target}" if target and target != name else name
 
 
-def _drafting(identity: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, Any]]]:
-    return [(name, method) for name, method in identity.get("methods", {}).items() if name != BASELINE]
+def _drafting(identity: RunIdentity) -> Sequence[tuple[str, MethodEntry]]:
+    return [(name, method) for name, method in identity.methods.items() if name != BASELINE]
 
 
-def _draft(label: str, method: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
     """With the draft's name where that says more than the label, and its revision."""
     draft = draft_of(label) or ""
-    name = identity.get("drafts", {}).get(draft, {}).get("name", draft)
+    name = identity.drafts.get(draft, DraftEntry()).name or draft
     source = f" from {name}" if name != draft else ""
-    revision = _revision(identity.get("revisions", {}).get(draft))
-    if method["num_drafts"] is None:
+    revision = _revision(identity.revisions.get(draft))
+    if method.num_drafts is None:
         return f"{label}, as its server was started"
-    return f"{label} with {method['num_drafts']} tokens a round{source}{revision}"
+    return f"{label} with {method.num_drafts} tokens a round{source}{revision}"
 
 
-def _server(label: str, server: Mapping[str, Any]) -> str:
-    version = f"{server['dialect']} {server['version'] or ''}".rstrip()
-    model = f" with {server['model']}" if server["model"] else ""
-    how = f"prompts as {server['prompts']}, prefix cache {server['prefix_cache']}"
-    return f"{label} from {version}{model} at {server['address']} ({how})"
+def _server(label: str, server: ServerEntry) -> str:
+    version = f"{server.dialect} {server.version or ''}".rstrip()
+    model = f" with {server.model}" if server.model else ""
+    how = f"prompts as {server.prompts}, prefix cache {server.prefix_cache}"
+    return f"{label} from {version}{model} at {server.address} ({how})"
 
 
-def _whose(identity: Mapping[str, Any]) -> str:
+def _whose(identity: RunIdentity) -> str:
     """Servers may be elsewhere, and do not say on what they compute."""
-    return " (of the client; the servers' is not known)" if identity.get("servers") else ""
+    return " (of the client; the servers' is not known)" if identity.servers else ""
 
 
 def _revision(text: str | None) -> str:
@@ -174,31 +179,31 @@ def _revision(text: str | None) -> str:
     return f" ({text[:12] if re.fullmatch('[0-9a-f]{40,64}', text) else text})" if text else ""
 
 
-def _suite(name: str, suite: Mapping[str, Any], info: Mapping[str, Any]) -> str:
+def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
     """With the whole source where its name for people leaves something out: a commit, or the way to a folder."""
-    _, _, place = suite["source"].partition(" ")
-    number = f"{suite['prompts']:,}"
-    if "measured" in info:
-        number = f"{info['measured'].get(name, 0):,} of {number}"
-    return f"{labels.named(name, suite['source'])} v{suite['version']}, {number} prompts" + (
+    _, _, place = suite.source.partition(" ")
+    number = f"{suite.prompts:,}"
+    if info.measured is not None:
+        number = f"{info.measured.get(name, 0):,} of {number}"
+    return f"{labels.named(name, suite.source)} v{suite.version}, {number} prompts" + (
         f" from {place}" if place else ""
     )
 
 
-def _settings(identity: Mapping[str, Any]) -> list[str]:
+def _settings(identity: RunIdentity) -> list[str]:
     known = {
-        "dtype": identity.get("dtype"),
-        "quantize": identity.get("quantize"),
-        "device": identity.get("device"),
-        "threads": identity.get("threads"),
+        "dtype": identity.dtype,
+        "quantize": identity.quantize,
+        "device": identity.device,
+        "threads": identity.threads,
         "workers": _workers(identity),
-        "attention": identity.get("attention"),
+        "attention": identity.attention,
         "engine": _engine(identity),
-        "judge": (identity.get("judge") or {}).get("weights"),
-        "capture": None if identity.get("capture") == "off" else identity.get("capture"),
+        "judge": identity.judge.weights if identity.judge else None,
+        "capture": None if identity.capture == "off" else identity.capture,
         **_of_settings(settings_of(identity)),
-        "max new tokens": identity.get("max_new_tokens"),
-        "repeats": identity.get("repeats"),
+        "max new tokens": identity.max_new_tokens,
+        "repeats": identity.repeats,
     }
     return [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
@@ -207,15 +212,15 @@ def _settings(identity: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _engine(identity: Mapping[str, Any]) -> str | None:
-    network = identity.get("network")
-    return f"{network} (the engine's own {identity['fallback']})" if identity.get("fallback") else network
+def _engine(identity: RunIdentity) -> str | None:
+    network = identity.network
+    return f"{network} (the engine's own {identity.fallback})" if identity.fallback else network
 
 
-def _workers(identity: Mapping[str, Any]) -> str | None:
+def _workers(identity: RunIdentity) -> str | None:
     """`4, at most 2 on one machine`."""
-    workers = identity.get("workers")
-    return None if workers is None else f"{workers['number']}, at most {workers['on_one_machine']} on one machine"
+    workers = identity.workers
+    return None if workers is None else f"{workers.number}, at most {workers.on_one_machine} on one machine"
 
 
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
@@ -235,5 +240,5 @@ def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
     return changed | {"thinking": " and ".join(modes[mode] for mode in values["thinking"])}
 
 
-def _commit(git: Mapping[str, Any] | None) -> str:
-    return f"{git['commit'][:12]}{' with uncommitted changes' if git.get('dirty') else ''}" if git else ""
+def _commit(git: GitCommit | None) -> str:
+    return f"{git.commit[:12]}{' with uncommitted changes' if git.dirty else ''}" if git else ""

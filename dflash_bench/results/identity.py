@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import number_words
 from dflash_bench.core.types import Settings, context_name
+
+if TYPE_CHECKING:
+    from dflash_bench.results.run_info import RunIdentity, ServerEntry
 
 Identity = Mapping[str, Any]
 OF_RUN = ("run_id", "model", "target", "dtype", "quantize", "device", "engine", "seed")
@@ -29,9 +32,9 @@ OF_SAMPLING = ("top_k", "top_p", "min_p")
 """Settings without effect in greedy decoding."""
 
 
-def settings_of(identity: Identity, where: str = "run.json") -> tuple[Settings, ...]:
-    """All settings of a run. Raises UserError if the identity, read from `where`, lists none or one twice."""
-    run_settings = tuple(Settings(**{name: entry[name] for name in NAMES}) for entry in identity.get("settings", ()))
+def settings_of(identity: RunIdentity, where: str = "run.json") -> tuple[Settings, ...]:
+    """Return all settings of a run. Raises UserError if the identity, read from `where`, lists none or one twice."""
+    run_settings = tuple(entry.to_settings() for entry in identity.settings)
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
     return run_settings
@@ -108,15 +111,15 @@ def columns_of_suite(identity: Identity, suite: str) -> dict[str, Any]:
     return {"source": identity.get("suites", {}).get(suite, {}).get("source")}
 
 
-def servers_in_words(identity: Identity) -> dict[str, str]:
-    """What each server is, without its address: the same one may move."""
-    return {f"server of {label}": _server(server) for label, server in (identity.get("servers") or {}).items()}
+def servers_in_words(identity: RunIdentity) -> dict[str, str]:
+    """Describe each server without its address: the same one may move."""
+    return {f"server of {label}": _server(server) for label, server in identity.servers.items()}
 
 
-def _server(server: Mapping[str, Any]) -> str:
-    facts = [f"{name} {value}" for name, value in sorted(server["facts"].items())]
-    version = f"{server['dialect']} {server['version'] or ''}".rstrip()
-    how = f"prompts as {server['prompts']}", f"prefix cache {server['prefix_cache']}"
+def _server(server: ServerEntry) -> str:
+    facts = [f"{name} {value}" for name, value in sorted(server.facts.items())]
+    version = f"{server.dialect} {server.version or ''}".rstrip()
+    how = f"prompts as {server.prompts}", f"prefix cache {server.prefix_cache}"
     return ", ".join([version, *how, *facts])
 
 

@@ -17,6 +17,7 @@ from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers, short_names
 from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE, Plan
+from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 # What the rows of a run's parts contribute to the question whether the run is complete and valid.
 
@@ -191,29 +192,26 @@ def _sums(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def off_sums(info: Mapping[str, Any], rows: RowIndex) -> Iterator[tuple[str, Any]]:
+def off_sums(info: RunInfo, rows: RowIndex) -> Iterator[tuple[str, Any]]:
     """All answers of the methods whose times do not add up to what the run kept."""
     between = rows.times["end_s"] - rows.times["start_s"]
     columns = {"between_s": between, "prefill_s": rows.times["prefill_s"], "decode_s": rows.times["decode_s"]}
     wrong = np.zeros(rows.num, dtype=bool)
-    for method, kept in (info.get("times") or {}).items():
+    for method, kept in info.times.items():
         own = (rows.codes["method"] == rows.code("method", method)) & ~rows.failed
         sums = {name: float(np.nansum(columns[name][own])) for name in SUMS}
-        same = all(abs(sums[name] - kept[name]) <= 1e-9 * (1 + abs(kept[name])) for name in SUMS)
-        if own.sum() != kept["answers"] or not same:
+        same = all(abs(sums[name] - getattr(kept, name)) <= 1e-9 * (1 + abs(getattr(kept, name))) for name in SUMS)
+        if own.sum() != kept.answers or not same:
             wrong |= own
     yield "its method's times do not add up to what the run measured", np.flatnonzero(wrong)
 
 
-def span_faults(
-    info: Mapping[str, Any], settings: Sequence[Settings], rows: RowIndex, counted: Any
-) -> Iterator[tuple[str, Any]]:
+def span_faults(info: RunInfo, settings: Sequence[Settings], rows: RowIndex, counted: Any) -> Iterator[tuple[str, Any]]:
     """Of the rows of the mask `counted`, those that overlap with others or end after the run."""
     timed = counted & ~rows.failed & ~np.isnan(rows.times["start_s"] + rows.times["end_s"])
     yield "it was measured while another answer was", _overlapping(settings, rows, np.flatnonzero(timed))
-    last_s = info.get("span_s")
-    if last_s is not None:
-        late = timed & (rows.times["end_s"] > last_s + AT_LEAST_S)
+    if info.span_s is not None:
+        late = timed & (rows.times["end_s"] > info.span_s + AT_LEAST_S)
         yield "it ended after the run", np.flatnonzero(late)
 
 
@@ -285,10 +283,10 @@ class Account:
     """For each part the mask of rows that are not a measurement of this run or repeat an earlier one, [rows]."""
 
 
-def account(info: Mapping[str, Any], where: str, witnesses: Sequence[PartSummary]) -> Account:
+def account(info: RunInfo, where: str, witnesses: Sequence[PartSummary]) -> Account:
     """`info` is the content of the `run.json` at `where`. Raises UserError if its plan is not valid."""
     rows = RowIndex(witnesses)
-    identity, plan = info["identity"], plans.recorded(info, where)
+    identity, plan = info.identity, plans.recorded(info, where)
     plans.refuse_size(plan, where)
     answers = PlanMatch(plan, rows)
     faults = [*_faults_of_parts(witnesses), *_contradictions(identity, plan.settings, answers, rows)]
@@ -344,7 +342,7 @@ def _faults_of_parts(witnesses: Sequence[PartSummary]) -> list[tuple[str, Any]]:
 
 
 def _contradictions(
-    identity: Mapping[str, Any], settings: Sequence[Settings], answers: PlanMatch, rows: RowIndex
+    identity: RunIdentity, settings: Sequence[Settings], answers: PlanMatch, rows: RowIndex
 ) -> Iterator[tuple[str, Any]]:
     """Verdicts that the tokens contradict, and missing ones.
 
@@ -364,18 +362,17 @@ def _contradictions(
     greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
     absent = greedy & compared & ~answers.is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
-    wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.get("audit")), np.False_)
+    wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
     yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited & ~rows.hidden)
 
 
-def _unscored(identity: Mapping[str, Any], answers: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
+def _unscored(identity: RunIdentity, answers: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
     """Answers without a score, in suites with a scorer that could have given one."""
-    known = identity.get("suites") or {}
-    without_code = identity.get("code") == "not run"
+    without_code = identity.code == "not run"
     scored = [
         rows.code("suite", name)
-        for name, suite in known.items()
-        if suite.get("scorer", "none") != "none" and not (without_code and suite["scorer"] in CODE_SCORERS)
+        for name, suite in identity.suites.items()
+        if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS)
     ]
     wanted = np.isin(rows.codes["suite"], scored) & answers.is_last_turn & ~rows.failed
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & ~rows.scored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from dflash_bench.core.methods import is_lossy, name_of
 from dflash_bench.core.types import CEILINGS, is_greedy
 from dflash_bench.results import validity
 from dflash_bench.results.validity import lengths_of
+
+if TYPE_CHECKING:
+    from dflash_bench.results.run_info import MethodEntry, RunIdentity
 
 # What no measurement can break: how the times, counts and tokens of a row hang together.
 #
@@ -56,25 +59,23 @@ class Facts:
     stop_ids: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, identity: Mapping[str, Any]) -> Facts:
-        judge = identity.get("judge") or {}
-        stops = identity.get("stop_ids")
+    def of(cls, identity: RunIdentity) -> Facts:
         return cls(
             blocks={
-                label: Block(method["num_drafts"], _is_whole(label, method))
-                for label, method in (identity.get("methods") or {}).items()
-                if method.get("num_drafts") is not None
+                label: Block(method.num_drafts, _is_whole(label, method))
+                for label, method in identity.methods.items()
+                if method.num_drafts is not None
             },
-            ceiling=CEILINGS.get(str(judge.get("dtype", identity.get("dtype"))), CEILINGS["float32"]),
-            is_engine=identity.get("engine") == "local",
-            max_new_tokens=identity.get("max_new_tokens"),
-            context_length=identity.get("context_length"),
-            stop_ids=None if stops is None else tuple(stops),
+            ceiling=CEILINGS.get(identity.judge.dtype if identity.judge else identity.dtype, CEILINGS["float32"]),
+            is_engine=identity.engine == "local",
+            max_new_tokens=identity.max_new_tokens,
+            context_length=identity.context_length,
+            stop_ids=None if identity.stop_ids is None else tuple(identity.stop_ids),
         )
 
 
-def _is_whole(label: str, method: Mapping[str, Any]) -> bool:
-    return name_of(label) in WHOLE_BLOCKS and "auto" not in (method.get("options") or {}).values()
+def _is_whole(label: str, method: MethodEntry) -> bool:
+    return name_of(label) in WHOLE_BLOCKS and "auto" not in method.options.values()
 
 
 class RowArrays:

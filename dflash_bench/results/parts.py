@@ -20,17 +20,8 @@ from dflash_bench.core.files import io_error, require_file, write_whole
 from dflash_bench.core.types import Record
 from dflash_bench.results import checksums
 from dflash_bench.results.identity import Identity
-from dflash_bench.results.schema import (
-    COLUMNS,
-    MEASURE_AGAIN,
-    SCHEMA,
-    UNRELEASED,
-    differences,
-    leaf,
-    of_table,
-    refuse_other_schema,
-    schema,
-)
+from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
+from dflash_bench.results.schema import COLUMNS, leaf, of_table, schema
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")

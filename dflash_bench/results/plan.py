@@ -11,13 +11,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, Settings
 from dflash_bench.results.identity import settings_of
+
+if TYPE_CHECKING:
+    from dflash_bench.results.run_info import RunInfo
 
 BASELINE = "ar"
 """The method that decodes plainly."""
@@ -76,17 +79,24 @@ class Plan:
         return AnswerPlace(suite, asked.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
 
 
-def recorded(info: Mapping[str, Any], where: str) -> Plan:
-    """The plan in the `run.json` at `where`. Raises UserError if it was edited or is not there."""
-    stored = info.get("plan")
-    if stored is None or sha256(stored) != info["identity"].get("plan"):
+def recorded(info: RunInfo, where: str) -> Plan:
+    """Return the plan in the `run.json` at `where`. Raises UserError if it was edited or is not there."""
+    if info.plan is None or sha256(info.plan.to_json()) != info.identity.plan:
         raise UserError(f"{where}: the plan is not the one the run was started with; restore the original file")
-    plan = of_json(stored, settings_of(info["identity"], where), where)
-    return _cut(plan, info["measured"], where) if "measured" in info else plan
+    methods, prompts = tuple(info.plan.methods), {suite: _refs(some) for suite, some in info.plan.prompts.items()}
+    repeated = [suite for suite, some in prompts.items() if len({prompt.prompt_id for prompt in some}) < len(some)]
+    if repeated or len(set(methods)) < len(methods):
+        raise UserError(f"{where}: the plan lists a prompt or a method twice; restore the original file")
+    plan = Plan(methods, info.plan.repeats, prompts, settings_of(info.identity, where))
+    return plan if info.measured is None else _cut(plan, info.measured, where)
+
+
+def _refs(entries: Sequence[tuple[str, int, str]]) -> list[PromptRef]:
+    return [PromptRef(*entry) for entry in entries]
 
 
 def _cut(plan: Plan, measured: Mapping[str, int], where: str) -> Plan:
-    """The part of the plan that a run with a time limit measured: the first prompts of each suite."""
+    """Return the part of the plan that a run with a time limit measured: the first prompts of each suite."""
     if measured.keys() != plan.prompts.keys() or any(
         not 0 <= number <= len(plan.prompts[suite]) for suite, number in measured.items()
     ):
@@ -95,29 +105,10 @@ def _cut(plan: Plan, measured: Mapping[str, int], where: str) -> Plan:
     return replace(plan, prompts=prompts)
 
 
-def of_json(stored: Mapping[str, Any], settings: tuple[Settings, ...], where: str) -> Plan:
-    """The inverse of `to_json`; `where` names the file. Raises UserError for anything `to_json` did not write."""
-    methods, repeats = tuple(stored["methods"]), stored["repeats"]
-    prompts = {suite: [_asked(entry, where) for entry in entries] for suite, entries in stored["prompts"].items()}
-    twice = [suite for suite, some in prompts.items() if len({prompt.prompt_id for prompt in some}) < len(some)]
-    if twice or len(set(methods)) < len(methods) or not methods or repeats < 1:
-        raise UserError(f"{where}: the plan lists a prompt or a method twice, or is empty; restore the original file")
-    return Plan(methods, repeats, prompts, settings)
-
-
 def refuse_size(plan: Plan, where: str) -> None:
     if plan.repeats < 1 or not 0 < plan.num_answers <= MOST_ANSWERS:
         num = max(plan.num_answers, 0)
         raise UserError(f"{where}: the run would have {num:,} answers, but a run can have 1 to {MOST_ANSWERS:,}")
-
-
-def _asked(entry: Any, where: str) -> PromptRef:
-    match entry:
-        case [str(), int(), str()] if not isinstance(entry[1], bool) and 0 < entry[1] < MOST_ANSWERS:
-            return PromptRef(*entry)
-    raise UserError(
-        f"{where}: a prompt of the plan is not an id, a number of turns and a hash; restore the original file"
-    )
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -1,54 +1,393 @@
-"""run.json and the prompts stored beside it: written, and read again."""
+"""run.json and the prompts stored beside it: their types, written and read again."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from dflash_bench.core import files
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from dflash_bench.core import environment, files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_whole
-from dflash_bench.results import plan as plans
-from dflash_bench.results import schema
-from dflash_bench.results.schema import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
+from dflash_bench.core.types import SCHEMA_VERSION, Settings
 
-# `run.json`: what a run records about itself besides its rows, how it is written, and how it is read back.
+SCHEMA = "schema"
+"""The key of the schema version, in `run.json`, parts and baselines."""
+UNRELEASED = "schema_version"
+"""The key that it had before version 1.0."""
+MEASURE_AGAIN = "measure it again with dflash-bench run"
+
+# The types of `run.json`. Whatever is not declared here, such as what a newer version adds, is kept as it is.
+
+
+MOST = 2**53
+"""Larger numbers cannot be counts, and not every whole number above is exact as a float."""
+Whole = Annotated[int, Field(gt=-MOST, lt=MOST)]
+Count = Annotated[int, Field(ge=0, lt=MOST)]
+Number = Annotated[float, Field(gt=-MOST, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, lt=MOST)]
+Width = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}$")]
+"""A number of tokens in digits, as the key of an object."""
+
+
+class StoredModel(BaseModel):
+    """A JSON object of a file that users may edit: no value is converted, and only finite numbers are numbers."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="allow", allow_inf_nan=False, populate_by_name=True, protected_namespaces=()
+    )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object as it was read, with undeclared keys and without defaults."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+class Gpu(StoredModel):
+    name: str
+
+
+class GitCommit(StoredModel):
+    commit: str
+    dirty: bool | None = None
+
+
+class Environment(StoredModel):
+    """The machine and software of a run."""
+
+    cpu: str | None
+    gpus: list[Gpu]
+    machine: str
+    packages: dict[str, str | None]
+    python: str
+    platform: str = ""
+    num_cores: Whole | None = None
+    num_usable_cores: Whole | None = None
+    git: GitCommit | None = None
+
+    @field_validator("packages")
+    @classmethod
+    def _has_torch(cls, packages: dict[str, str | None]) -> dict[str, str | None]:
+        if "torch" not in packages:
+            raise ValueError("torch is missing")
+        return packages
+
+    def one_line(self) -> str:
+        return environment.one_line(self.model_dump())
+
+
+class MemoryForecast(StoredModel):
+    """What was predicted before the models were loaded."""
+
+    free_bytes: Whole | None
+    target_weights_bytes: Whole
+    target_cache_bytes: Whole
+    draft_weights_bytes: Whole
+    draft_cache_bytes: Whole
+    largest_context: Whole | None
+    largest_context_without_drafts: Whole | None
+
+
+class SettingsEntry(StoredModel):
+    temperature: Number
+    top_k: Whole
+    top_p: Number
+    min_p: Number
+    repetition_penalty: Number
+    thinking: bool | None
+    concurrency: Whole
+    context: Whole | None
+    rate: Number | None
+
+    def to_settings(self) -> Settings:
+        return Settings(**{name: getattr(self, name) for name in SettingsEntry.model_fields})
+
+
+class MethodEntry(StoredModel):
+    name: str
+    num_drafts: Whole | None
+    """The most tokens that it drafts per round; None for a server, which does not say."""
+    draft: str | None = None
+    options: dict[str, Any] = {}
+
+
+class DraftEntry(StoredModel):
+    name: str | None = None
+    trained_thinking: bool | None = None
+    verifier: str | None = None
+
+
+class SuiteEntry(StoredModel):
+    version: Whole
+    source: str
+    prompts: Whole
+    sha256: str | None = None
+    scorer: str = "none"
+    contexts: dict[str, str] = {}
+    """By context the hash of the padding."""
+
+
+class ServerEntry(StoredModel):
+    address: str
+    dialect: str
+    version: str | None
+    model: str | None
+    prompts: str
+    prefix_cache: str
+    facts: dict[str, Any]
+
+
+class WorkersEntry(StoredModel):
+    number: Whole
+    on_one_machine: Whole
+    kinds: list[str]
+
+
+class LatencyObjectives(StoredModel):
+    ttft_s: Number | None = None
+    tpot_s: Number | None = None
+
+
+class JudgeEntry(StoredModel):
+    target: str
+    dtype: str
+    weights: str | None = None
+
+
+class RunIdentity(StoredModel):
+    """What decides the answers of a run: it is continued only under the same."""
+
+    model: str
+    dtype: str
+    settings: list[SettingsEntry]
+    target: str | None = None
+    methods: dict[str, MethodEntry] = {}
+    drafts: dict[str, DraftEntry] = {}
+    revisions: dict[str, str | None] = {}
+    unpinned: list[str] = []
+    suites: dict[str, SuiteEntry] = {}
+    max_new_tokens: Whole | None = None
+    stop_ids: list[Whole] | None = None
+    context_length: Whole | None = None
+    seed: Whole | None = None
+    repeats: Whole | None = None
+    engine: str | None = None
+    network: str | None = None
+    capture: str | None = None
+    attention: str | None = None
+    quantize: str | None = None
+    device: str | None = None
+    threads: Whole | None = None
+    workers: WorkersEntry | None = None
+    audit: str | None = None
+    code: str | None = None
+    plan: str | None = None
+    """The SHA-256 of the plan."""
+    servers: dict[str, ServerEntry] = {}
+    slo: LatencyObjectives | None = None
+    judge: JudgeEntry | None = None
+    fallback: str | None = None
+
+    def source_of(self, suite: str) -> str:
+        """Return "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""
+        return self.suites[suite].source if suite in self.suites else ""
+
+
+class AttentionSize(StoredModel):
+    num_layers: Count
+    window: Count | None
+    query_size: Count
+    cache_bytes: Count
+
+
+class TargetSize(StoredModel):
+    weight_bytes: Positive
+    matrix_elements: Count
+    attention: list[AttentionSize]
+    row_bytes: Count = 0
+    stored_bytes: Count = 0
+    num_experts: Count = 0
+    experts_per_token: Count = 0
+    expert_bytes: Count = 0
+    expert_elements: Count = 0
+    state_bytes: Count = 0
+    num_layers: Count = 0
+    vocab_size: Count = 0
+    itemsize: Count = 0
+
+
+class ForwardTimes(StoredModel):
+    """How long forwards of several widths took when the run began."""
+
+    rows: Count
+    context: Count
+    seconds: Annotated[dict[Width, Positive], Field(min_length=1)]
+    bandwidth: Positive
+    products: Positive
+    size: TargetSize
+    least_s: Positive | None = None
+
+
+class CanaryEntry(StoredModel):
+    witness: str
+    spoiled: str
+    outcome: Literal["objected", "silent", "untried"]
+    why: str | None = None
+
+
+class MethodTimes(StoredModel):
+    """Sums over the answers of one method."""
+
+    answers: Whole
+    between_s: Number
+    prefill_s: Number
+    decode_s: Number
+
+
+class ChosenModel(StoredModel):
+    """The options of the command line, of which readers need these."""
+
+    target: str | None = None
+    model: str | None = None
+
+
+class ResumedProcess(StoredModel):
+    started: str | None = None
+    sandbox: str | None = None
+    dropped: Whole = 0
+    """How many stored answers were left out."""
+
+
+class WorkerEntry(StoredModel):
+    machine: Whole
+
+
+NumTurns = Annotated[int, Field(gt=0, lt=2**31)]
+PromptEntry = Annotated[tuple[str, NumTurns, str], Field(strict=False)]
+
+
+class StoredPlan(StoredModel):
+    """See `results/plan.py`. `prompts` has for each suite (id, number of turns, hash)."""
+
+    methods: Annotated[list[str], Field(min_length=1)]
+    repeats: Annotated[int, Field(gt=0, lt=MOST)]
+    prompts: dict[str, list[PromptEntry]]
+
+
+class RunInfo(StoredModel):
+    """The content of `run.json`."""
+
+    schema_version: int = Field(alias="schema")
+    identity: RunIdentity
+    environment: Environment
+    command: str
+    run_id: str | None = None
+    plan: StoredPlan | None = None
+    state: str | None = None
+    started: str | None = None
+    finished: str | None = None
+    sandbox: str | None = None
+    options: ChosenModel = ChosenModel()
+    resumed: list[ResumedProcess] = []
+    measured: dict[str, Whole] | None = None
+    """By suite, for a run with a time limit, the number of prompts that it measured."""
+    spoiled: str | None = None
+    objections: dict[str, Whole] = {}
+    canaries: list[CanaryEntry] | None = None
+    span_s: Number | None = None
+    times: dict[str, MethodTimes] = {}
+    memory: MemoryForecast | None = None
+    workers: list[WorkerEntry] = []
+    forwards: ForwardTimes | None = None
+    pass_at_end_s: Number = 0.0
 
 
 FILE = "run.json"
-Info = dict[str, Any]
-"""The content of `run.json`."""
+Stored = TypeVar("Stored", bound=StoredModel)
 
 
-def read_info(folder: Path) -> Info:
-    """Checks only what every run must have. Raises UserError if there is no run, or an edit broke its `run.json`."""
+def parse(model: type[Stored], content: Any, complaint: str, remedy: str = "") -> Stored:
+    """Check JSON content against a type. Raises UserError: `complaint`, the first key that is wrong, and `remedy`."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"{complaint}: {_first_fault(error)}{remedy and f'; {remedy}'}") from error
+
+
+def _first_fault(error: ValidationError) -> str:
+    """Such as "identity.dtype is 3, but should be a valid string"."""
+    fault = error.errors(include_url=False)[0]
+    place = ""
+    for key in fault["loc"]:
+        shown = f"[{key}]" if isinstance(key, int) else f".{key if key.isprintable() else repr(key)}"
+        place += "" if key == "[key]" else shown
+    place = place.lstrip(".")
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    if fault["type"] == "value_error":
+        return f"{place}: {fault['msg'].removeprefix('Value error, ')}"
+    return f"{place} is {_short(fault['input'])}, but {re.sub('^[A-Z][a-z]+ (?=should)', '', fault['msg'])}"
+
+
+def _short(value: Any) -> str:
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}..."
+
+
+def read_info(folder: Path) -> RunInfo:
+    """Load `run.json`. Raises UserError if there is no run, or if the file is not as a run wrote it."""
     path = folder / FILE
     if not path.exists():
         raise UserError(f"{folder} holds no run (no {FILE})")
-    info: Any = files.json_of(path)
-    is_run = isinstance(info, dict) and isinstance(info.get("identity"), dict)
-    if not is_run or not any(isinstance(info.get(name), int) for name in (SCHEMA, UNRELEASED)):
+    content: Any = files.json_of(path)
+    is_run = isinstance(content, dict) and isinstance(content.get("identity"), dict)
+    if not is_run or not any(isinstance(content.get(name), int) for name in (SCHEMA, UNRELEASED)):
         raise UserError(f"cannot read {path}: not written by dflash-bench run")
-    refuse_other_schema(path, info, MEASURE_AGAIN)
-    check_shape(schema.STORED, info, path)
-    if "spoiled" in info:
-        raise UserError(f"{folder} proves nothing: {info['spoiled']}; delete it, and run again")
-    return dict(info)
+    refuse_other_schema(path, content, MEASURE_AGAIN)
+    info = parse(RunInfo, content, f"{path} is not as dflash-bench run wrote it")
+    if info.spoiled is not None:
+        raise UserError(f"{folder} proves nothing: {info.spoiled}; delete it, and run again")
+    return info
 
 
-def check_shape(expected: Any, info: Info, path: Path) -> None:
-    for fault in schema.shape_faults(expected, info, ""):
-        raise UserError(f"{path} is not as dflash-bench run wrote it: {fault.lstrip('.')}")
+def refuse_other_schema(path: Path, versions: Mapping[str, Any], remedy: str) -> None:
+    """`versions` is what the file holds under its keys. Raises UserError if this version cannot read it."""
+    version = versions.get(SCHEMA)
+    if version == SCHEMA_VERSION and not isinstance(version, bool):
+        return
+    if UNRELEASED in versions:
+        raise UserError(f"{path} was written before version 1.0, whose files are not read any more; {remedy}")
+    raise UserError(
+        f"{path} has schema {version!r}, but this version reads up to {SCHEMA_VERSION}; update dflash-bench"
+    )
 
 
-def write_info(folder: Path, info: Info) -> None:
-    write_whole(folder / FILE, lambda file: file.write(_text(info).encode()))
+def write_info(folder: Path, info: RunInfo) -> None:
+    write_whole(folder / FILE, lambda file: file.write(_text(info.to_json()).encode()))
 
 
-def _text(info: Info) -> str:
-    """JSON with one line for each prompt of the plan, of which there may be many."""
+def with_changes(info: RunInfo, changes: Mapping[str, Any], without: Sequence[str] = ()) -> RunInfo:
+    """Return the info with other values of these keys, and without some others."""
+    kept = {name: value for name, value in info.to_json().items() if name not in without}
+    return RunInfo.model_validate(kept | as_json(changes))
+
+
+def as_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return content as it will be read back: tuples become lists."""
+    read_back: dict[str, Any] = json.loads(json.dumps(dict(content)))
+    return read_back
+
+
+def _text(info: Mapping[str, Any]) -> str:
+    """Return JSON with one line for each prompt of the plan, of which there may be many."""
     text = json.dumps({name: value for name, value in info.items() if name != "plan"}, indent=2, ensure_ascii=False)
     if "plan" not in info:
         return text + "\n"
@@ -65,26 +404,28 @@ def _lines(prompts: Sequence[Any]) -> str:
     return ",\n".join(f"        {json.dumps(prompt, ensure_ascii=False)}" for prompt in prompts)
 
 
-def normalised(info: Mapping[str, Any]) -> Info:
-    """As it will be read back: tuples become lists, and the identity gets the hash of the plan."""
-    stored: Info = json.loads(json.dumps(dict(info)))
-    if "plan" in stored:
-        stored["identity"]["plan"] = plans.sha256(stored["plan"])
-    return stored
+def carried(info: RunInfo) -> dict[str, Any]:
+    """Return what every part of a run carries: its identity, and the run's id."""
+    return {**info.identity.to_json(), **({} if info.run_id is None else {"run_id": info.run_id})}
 
 
-def changes(stored: Info, now: Info) -> Iterator[str]:
-    """What decides results and differs from when the run was started."""
-    identity_then, identity_now = dict(stored["identity"]), dict(now["identity"])
-    if "plan" in stored and "plan" in now:  # the plans say more than their hashes
-        yield from plans.differences(stored["plan"], now["plan"])
-        del identity_then["plan"], identity_now["plan"]
-    yield from differences(identity_then, identity_now)
+# Where two values read from JSON differ, in words for people.
 
 
-def carried(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What every part of a run carries: its identity, and the run's id."""
-    return {**info["identity"], **({"run_id": info["run_id"]} if "run_id" in info else {})}
+def differences(then: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Key by key: "temperature was 0.0, now 1.0"."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted(then.keys() | now.keys()):
+            yield from differences(then.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif _are_lists_of_objects(then, now) and len(then) == len(now):
+        for number, pair in enumerate(zip(then, now, strict=True)):
+            yield from differences(*pair, path if len(then) == 1 else f"{path}[{number}]")
+    elif then != now:
+        yield f"{path} was {json.dumps(then)}, now {json.dumps(now)}"
+
+
+def _are_lists_of_objects(*values: Any) -> bool:
+    return all(isinstance(value, list) and all(isinstance(item, dict) for item in value) for value in values)
 
 
 # The prompts of a run, stored once beside its parts: what was asked, and the expected answer.

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,10 +29,12 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
 from dflash_bench.core.types import SCHEMA_VERSION, Record, Settings
 from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
-from dflash_bench.results.identity import settings_numbers, settings_of
+from dflash_bench.results import plan as plans
+from dflash_bench.results.identity import settings_numbers
 from dflash_bench.results.integrity import witness
 from dflash_bench.results.laws import Decode, Facts
-from dflash_bench.results.run_info import Info, carried, read_info, write_info
+from dflash_bench.results.plan import Plan
+from dflash_bench.results.run_info import RunInfo, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
 """How many small parts are merged into one: opening a part costs as much as reading a hundred answers."""
@@ -61,7 +63,8 @@ def check_resumable(folder: Path) -> None:
 def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
     """`info["identity"]` decides results, `info["plan"]` lists the answers to make; the rest describes the run."""
     check_new(folder)
-    stored = {schema.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex} | run_info.normalised(info)
+    started = {run_info.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex}
+    stored = _new_info(started | dict(info))
     try:
         if not folder.is_dir():
             _create_whole(folder, stored)
@@ -78,20 +81,38 @@ def resume(folder: Path, info: Mapping[str, Any]) -> RunStore:
 
     Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records how many.
     """
-    stored, now = read_info(folder), run_info.normalised(info)
-    changes = "; ".join(run_info.changes(stored, now))
+    stored, now = read_info(folder), _new_info({run_info.SCHEMA: SCHEMA_VERSION} | dict(info))
+    changes = "; ".join(_changes(stored, now))
     if changes:
         raise UserError(f"{folder} was started differently: {changes}; use the same options, or choose another --out")
     run = RunStore(folder, stored)
-    more = {name: value for name, value in now.items() if name not in ("identity", "plan")}
+    more = {name: value for name, value in now.to_json().items() if name not in (run_info.SCHEMA, "identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
+    resumed = [*(process.to_json() for process in stored.resumed), more]
     # `measured`, which says how far a time limit let it get, and the sums are written again when it finishes.
-    stored = {name: value for name, value in stored.items() if name not in ("measured", *integrity.SPAN_NAMES)}
-    write_info(folder, stored | {"state": "running", "resumed": [*stored.get("resumed", []), more]})
+    without = ("measured", *integrity.SPAN_NAMES)
+    write_info(folder, run_info.with_changes(stored, {"state": "running", "resumed": resumed}, without))
     return run
 
 
-def load(folder: Path) -> tuple[Info, list[Record]]:
+def _new_info(content: Mapping[str, Any]) -> RunInfo:
+    """Make the info of a new run: the identity gets the hash of the plan."""
+    stored = run_info.as_json(content)
+    if "plan" in stored:
+        stored["identity"]["plan"] = plans.sha256(stored["plan"])
+    return RunInfo.model_validate(stored)
+
+
+def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
+    """Name what decides results and differs from when the run was started."""
+    identity_then, identity_now = stored.identity.to_json(), now.identity.to_json()
+    if stored.plan is not None and now.plan is not None:  # the plans say more than their hashes
+        yield from plans.differences(stored.plan.to_json(), now.plan.to_json())
+        del identity_then["plan"], identity_now["plan"]
+    yield from run_info.differences(identity_then, identity_now)
+
+
+def load(folder: Path) -> tuple[RunInfo, list[Record]]:
     """Everything that is stored, in the order it was stored."""
     info = read_info(folder)
     return info, parts.records(parts.of(folder), carried(info))
@@ -100,9 +121,9 @@ def load(folder: Path) -> tuple[Info, list[Record]]:
 class RunStore(AbstractContextManager["RunStore"]):
     """A folder that one process at a time writes to; close it, or use it in a `with`."""
 
-    def __init__(self, folder: Path, info: Info) -> None:
+    def __init__(self, folder: Path, info: RunInfo) -> None:
         self.folder, self.identity, self.num_dropped = folder, carried(info), 0
-        self._facts = Facts.of(self.identity)
+        self._facts = Facts.of(info.identity)
         self.decode: Decode | None = None
         """What the target's tokenizer makes of tokens, where there is one to hold texts against."""
         self.close = finalize(self, os.close, _locked(folder))
@@ -132,10 +153,10 @@ class RunStore(AbstractContextManager["RunStore"]):
         """
         return time.monotonic() - self._began
 
-    def _elapsed(self, info: Info) -> float:
+    def _elapsed(self, info: RunInfo) -> float:
         """Seconds from the start of the run to the start of this process."""
         last = max((record.end_s or 0.0 for record in self.stored.values()), default=0.0)
-        started = _timestamp(info)
+        started = _timestamp(info.started)
         return last if started is None else max(last, time.time() - started)
 
     def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -146,11 +167,11 @@ class RunStore(AbstractContextManager["RunStore"]):
     def keep_worker(self, about: Mapping[str, Any]) -> int:
         """Stores who is about to measure for this run; the number by which rows refer to it."""
         info = read_info(self.folder)
-        workers = [*info.get("workers", []), dict(about)]
-        write_info(self.folder, info | {"workers": workers})
+        workers = [*(worker.to_json() for worker in info.workers), dict(about)]
+        write_info(self.folder, run_info.with_changes(info, {"workers": workers}))
         return len(workers) - 1
 
-    def _mend(self, info: Info) -> None:
+    def _mend(self, info: RunInfo) -> None:
         """Drops answers that are not the plan's, if there are any, by replacing all parts with a single new one.
 
         If it is killed half-way, the run is as before or mended: the new part replaces all others once it exists.
@@ -160,21 +181,21 @@ class RunStore(AbstractContextManager["RunStore"]):
         current = parts.of(self.folder)
         replaced = sorted(set(self.folder.glob(parts.PARTS)) - set(current))
         tables = {part: parts.read(part, self.identity, as_written=False) for part in (*current, *replaced)}
-        if "plan" not in info or not tables:
+        plan = plans.recorded(info, str(self.folder / run_info.FILE))
+        if not tables:
             self._leave_only(current)
             return
         num_before = sum(len(tables[part]) for part in current)
         # A merged part holds all answers of those it replaces. If it was edited and does not, theirs are kept. Nothing
         # is taken from a part that this run did not write, however possible its rows are.
         sound = [part for part in tables if checksums.why_other(part) is None]
-        run_settings = settings_of(info["identity"])
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
-        witnesses = [witness(batches, run_settings, self._facts) for batches in batches_of.values()]
+        witnesses = [witness(batches, plan.settings, self._facts) for batches in batches_of.values()]
         surplus = integrity.account(info, str(self.folder / run_info.FILE), witnesses).surplus if witnesses else ()
         kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
         mended = pa.concat_tables(kept.values()) if kept else schema.schema().empty_table()
-        mended = parts.without(mended, _orphans(mended, run_settings, info["plan"]["methods"][0]))
-        mended = parts.without(mended, _of_broken_waves(mended, run_settings, info["plan"]))
+        mended = parts.without(mended, _orphans(mended, plan))
+        mended = parts.without(mended, _of_broken_waves(mended, plan))
         num_rescued = sum(len(table) for part, table in kept.items() if part in replaced)
         self.num_dropped = num_before + num_rescued - len(mended)
         if not self.num_dropped and not num_rescued:
@@ -238,14 +259,14 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def mark_spoiled(self, why: str) -> None:
         """Nobody is to read it any more, nor to go on with it."""
-        write_info(self.folder, read_info(self.folder) | {"spoiled": why})
+        write_info(self.folder, run_info.with_changes(read_info(self.folder), {"spoiled": why}))
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         self._merge(MERGED_AT_THE_END)
         checksums.keep_only(self.folder, parts.of(self.folder))
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
         sums = integrity.of_run(self.seconds(), list(self.stored.values()))
-        write_info(self.folder, read_info(self.folder) | finished | sums | dict(updates))
+        write_info(self.folder, run_info.with_changes(read_info(self.folder), finished | sums | dict(updates)))
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -265,20 +286,21 @@ def _failed(record: Record, why: str) -> Record:
     )  # fmt: skip
 
 
-def _timestamp(process: Mapping[str, Any]) -> float | None:
+def _timestamp(started: str | None) -> float | None:
     """When a process started; None if that is not recorded."""
     try:
-        return datetime.fromisoformat(str(process.get("started"))).timestamp()
+        return datetime.fromisoformat(str(started)).timestamp()
     except ValueError:
         return None
 
 
-def _spent_s(info: Info, records: Sequence[Record]) -> float:
+def _spent_s(info: RunInfo, records: Sequence[Record]) -> float:
     """The sum over processes, also killed ones, of the time from start to the end of the last answer stored."""
-    first = _timestamp(info)
+    first = _timestamp(info.started)
     if first is None:
         return 0.0
-    starts = sorted(at - first for process in (info, *info.get("resumed", ())) if (at := _timestamp(process)))
+    all_started = [info.started, *(process.started for process in info.resumed)]
+    starts = sorted(at - first for started in all_started if (at := _timestamp(started)))
     ends = [record.end_s for record in records if record.end_s is not None]
     spans = pairwise([*starts, float("inf")])
     return sum(max((end - start for end in ends if start < end <= after), default=0.0) for start, after in spans)
@@ -288,17 +310,17 @@ def key(record: Record) -> Key:
     return record.suite, record.prompt_id, record.repeat, record.settings, record.method, record.turn
 
 
-def _orphans(table: Any, run_settings: Sequence[Settings], first_method: str) -> Any:
+def _orphans(table: Any, plan: Plan) -> Any:
     """The mask of rows that depend on an answer of the plan's first method which is missing, [rows].
 
     A row is compared with the plain answers of its own repeat and of the first one, and its conversation contains
     those to earlier turns.
     """
     names = ("suite", "prompt_id", "repeat", "turn")
-    numbers = settings_numbers(table, run_settings).tolist()
+    numbers = settings_numbers(table, plan.settings).tolist()
     places = list(zip(numbers, *(table.column(name).to_pylist() for name in names), strict=True))
     methods = table.column("method").to_pylist()
-    answered = {place for place, method in zip(places, methods, strict=True) if method == first_method}
+    answered = {place for place, method in zip(places, methods, strict=True) if method == plan.methods[0]}
     return np.array(
         [
             not all((*prompt, compared, earlier) in answered for compared in {0, repeat} for earlier in range(turn + 1))
@@ -308,23 +330,23 @@ def _orphans(table: Any, run_settings: Sequence[Settings], first_method: str) ->
     )
 
 
-def _of_broken_waves(table: Any, run_settings: Sequence[Settings], plan: Mapping[str, Any]) -> Any:
+def _of_broken_waves(table: Any, plan: Plan) -> Any:
     """The mask of rows that were measured beside others which are missing now, [rows].
 
     The missing ones alone would be measured beside fewer. What later turns go on from is measured again, too.
     """
-    numbers = settings_numbers(table, run_settings).tolist()
+    numbers = settings_numbers(table, plan.settings).tolist()
     waves = list(zip(numbers, *(table.column(name).to_pylist() for name in ("suite", "repeat", "turn")), strict=True))
     num_rows = Counter(waves)
     num_prompts = {
-        (suite, turn): sum(turn < num_turns for _, num_turns, _ in prompts)
-        for suite, prompts in plan["prompts"].items()
-        for turn in range(max((num_turns for _, num_turns, _ in prompts), default=0))
+        (suite, turn): sum(turn < prompt.num_turns for prompt in prompts)
+        for suite, prompts in plan.prompts.items()
+        for turn in range(max((prompt.num_turns for prompt in prompts), default=0))
     }
     broken = [
-        run_settings[number].is_shared
+        plan.settings[number].is_shared
         and any(
-            num_rows[number, suite, repeat, earlier] < num_prompts[suite, earlier] * len(plan["methods"])
+            num_rows[number, suite, repeat, earlier] < num_prompts[suite, earlier] * len(plan.methods)
             for earlier in range(turn + 1)
         )
         for number, suite, repeat, turn in waves
@@ -332,7 +354,7 @@ def _of_broken_waves(table: Any, run_settings: Sequence[Settings], plan: Mapping
     return np.array(broken, dtype=bool)
 
 
-def _create_whole(folder: Path, info: Info) -> None:
+def _create_whole(folder: Path, info: RunInfo) -> None:
     """Creates the folder together with its `run.json`, or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

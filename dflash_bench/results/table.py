@@ -12,15 +12,15 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Generation, Settings
-from dflash_bench.results import integrity, parts, schema, validity
+from dflash_bench.results import integrity, parts, validity
 from dflash_bench.results.identity import COLUMNS as SETTINGS
-from dflash_bench.results.identity import SETTINGS_ID, Identity, settings_numbers, settings_of
+from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
 from dflash_bench.results.integrity import COLUMNS as WITNESSED
 from dflash_bench.results.integrity import Account, Flaw, PartSummary, witness
 from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, lengths_of, sliced
-from dflash_bench.results.run_info import FILE, Info, carried, check_shape, read_info
+from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info
 
 # Does an answer end in a loop, the same words over and over until the limit cut it?
 #
@@ -95,7 +95,7 @@ class Results:
     answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
 
     name: str
-    info: Info
+    info: RunInfo
     rows: Any
     damaged: tuple[str, ...] = ()
     """What was wrong with each damaged part that was left out."""
@@ -107,7 +107,7 @@ class Results:
     @property
     def missing(self) -> list[str]:
         """What the numbers leave out, to be stated above them."""
-        unfinished = self.info.get("state", "complete") != "complete"
+        unfinished = self.info.state not in (None, "complete")
         return [
             *([f"{self.name} is not finished"] if unfinished else []),
             *(f"left out because it is damaged: {reason}" for reason in self.damaged),
@@ -123,13 +123,12 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
     if by not in SLICES:
         raise unknown("slice", by, list(SLICES))
     info = read_info(folder)
-    if info.get("state") != "complete" and "unfinished" not in allow:
+    if info.state != "complete" and "unfinished" not in allow:
         raise UserError(
             f"{folder} is still being written, or was stopped: finish it with --resume, or add --allow unfinished"
         )
-    check_shape(schema.RUN, info, folder / FILE)
-    identity, run_settings = carried(info), settings_of(info["identity"], str(folder / FILE))
-    read, damaged = _read_parts(folder, identity, run_settings, by, allow)
+    run_settings = settings_of(info.identity, str(folder / FILE))
+    read, damaged = _read_parts(folder, info, run_settings, by, allow)
     none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
     if not read:
         raise UserError(none)
@@ -142,7 +141,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
             left_out[part] = surplus
         # Rows that are invalid by themselves were left out when the part was read.
         again = surplus.sum() > evidence.faulty.sum()
-        batches = parts.batches(part, _columns(identity), identity, surplus) if again else ()
+        batches = parts.batches(part, _columns(info.identity), carried(info), surplus) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
     if not sum(map(len, tables)) and not (judging and account.flaws):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
@@ -151,7 +150,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
 
 
 def _read_parts(
-    folder: Path, identity: Identity, run_settings: Sequence[Settings], by: str, allow: Sequence[str]
+    folder: Path, info: RunInfo, run_settings: Sequence[Settings], by: str, allow: Sequence[str]
 ) -> tuple[dict[Path, tuple[Any, PartSummary]], list[str]]:
     """For each part its table and its `PartSummary`; and what is wrong with the damaged parts."""
     read: dict[Path, tuple[Any, PartSummary]] = {}
@@ -159,7 +158,7 @@ def _read_parts(
     stored = parts.of(folder)
     # Two at a time: Arrow and NumPy release the interpreter's lock, but more parts at once would take more memory.
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda part: _read_part(part, identity, run_settings, by), stored)
+        results = pool.map(lambda part: _read_part(part, info, run_settings, by), stored)
         for part, result in zip(stored, results, strict=True):
             if not isinstance(result, parts.DamagedError):
                 read[part] = result
@@ -170,19 +169,19 @@ def _read_parts(
     return read, damaged
 
 
-def _columns(identity: Identity) -> tuple[str, ...]:
+def _columns(identity: RunIdentity) -> tuple[str, ...]:
     """Texts are read only where tokens may be hidden: they are most of a part."""
-    return (*COLUMNS, "text") if identity.get("servers") else COLUMNS
+    return (*COLUMNS, "text") if identity.servers else COLUMNS
 
 
-def _read_part(part: Path, identity: Identity, run_settings: Sequence[Settings], by: str) -> Any:
+def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
     """Its table and its `PartSummary`, or the error: a part that breaks off half-way is left out as a whole."""
-    columns = tuple(dict.fromkeys([*_columns(identity), *WITNESSED]))
+    columns = tuple(dict.fromkeys([*_columns(info.identity), *WITNESSED]))
     try:
-        batches = list(parts.batches(part, columns, identity))
+        batches = list(parts.batches(part, columns, carried(info)))
     except parts.DamagedError as error:
         return error
-    evidence = witness(batches, run_settings, Facts.of(identity))
+    evidence = witness(batches, run_settings, Facts.of(info.identity))
     ends = np.cumsum([len(batch) for batch in batches])
     faulty = np.split(evidence.faulty, ends[:-1])
     valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]

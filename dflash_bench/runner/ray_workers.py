@@ -26,7 +26,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.core.terminal import status
 from dflash_bench.core.types import SHARED_WEIGHTS, Message, Record, Settings
 from dflash_bench.models.presets import Preset
-from dflash_bench.results.schema import differences
+from dflash_bench.results.run_info import differences
 from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.plan import Resolved

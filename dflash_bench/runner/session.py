@@ -20,7 +20,7 @@ from dflash_bench.core.types import Generation, Record, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
-from dflash_bench.results.run_info import read_info
+from dflash_bench.results.run_info import RunInfo, read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
 from dflash_bench.runner.config import RunRequest, objectives
@@ -273,9 +273,9 @@ def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: PreparedRu
     return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings)
 
 
-def _refuse_other_order(stored: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
+def _refuse_other_order(stored: RunInfo, plan: Mapping[str, Any], folder: Path) -> None:
     """What was measured without --for is in the order of the rows, of which the first ones are no fair draw."""
-    then, now = stored.get("plan", {}).get("prompts", {}), plan["prompts"]
+    then, now = stored.plan.to_json()["prompts"] if stored.plan else {}, plan["prompts"]
     if any(
         then[suite] != now[suite] and sorted(then[suite]) == sorted(now[suite]) for suite in then.keys() & now.keys()
     ):
@@ -322,7 +322,8 @@ def _tried(
     denied = None if run.decode is None else run.why_wrong
     readable = (record for record in run.stored.values() if _has_an_order(record.generation))
     canaries.read(next(readable, None), denied)
-    outcomes = together(read_info(run.folder).get("canaries", ()), [*of_workers, canaries.outcomes()])
+    stored = [canary.to_json() for canary in read_info(run.folder).canaries or ()]
+    outcomes = together(stored, [*of_workers, canaries.outcomes()])
     if witnesses := silent(outcomes):
         tell(
             f"note: this run proves nothing: spoiled copies of its answers passed the {' and the '.join(witnesses)}, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 
 from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.core import environment
 from dflash_bench.report import document, sections
 from studies._study import Made, Work
 
@@ -42,7 +41,7 @@ def make(work: Work, options: Namespace) -> Made:
     run = document.read_document(folder)
     info, swept = run.results.info, [sweep for sweep in run.sweeps if sweep.option == "block"]
     page = PAGE.format(
-        command=work.command, machine=environment.one_line(info["environment"]),
+        command=work.command, machine=info.environment.one_line(),
         swept="\n\n".join(sections.sweep_paragraphs(swept, info)),
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "speedup.decode")),
     )  # fmt: skip

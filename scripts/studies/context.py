@@ -7,7 +7,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.core import environment
 from dflash_bench.report import columns, document, sections, words
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import markdown
@@ -74,7 +73,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 def page(work: Work, read: dict[str, Document], remark: str) -> str:
     parts = [section(name, run, f"{NAME}-{name}.svg") for name, run in read.items()]
-    machine = environment.one_line(read["smollm2"].results.info["environment"])
+    machine = read["smollm2"].results.info.environment.one_line()
     figures = ("al.pooled", "break_even_al", "speedup.decode")
     formulas = "\n".join(f"- `{figure}`: {FORMULAS[figure]}" for figure in figures)
     text = "\n".join([HEAD.format(command=work.command, machine=machine, remark=remark), *parts])
@@ -87,8 +86,8 @@ def section(name: str, run: Document, picture: str) -> str:
     drafting = [cell.exact for cell in run.cells if cell.exact and cell.method != "ar"]
     audits = [cell.audit for cell in run.cells if cell.audit]
     info = run.results.info
-    folder = Path(info["options"]["data"] or "").parent
-    command = re.sub(r" --out \S+", "", info["command"]).replace(f"{folder}/", "")
+    folder = Path(info.options.to_json()["data"] or "").parent
+    command = re.sub(r" --out \S+", "", info.command).replace(f"{folder}/", "")
     return RUN.format(
         model=name, num=run.cells[0].num_prompts, suite=run.cells[0].label, command=command,
         exact=sum(right for right, _ in drafting), compared=sum(of for _, of in drafting),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.metrics import FORMULAS, Cell
-from dflash_bench.core import environment
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import Settings
 from dflash_bench.report import document
@@ -100,7 +99,7 @@ def corpus() -> str:
 def page(work: Work, documents: Sequence[Document], tested: Mapping[str, Any], limit: int) -> str:
     verdicts = {verdict["method"]: verdict["state"] for verdict in tested["verdicts"]}
     head = HEAD.format(
-        command=work.command, machine=environment.one_line(documents[0].results.info["environment"]), limit=limit,
+        command=work.command, machine=documents[0].results.info.environment.one_line(), limit=limit,
         al=FORMULAS["al.pooled"], tested=Settings(**tested["settings"]), draws=tested["draws"], level=tested["level"],
         texts=NUM_TEXTS,
         rejection=", ".join(f"`{name}` {state}" for name, state in verdicts.items() if name.endswith("rule=rejection")),

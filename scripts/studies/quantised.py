@@ -10,7 +10,6 @@ from typing import Any
 from dflash_bench.analysis import compare
 from dflash_bench.analysis.compare import agreements
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, mismatched
-from dflash_bench.core import environment
 from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import ABSENT, markdown, number, p_value, with_interval
@@ -106,10 +105,10 @@ def page(work: Work, known: dict[Any, Document]) -> str:
         {name for name, _, _ in known}, key=lambda name: (name.startswith("smollm2"), "embedded" not in name)
     )
     first = next(iter(known.values())).results.info
-    packages = first["environment"]["packages"]
+    packages = first.environment.packages
     versions = ", ".join(f"{name} {packages[name]}" for name in ("transformers", "torchao", "bitsandbytes"))
     head = HEAD.format(
-        command=work.command, machine=environment.one_line(first["environment"]), packages=versions,
+        command=work.command, machine=first.environment.one_line(), packages=versions,
         sizes="; ".join(_size(name, known[name, DTYPES[0], "none"]) for name in sections),
         weights=weights_table(known, sections),
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "tps.decode", "speedup.decode")),
@@ -135,13 +134,15 @@ def weights_table(known: dict[Any, Document], sections: Sequence[str]) -> str:
 
 
 def _stored(run: Document) -> int:
-    return int(run.results.info["forwards"]["size"]["stored_bytes"])
+    forwards = run.results.info.forwards
+    assert forwards is not None
+    return forwards.size.stored_bytes
 
 
 def section(name: str, known: dict[Any, Document]) -> str:
     runs = {(dtype, kind): run for (of, dtype, kind), run in known.items() if of == name}
     one = next(iter(runs.values()))
-    tokens = one.results.info["identity"]["max_new_tokens"]
+    tokens = one.results.info.identity.max_new_tokens
     title = f"{name.partition('-')[0]} on {one.cells[0].label}"
     figures = [row for dtype in DTYPES for kind in ("lean", "none", *KINDS) for row in _figures(runs, dtype, kind)]
     heads = [

@@ -36,7 +36,7 @@ from dflash_bench import report
 from dflash_bench.analysis.findings import findings
 results = frame.read(Path(sys.argv[1]))
 rows = results.rows
-cells = metrics.summarise(rows, results.info["identity"])
+cells = metrics.summarise(rows, results.info.identity)
 print(report.text(cells, findings(rows, cells)))
 """
 SAME_IN_ALL = {

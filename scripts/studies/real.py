@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.core import environment, files, methods
+from dflash_bench.core import files, methods
 from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import Generation, Message
 from dflash_bench.models import presets
@@ -142,9 +142,9 @@ def accept(data: str) -> str:
 def page(work: Work, timed: Document, known: Sequence[dict[str, Any]], time: str) -> str:
     info = timed.results.info
     head = HEAD.format(
-        command=work.command, machine=environment.one_line(info["environment"]), source=known[0]["source"],
+        command=work.command, machine=info.environment.one_line(), source=known[0]["source"],
         tokens=NUM_TOKENS, time=time,
-        num=NUM_PROMPTS, accepted=accepted_table(known), dtype=info["identity"]["dtype"], timed=timed_table(timed),
+        num=NUM_PROMPTS, accepted=accepted_table(known), dtype=info.identity.dtype, timed=timed_table(timed),
     )  # fmt: skip
     parts = [head]
     for name, caption in PICTURES.items():
@@ -175,7 +175,7 @@ def timed_table(run: Document) -> str:
         [cell.label, cell.method, *(columns.marked(column, cell, run.findings) for column in shown)]
         for cell in run.cells
     ]
-    legend, dtype = columns.legend(run.cells, run.findings), run.results.info["identity"]["dtype"]
+    legend, dtype = columns.legend(run.cells, run.findings), run.results.info.identity.dtype
     heads = [f"{head}, {dtype}" if head in OF_DTYPE else head for head in TIMED]
     return "\n\n".join([markdown(["suite", "method", *heads], rows, left=2), *legend])
 

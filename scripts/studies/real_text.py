@@ -8,7 +8,6 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS
-from dflash_bench.core import environment
 from dflash_bench.report import document
 from dflash_bench.report.tables import markdown, with_interval
 from studies._study import Made, Work, add_data
@@ -53,7 +52,7 @@ def make(work: Work, options: Namespace) -> Made:
         for run in runs for cell in run.cells if cell.method != BASELINE
     ]  # fmt: skip
     page = PAGE.format(
-        command=work.command, machine=environment.one_line(runs[0].results.info["environment"]), limit=options.limit,
+        command=work.command, machine=runs[0].results.info.environment.one_line(), limit=options.limit,
         table=markdown(HEADS, rows, left=2), formula=FORMULAS["al.pooled"],
     )  # fmt: skip
     return Made({PAGES[0]: page})

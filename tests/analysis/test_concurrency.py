@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from runs import known
 
 from dflash_bench.analysis.concurrency import Crossing, concurrency_curves, falls_to_one
 from dflash_bench.analysis.metrics import Cell
@@ -39,7 +40,7 @@ def cell(method: str, concurrency: int) -> Cell:
 
 def measured(rows: list[dict[str, Any]], settings: list[Settings] = SETTINGS) -> list[Any]:
     cells = [cell(method, one.concurrency) for method in ("ar", "dflash") for one in settings]
-    return concurrency_curves(pd.DataFrame(rows), cells, {"settings": settings_to_json(settings)})
+    return concurrency_curves(pd.DataFrame(rows), cells, known(settings=settings_to_json(settings)))
 
 
 ROWS = [answer(method, one.concurrency, 0.0, 2.0) for method in ("ar", "dflash") for one in SETTINGS]
@@ -59,7 +60,7 @@ def test_throughput_is_over_the_time_in_which_any_answer_was_decoded() -> None:
 
 def goodput_of(rows: list[dict[str, Any]], one: Settings) -> tuple[float, float]:
     cells = [replace(cell("dflash", 4), settings=one)]
-    identity = {"settings": settings_to_json([one]), "slo": {"ttft_s": 1.0, "tpot_s": 1.0}}
+    identity = known(settings=settings_to_json([one]), slo={"ttft_s": 1.0, "tpot_s": 1.0})
     (load,) = concurrency_curves(pd.DataFrame(rows), cells, identity)
     assert load.levels[0].goodput is not None
     return load.levels[0].goodput.per_s, load.levels[0].tokens_per_s

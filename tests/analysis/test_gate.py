@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import xmlschema
 from golden import assert_golden
-from runs import answers, changed, failing, slower, stored
+from runs import answers, bare, changed, failing, slower, stored
 
 from dflash_bench.core.types import Record
 from dflash_bench.results import store
@@ -276,7 +276,7 @@ def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> N
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path, main: Main) -> None:
-    with store.create(tmp_path / "run", {"identity": {}, "environment": {}}) as run:
+    with store.create(tmp_path / "run", bare()) as run:
         run.append(answers())
     code, _, err = main("check", "run")
     assert code == 2

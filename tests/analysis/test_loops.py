@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rows import pair
-from runs import GREEDILY, frame_of, stored
+from runs import frame_of, known, stored
 
 from dflash_bench.analysis.findings import base, findings
 from dflash_bench.analysis.findings.base import Finding
@@ -99,7 +99,7 @@ ROWS = [row for number in range(8) for row in pair(f"p{number}", EASY if number 
 
 def findings_of(records: Sequence[Record]) -> list[Finding]:
     rows = frame_of(records)
-    found = findings(rows, summarise(rows, GREEDILY))
+    found = findings(rows, summarise(rows, known()))
     return [finding for finding in found if finding.kind == "loops"]
 
 
@@ -112,7 +112,7 @@ def test_a_run_with_looping_answers_says_which_and_what_figures_are_without() ->
         f"ar 2 of 8; dflash 2 of 8, without them al.pooled {hard:.2f} (not {both:.2f}), speedup.decode "
         f"{hard / 2:.2f} (not {both / 2:.2f})"
     )
-    cells = summarise(frame_of(ROWS), GREEDILY)
+    cells = summarise(frame_of(ROWS), known())
     assert "r" in base.marks(base.beside([finding], cells[-1]))
 
 

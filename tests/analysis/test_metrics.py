@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, planned
+from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, known, planned
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
@@ -26,7 +26,7 @@ PLAIN = [row for row in UNEVEN if row.method == "ar"]
 
 
 def summarise(records: list[Record]) -> list[Cell]:
-    return metrics.summarise(frame_of(records), GREEDILY)
+    return metrics.summarise(frame_of(records), known())
 
 
 def figure(figure_id: str, records: list[Record]) -> float | None:
@@ -187,7 +187,7 @@ def test_cells_come_as_they_appear_with_the_baseline_first() -> None:
 def test_methods_that_take_turns_stand_in_one_order_in_every_slice() -> None:
     turns = [("dflash", "eagle3", "ar"), ("eagle3", "ar", "dflash")]
     rows = [record(method, str(turn), generation([1], 1), turn=turn) for turn in (0, 1) for method in turns[turn]]
-    cells = metrics.summarise(frame_of(rows, by="turn"), GREEDILY)
+    cells = metrics.summarise(frame_of(rows, by="turn"), known())
     assert [(c.slice, c.method) for c in cells] == [
         (slice_, method) for slice_ in ("turn 1", "turn 2") for method in ("ar", "dflash", "eagle3")
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import answers, stored
+from runs import about, answers, stored
 
 from dflash_bench.analysis import roofline
 from dflash_bench.analysis.findings import findings
@@ -42,7 +42,7 @@ def run_with(folder: Path, **info: Any) -> table.Results:
 
 
 def kinds(results: table.Results) -> set[str]:
-    identity = results.info["identity"]
+    identity = results.info.identity
     found = findings(results.rows, summarise(results.rows, identity), identity, results.info)
     assert all(FLATTERED in one.text for one in found if one.kind == "slow_plain")
     return {one.kind for one in found}
@@ -76,7 +76,7 @@ def test_a_round_of_twice_its_pass_is_found_and_one_of_four_times_fails_a_check(
 
 
 def test_what_a_longer_context_takes_to_read_is_no_slowness() -> None:
-    info = {"forwards": forwards(0.003)}
+    info = about(forwards=forwards(0.003))
     of_short = roofline.pace(info, np.array([0.01]), np.array([5]))
     of_long = roofline.pace(info, np.array([0.01]), np.array([4005]))
     assert of_short is not None and of_short.ratio == pytest.approx(10 / 3)
@@ -84,7 +84,7 @@ def test_what_a_longer_context_takes_to_read_is_no_slowness() -> None:
 
 
 def test_half_of_the_answers_held_up_says_nothing_of_the_loop() -> None:
-    info = {"forwards": forwards(0.009)}
+    info = about(forwards=forwards(0.009))
     pace = roofline.pace(info, np.array([0.01, 0.01, 0.01, 0.1, 0.1, np.nan]), np.full(6, 5))
     assert pace is not None and pace.ratio == pytest.approx(10 / 9)
     assert roofline.pace(info, np.array([np.nan]), np.array([5])) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+from runs import about
 
 from dflash_bench.analysis.roofline import curve, regime, stored
 from dflash_bench.core.forwards import ForwardTiming, LinearCost, Rates, Size, fit
@@ -81,9 +82,9 @@ def test_a_run_keeps_what_it_measured_and_an_older_one_has_none() -> None:
         "rows": 1, "context": 128, "bandwidth": 1000.0, "products": 1e9, "size": asdict(SIZE) | {"newer": 1},
         "seconds": {str(width): LinearCost(4.9, 0.1).at(width) for width in WIDTHS},
     }  # fmt: skip
-    through = stored({"forwards": measured})
+    through = stored(about(forwards=measured))
     assert through is not None and through.line == pytest.approx((4.9, 0.1)) and through.regime == "fixed cost"
-    assert stored({}) is None and stored({"forwards": None}) is None
+    assert stored(about()) is None and stored(about(forwards=None)) is None
 
 
 def test_how_far_passes_are_off_leaves_out_that_one_token_has_a_way_of_its_own() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import GREEDILY, answers, frame_of, stored
+from runs import answers, frame_of, known, stored
 
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
@@ -30,14 +30,20 @@ def rows(wrong: int, righted: int = 0, method: str = "dflash") -> list[Record]:
     return [replace(row, exactness=None) for row in made]
 
 
+SERVER = {
+    "address": "a", "dialect": "vllm", "version": None, "model": None, "prompts": "chats", "prefix_cache": "off",
+    "facts": {},
+}  # fmt: skip
+
+
 def said(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[str]:
     frame = frame_of(records)
-    found = findings(frame, summarise(frame, GREEDILY), GREEDILY | (identity or {}))
+    found = findings(frame, summarise(frame, known()), known(**(identity or {})))
     return [f"{one.text} -> {one.remedy}" for one in found if one.kind == "worse_answers"]
 
 
 def test_a_method_that_loses_right_answers_is_a_finding() -> None:
-    (text,) = said(rows(12, 1), {"servers": {"ar": {}, "dflash": {}}})
+    (text,) = said(rows(12, 1), {"servers": dict.fromkeys(("ar", "dflash"), SERVER)})
     assert "answers got worse: 12 of 60 prompts that plain decoding gets right are wrong, and 1 the other way" in text
     assert "-18.3 points" in text and "so that a judge says" in text
 

@@ -135,7 +135,7 @@ def test_a_run_says_whose_drafter_it_measured(install: Install, tmp_path: Path) 
     )
     assert run.methods == ["echo:2"]
     assert set(run.answers["exactness"].dropna()) <= {"exact"}
-    assert run.document.results.info["environment"]["packages"]["my_echo"] == "1.5"
+    assert run.document.results.info.to_json()["environment"]["packages"]["my_echo"] == "1.5"
 
 
 def test_a_scorer_of_another_package_scores(install: Install, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_dialect_of_another_package_is_recognised_first(install: Install, tmp_
     with FakeServer(dialect="vllm", round_s=0.002) as plain:
         for number, more in enumerate(({}, {"dialect": "mine"})):
             run = db.run(servers={"plain": plain.url}, out=tmp_path / f"run{number}", **options, **more)  # type: ignore[arg-type]
-            (server,) = run.document.results.info["identity"]["servers"].values()
+            (server,) = run.document.results.info.identity.to_json()["servers"].values()
             assert (server["dialect"], server["version"]) == ("mine", "9.9")
         with pytest.raises(db.UserError, match=r"unknown dialect 'mime'; known: .*mine"):
             db.run(servers={"plain": plain.url}, dialect="mime", out=tmp_path / "run", **options)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_a_run_is_measured_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
     assert run.folder == tmp_path / "run" and run.methods == ["dflash", "eagle3"] and run.suites == ["prompts"]
     assert set(run.answers["exactness"]) == {"exact"} or set(run.answers["audit"]) <= {"exact", "near_tie"}
-    command = run.document.results.info["command"]
+    command = run.document.results.info.command
     assert command.startswith("db.run(") and "methods=['dflash', 'eagle3']" in command and "limit=2" in command
     with pytest.raises(db.UserError):
         db.run(model=model, prompts=prompts, out=tmp_path / "run")

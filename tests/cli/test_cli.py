@@ -25,6 +25,7 @@ from dflash_bench.core.methods import METHODS, WEIGHTS
 from dflash_bench.core.types import Divergence, Generation
 from dflash_bench.models import presets
 from dflash_bench.results import store
+from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
 from dflash_bench.tasks import sandbox, scorers
 
@@ -152,6 +153,7 @@ def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
     code, _ = fake_run(monkeypatch, *ASKED, faults={"dflash": other_tokens})
     assert code == 1
     info, records = store.load(here / "out")
+    info = info.to_json()
     assert (info["state"], len(records)) == ("complete", 12)
     told = " ".join(capsys.readouterr().out.split())
     assert "gsm8k (folder data) dflash: 4 of 4 answers differ from the plain answer" in told
@@ -221,7 +223,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path, monkeypatch: Patc
     assert len(store.load(here / "out")[1]) == 5
     code, backend = fake_run(monkeypatch, *words, "--resume")
     assert (code, len(backend.calls)) == (0, 6)
-    assert store.load(here / "out")[0]["state"] == "complete"
+    assert store.load(here / "out")[0].to_json()["state"] == "complete"
 
 
 def test_ctrl_c_names_a_folder_that_nobody_named(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
@@ -267,7 +269,7 @@ def test_any_target_with_any_draft_in_the_mode_that_was_asked_for(
         assert main(monkeypatch, *asked, "--device", "cpu", "--dtype", "float32", *words) == 0
         shown = json.loads(capsys.readouterr().out)
         assert [cell["exact"] for cell in shown["cells"]] == [[2, 2], [2, 2]]
-        return {finding["kind"] for finding in shown["findings"]}, store.load(Path(shown["run"]))[0]["identity"]
+        return {finding["kind"] for finding in shown["findings"]}, read_info(Path(shown["run"])).to_json()["identity"]
 
     found, identity = kinds("--model", "mine", "--out", "off")
     assert (identity["settings"][0]["thinking"], "other_mode" in found) == (False, False)
@@ -287,7 +289,7 @@ def test_sampled_answers_are_not_judged(here: Path, model: Path, monkeypatch: Pa
     words = ["--suite", "gsm8k", "--limit", 2, "--method", "dflash", "--max-new-tokens", 6, "--json"]
     assert main(monkeypatch, "run", "--model", model, "--out", "out", "--temperature", 0.8, "--seed", 3, *words) == 0
     assert [cell["exact"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [None, None]
-    identity = store.load(here / "out")[0]["identity"]
+    identity = store.load(here / "out")[0].to_json()["identity"]
     assert (identity["settings"][0]["temperature"], identity["seed"]) == (0.8, 3)
 
 

@@ -167,14 +167,14 @@ def test_a_width_in_run_json_that_is_none_is_one_line(main: Main, run: Path) -> 
     size = {"weight_bytes": 1, "matrix_elements": 1, "attention": []}
     forwards = {"rows": 1, "context": 1, "bandwidth": 1.0, "products": 1.0, "size": size}
     for seconds, said in (
-        ({"1x": 0.1}, "forwards.seconds has '1x', not a number of tokens"),
-        ({}, "forwards.seconds is empty"),
-        ({"1": 0}, "forwards.seconds.'1' is 0, not a number above 0"),
+        ({"1x": 0.1}, "forwards.seconds.1x is '1x', but should match pattern"),
+        ({}, "forwards.seconds is an object, but should have at least 1 item"),
+        ({"1": 0}, "forwards.seconds.1 is 0, but should be greater than 0"),
     ):
         edit(run / "run.json", forwards={**forwards, "seconds": seconds})
         assert said in one_line(main, "report", run)
     edit(run / "run.json", forwards={**forwards, "seconds": {"1": 0.1}, "bandwidth": 0})
-    assert "forwards.bandwidth is 0, not a number above 0" in one_line(main, "report", run)
+    assert "forwards.bandwidth is 0, but should be greater than 0" in one_line(main, "report", run)
 
 
 TARGETS: dict[str, tuple[dict[str, Any], str]] = {

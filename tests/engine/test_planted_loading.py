@@ -131,7 +131,7 @@ def test_what_the_engine_loaded_wrongly_is_found(name: str, engine: str, tmp_pat
     wrong = [row for row in rows if "mismatch" in (row.exactness, row.audit)]
     # What is wrong in plain decoding is wrong in every method, and so hidden from a comparison with it.
     assert {row.method for row in wrong} == {"ar", *matrix.METHODS}
-    objections = read_info(tmp_path / "run")["objections"]
+    objections = read_info(tmp_path / "run").to_json()["objections"]
     assert (set(objections) == {OTHER_PROMPT}) == (name in OF_PROMPTS)
 
 
@@ -166,7 +166,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
 def test_a_judge_that_shares_weights_says_so_and_a_sound_run_passes(tmp_path: Path) -> None:
     status, rows = matrix.run(Fault("shared", shared), Way("transformers"), tmp_path / "run", limit=1)
     assert status == 0 and {row.audit for row in rows} == {"exact"}
-    assert read_info(tmp_path / "run")["identity"]["judge"]["weights"] == "shared weights"
+    assert read_info(tmp_path / "run").to_json()["identity"]["judge"]["weights"] == "shared weights"
 
 
 def test_shared_weights_that_change_while_a_run_goes_on_end_it_and_nobody_reads_it(

@@ -254,7 +254,7 @@ def launched_page(command: str, shown: str, theirs: str, run: Path) -> list[str]
             *(ABSENT if cell.method == "ar" else number(cell.value(name)) for name in ("al.pooled", "al.request_mean")),
             ", ".join(counted[cell.method, cell.settings.concurrency]),
         ]
-        for cell in summarise(results.rows, results.info["identity"])
+        for cell in summarise(results.rows, results.info.identity)
     ]  # fmt: skip
     heads = [
         "concurrency", "method", "answers that are the model's own", "al.pooled", "al.request_mean",

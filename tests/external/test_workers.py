@@ -255,12 +255,12 @@ def what_matters(folder: Path) -> list[tuple[object, ...]]:
 
 
 def num_workers(folder: Path) -> int:
-    return len(store.load(folder)[0]["workers"])
+    return len(store.load(folder)[0].to_json()["workers"])
 
 
 def cells_of(folder: Path) -> list[Cell]:
     results = table.read(folder)
-    return summarise(results.rows, results.info["identity"])
+    return summarise(results.rows, results.info.identity)
 
 
 def markdown(

@@ -36,7 +36,7 @@ def test_each_label_is_measured_with_its_draft(
     assert main(monkeypatch, "run", *words) == 0
     capsys.readouterr()
     info, records = store.load(tmp_path / "run")
-    identity = info["identity"]
+    identity = info.to_json()["identity"]
     assert {label: (method["draft"], method["num_drafts"]) for label, method in identity["methods"].items()} == {
         "ar": (None, 0), "dflash": ("dflash", 15), "dflash@a": ("dflash@a", 15), "dflash@b": ("dflash@b", 15),
         "dflash@b:block=8": ("dflash@b", 7),
@@ -67,7 +67,7 @@ def test_a_trees_label_is_that_of_the_chains_draft(
     assert main(monkeypatch, "run", *words) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert {cell["method"] for cell in cells} == {"ar", "eagle3@x:3", "eagle3-tree@x:nodes=9"}
-    assert set(store.load(tmp_path / "run")[0]["identity"]["revisions"]) == {"target", "eagle3@x"}
+    assert set(store.load(tmp_path / "run")[0].to_json()["identity"]["revisions"]) == {"target", "eagle3@x"}
 
 
 REFUSED = {
@@ -116,4 +116,4 @@ def test_a_folder_of_a_model_may_hold_several_drafts(
     (tmp_path / "model/dflash@worse").symlink_to(worse)
     words = ["--suite", "gsm8k", "--limit", 1, "--max-new-tokens", 4, "--out", tmp_path / "run", "--json"]
     assert main(monkeypatch, "run", "--model", tmp_path / "model", "--method", "dflash@worse", *words) == 0
-    assert set(store.load(tmp_path / "run")[0]["identity"]["drafts"]) == {"dflash@worse"}
+    assert set(store.load(tmp_path / "run")[0].to_json()["identity"]["drafts"]) == {"dflash@worse"}

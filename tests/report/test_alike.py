@@ -226,5 +226,5 @@ def test_a_run_over_both_ends_and_is_read(tmp_path: Path, main: Main) -> None:
         assert status == 0, err
         assert re.search(r"^ +50\.000001 ", out, re.MULTILINE) and re.search(r"^ +50 ", out, re.MULTILINE)
     read = results_table.read(Path("run"))
-    cells = summarise(read.rows, read.info["identity"])
-    assert [cell.settings for cell in cells if cell.method == "ar"] == list(settings_of(read.info["identity"]))
+    cells = summarise(read.rows, read.info.identity)
+    assert [cell.settings for cell in cells if cell.method == "ar"] == list(settings_of(read.info.identity))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rows import pair
-from runs import answers, changed, frame_of, stored
+from runs import answers, changed, frame_of, known, stored
 
 from dflash_bench.analysis.compare import Difference, differences, require_comparable
 from dflash_bench.analysis.findings import findings
@@ -46,17 +46,10 @@ def test_a_finding_says_in_json_which_it_is_where_and_by_what(tmp_path: Path, ma
 def test_findings_are_grouped_by_the_code_of_their_remedy() -> None:
     """Both methods are slow; of the lookup nobody can say that its draft was trained for something else."""
     rows = frame_of([*slow("dflash"), *[row for row in slow("ngram:4") if row.method != "ar"]])
-    cells = summarise(rows, {"settings": [{**_greedy()}]})
+    cells = summarise(rows, known())
     found = [one for one in findings(rows, cells) if one.kind == "unknown_text"]
     assert {(one.remedy_code, tuple(place.method for place in one.places)) for one in found} == {
         ("check_texts", ("dflash",)), ("trained_draft", ("ngram:4",)),
-    }  # fmt: skip
-
-
-def _greedy() -> dict[str, object]:
-    return {
-        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "thinking": None,
-        "concurrency": 1, "context": None, "rate": None,
     }  # fmt: skip
 
 

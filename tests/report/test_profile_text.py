@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import answers, stored
+from runs import about, answers, stored
 
 from dflash_bench import report
 from dflash_bench.analysis.roofline import curve
@@ -42,7 +42,7 @@ def of_run(line: LinearCost) -> dict[str, Any]:
 
 
 def test_a_curve_in_words() -> None:
-    info = {"forwards": of_run(LinearCost(4.9, 0.1))}
+    info = about(forwards=of_run(LinearCost(4.9, 0.1)))
     line, meaning = words.sentences(info)
     assert line == "width curve: C(n) = 4,900 + 100 n ms (one row, context 128, n to 16); fixed cost"
     assert meaning.startswith(
@@ -50,13 +50,13 @@ def test_a_curve_in_words() -> None:
         "16 tokens costs 1.30 times one of 1."
     )
     assert "A larger model, whose forwards are not mostly fixed cost, says more." in meaning
-    assert "so that is mostly what binds it" in words.sentences({"forwards": of_run(LinearCost(1.2, 0.01))})[1]
-    assert "bound by arithmetic" in words.sentences({"forwards": of_run(LinearCost(1.0, 1.0))})[1]
+    assert "so that is mostly what binds it" in words.sentences(about(forwards=of_run(LinearCost(1.2, 0.01))))[1]
+    assert "bound by arithmetic" in words.sentences(about(forwards=of_run(LinearCost(1.0, 1.0))))[1]
 
 
 def test_an_older_run_has_no_curve() -> None:
-    assert words.sentences({}) == ["width curve: n/a (not measured in this run)"]
-    assert words.curve_as_json({}) is None
+    assert words.sentences(about()) == ["width curve: n/a (not measured in this run)"]
+    assert words.curve_as_json(about()) is None
 
 
 def test_a_line_that_is_none_says_how_far_off_it_is() -> None:
@@ -86,7 +86,7 @@ def test_an_edited_curve_is_refused(tmp_path: Path) -> None:
     path = folder / "run.json"
     info = json.loads(path.read_text())
     path.write_text(json.dumps(info | {"forwards": of_run(LinearCost(1, 1)) | {"seconds": {"1": "fast"}}}))
-    with pytest.raises(Exception, match=r"forwards\.seconds\.'1' is 'fast', not a number above 0"):
+    with pytest.raises(Exception, match=r"forwards\.seconds\.1 is 'fast', but should be a valid number"):
         report.read_document(folder)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from golden import assert_golden
 from rows import drafted, failed, generation, pair, plain, record
-from runs import frame_of
+from runs import about, frame_of, known
 
 from dflash_bench import report
 from dflash_bench.analysis import metrics
@@ -37,10 +37,7 @@ ENVIRONMENT: dict[str, Any] = {
     "packages": {"torch": "2.13.0"},
     "gpus": [],
 }
-INFO = {
-    "command": "dflash-bench run --suite gsm8k --data 'my data'",
-    "environment": ENVIRONMENT,
-}
+INFO = about(command="dflash-bench run --suite gsm8k --data 'my data'", environment=ENVIRONMENT)
 
 
 def steady(num_prompts: int = 24, **place: Any) -> list[Record]:
@@ -50,12 +47,12 @@ def steady(num_prompts: int = 24, **place: Any) -> list[Record]:
 
 
 def summarise(records: Sequence[Record]) -> list[Cell]:
-    identity = {"settings": settings_to_json(list(dict.fromkeys(row.settings for row in records)))}
+    identity = known(settings=settings_to_json(list(dict.fromkeys(row.settings for row in records))))
     return metrics.summarise(frame_of(records), identity)
 
 
 def findings(records: Sequence[Record], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:
-    return find(frame_of(records), cells, identity)
+    return find(frame_of(records), cells, known(**(identity or {})))
 
 
 def found(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[Finding]:

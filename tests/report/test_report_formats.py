@@ -8,12 +8,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from golden import assert_golden
 from rows import failed, plain
-from runs import IDENTITY, answers, changed, stored
+from runs import answers, bare, changed, stored
 
 from dflash_bench.report import read_document
 from dflash_bench.report.markup import latex_escaped
@@ -141,8 +140,7 @@ def test_a_folder_without_a_run(command: str, main: Main) -> None:
 
 @pytest.mark.parametrize("command", ["report", "card", "plot"])
 def test_a_run_that_is_not_finished(command: str, tmp_path: Path, main: Main) -> None:
-    info: dict[str, Any] = {"identity": IDENTITY, "environment": {}, "command": "dflash-bench"}
-    with store.create(tmp_path / "run", info) as unfinished:
+    with store.create(tmp_path / "run", bare()) as unfinished:
         unfinished.append(answers(2))
     assert_refused(main(command, "run"), "run is still being written", "--allow unfinished")
 

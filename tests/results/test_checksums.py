@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rows import pair
+from runs import bare
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import checksums, parts, store
@@ -38,7 +39,7 @@ def test_parts_that_were_merged_are_forgotten_and_the_others_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MERGED_WHILE_RUNNING", 3)
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", bare()) as run:
         for number in range(4):
             run.append(pair(f"p{number}", [1]))
         run.mark_finished({})
@@ -48,10 +49,10 @@ def test_parts_that_were_merged_are_forgotten_and_the_others_kept(
 
 def test_a_run_whose_checksums_are_gone_is_neither_read_nor_mended(tmp_path: Path) -> None:
     """Nothing of it could be trusted, and all of it would be measured again."""
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", bare()) as run:
         run.append(pair("p0", [1]))
     (run.folder / checksums.FILE).unlink()
-    for call in (lambda: store.load(run.folder), lambda: store.resume(run.folder, {"identity": {}})):
+    for call in (lambda: store.load(run.folder), lambda: store.resume(run.folder, bare())):
         with pytest.raises(UserError, match=r"run has no parts\.sha256, by which its parts are known; restore"):
             call()
     assert [part.name for part in parts.of(run.folder)] == ["part-000000.parquet"]

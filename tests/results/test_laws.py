@@ -16,7 +16,7 @@ from typing import Any
 
 import fake
 import pytest
-from runs import listed
+from runs import known, listed
 
 from dflash_bench.core.types import CEILINGS, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
@@ -364,5 +364,5 @@ def test_the_ceilings_are_those_of_the_judge() -> None:
     from dflash_bench.engine import judge
 
     assert {str(kind).removeprefix("torch."): value for kind, value in judge.CEILINGS.items()} == CEILINGS
-    assert laws.Facts.of({"dtype": "bfloat16"}).ceiling == 2.0
-    assert laws.Facts.of({"dtype": "float64"}).ceiling == CEILINGS["float32"]
+    assert laws.Facts.of(known(dtype="bfloat16")).ceiling == 2.0
+    assert laws.Facts.of(known(dtype="float64")).ceiling == CEILINGS["float32"]

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,22 +19,21 @@ from typing import Any, get_args
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rows import drafted, generation, pair, plain, record
+from rows import generation, pair, plain, record
+from runs import ENVIRONMENT, bare
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
 from dflash_bench.results import schema as results_schema
 from dflash_bench.results import store
-from dflash_bench.results.identity import OF_RUN, settings_to_json
+from dflash_bench.results.identity import OF_RUN
 
-INFO: dict[str, Any] = {
-    "identity": {
-        "options": {"seed": 0, "suites": ("gsm8k",)},
-        "data_sha256": "d1",
-        "settings": settings_to_json([GREEDY]),
-    },
-    "environment": {"cpu": "Xeon"},
+PLAN: dict[str, Any] = {
+    "methods": ["ar", "dflash"],
+    "repeats": 1,
+    "prompts": {"gsm8k": [[name, 1, f"hash of {name}"] for name in (*(f"p{number}" for number in range(10)), "last")]},
 }
+INFO = bare(PLAN, identity={"options": {"seed": 0, "suites": ("gsm8k",)}, "data_sha256": "d1"})
 FULL = record(
     "dflash",
     "p0",
@@ -85,6 +85,12 @@ def info_of(folder: Path) -> dict[str, Any]:
     return info
 
 
+def compared(prompt_id: str, accepted: Sequence[int]) -> list[Record]:
+    """An answer by each method, as a run stores them."""
+    first, other = pair(prompt_id, accepted)
+    return [first, replace(other, exactness="exact")]
+
+
 def with_identity(**changes: Any) -> dict[str, Any]:
     return INFO | {"identity": INFO["identity"] | changes}
 
@@ -109,8 +115,9 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
         run.keep([hidden])
     info, records = store.load(tmp_path / "run")
     assert records == [FULL, empty, hidden]
-    assert len(info.pop("run_id")) == 32
-    assert info == {"schema": SCHEMA_VERSION, "state": "running"} | json.loads(json.dumps(INFO))
+    found = info.to_json()
+    assert len(found.pop("run_id")) == 32 and len(found["identity"].pop("plan")) == 64
+    assert found == {"schema": SCHEMA_VERSION, "state": "running"} | json.loads(json.dumps(INFO))
 
 
 def float32s() -> st.SearchStrategy[tuple[float, ...] | None]:
@@ -254,17 +261,19 @@ def test_a_full_disk_is_one_line_and_leaves_the_parts_before_it(
 
 def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with store.create(folder, INFO) as run:
+    prompts = {"gsm8k": [[name, 2, f"hash of {name}"] for name in ("p0", "p1")]}
+    info = bare({"methods": ["ar"], "repeats": 2, "prompts": prompts})
+    with store.create(folder, info) as run:
         assert run.stored == {}
-        answers = [plain("p0", 3, turn=0), plain("p0", 3, turn=1), drafted("p0", [1], repeat=1)]
+        answers = [plain("p0", 3, turn=0), plain("p0", 3, turn=1), plain("p0", 3, repeat=1)]
         run.append(answers[:2])
         run.append(answers[2:])
-        places = ((0, "ar", 0), (0, "ar", 1), (1, "dflash", 0))
-        keys = [("gsm8k", "p0", repeat, GREEDY, method, turn) for repeat, method, turn in places]
+        places = ((0, 0), (0, 1), (1, 0))
+        keys = [("gsm8k", "p0", repeat, GREEDY, "ar", turn) for repeat, turn in places]
         assert list(run.stored) == [store.key(row) for row in answers] == keys
         assert list(run.stored.values()) == store.load(folder)[1]
     (folder / ".part-000002.parquet.tmp").write_bytes(b"half of a part")
-    with store.resume(folder, INFO) as run:
+    with store.resume(folder, info) as run:
         assert not list(folder.glob(".*"))
         assert [store.key(row) for row in run.stored.values()] == keys
         run.append([plain("p1", 3)])
@@ -298,12 +307,12 @@ def test_a_merge_cut_short_leaves_every_answer_once(tmp_path: Path, monkeypatch:
     with store.create(folder, INFO) as run, monkeypatch.context() as killed:
         killed.setattr(Path, "unlink", lambda *_, **__: None)  # the small parts outlive the process
         for number in range(4):
-            run.append(pair(f"p{number}", [1]))
+            run.append(compared(f"p{number}", [1]))
     assert names(folder) == [f"part-00000{each}" for each in ("0", "0-000002", "1", "2", "3")]
     assert [row.prompt_id for row in store.load(folder)[1]] == [f"p{number // 2}" for number in range(8)]
     with store.resume(folder, INFO) as run:
         assert names(folder) == ["part-000000-000002", "part-000003"]
-        run.append(pair("p4", [1]))
+        run.append(compared("p4", [1]))
     assert names(folder) == ["part-000000-000002", "part-000003", "part-000004"]
 
 
@@ -331,10 +340,11 @@ def test_another_machine_may_continue_and_is_remembered(tmp_path: Path) -> None:
     finished = info_of(folder)
     assert (finished["state"], finished["num_prompts"]) == ("complete", 1)
     assert finished["finished"].endswith("+00:00")
-    store.resume(folder, INFO | {"environment": {"cpu": "EPYC"}}).close()
+    other = ENVIRONMENT | {"cpu": "EPYC"}
+    store.resume(folder, INFO | {"environment": other}).close()
     resumed = info_of(folder)
-    assert resumed["environment"] == {"cpu": "Xeon"}
-    assert resumed["resumed"] == [{"environment": {"cpu": "EPYC"}}]
+    assert resumed["environment"] == ENVIRONMENT
+    assert resumed["resumed"] == [{"environment": other, "command": ""}]
     assert resumed["state"] == "running"
 
 
@@ -428,9 +438,9 @@ def test_foreign_parquet_is_refused(part: Path) -> None:
 SCRIPT = """
 import os, resource, signal, sys
 from pathlib import Path
-from rows import pair
 from dflash_bench.results import parts
 from dflash_bench.results import store
+from results.test_store import INFO, compared
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -445,9 +455,9 @@ def rename_and_die(*paths, rename=os.replace):
     die()
 
 def append(number):
-    run.append(pair(f"p{number}", [1, 2, 3] * 200))
+    run.append(compared(f"p{number}", [1, 2, 3] * 200))
 
-folder, info = Path(sys.argv[1]), {"identity": {}, "padding": "x" * 9000}
+folder, info = Path(sys.argv[1]), INFO | {"padding": "x" * 9000}
 """
 CREATED = SCRIPT + "run = store.create(folder, info); append(0)\n"
 MOMENTS = {
@@ -468,13 +478,13 @@ def spawned(code: str, folder: Path) -> subprocess.Popen[str]:
 
 def assert_whole_and_continues(folder: Path) -> int:
     info, stored = store.load(folder)
-    assert info["state"] == "running"
+    assert info.state == "running"
     expected = [row for number in range(len(stored) // 2) for row in pair(f"p{number}", [1, 2, 3] * 200)]
     assert [identifying(row) for row in stored] == [identifying(row) for row in expected]
-    with store.resume(folder, {"identity": {}}) as run:
+    with store.resume(folder, INFO) as run:
         assert len(run.stored) == len(stored)
         assert not list(folder.glob(".*"))
-        run.append(pair("last", [1]))
+        run.append(compared("last", [1]))
     assert len(store.load(folder)[1]) == len(stored) + 2
     return len(stored) // 2
 

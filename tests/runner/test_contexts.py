@@ -12,7 +12,7 @@ import pytest
 from fake import FakeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import answers, stored
+from runs import answers, bare, stored
 from test_runner import Runs, loaded, prompts
 
 from dflash_bench.analysis import metrics
@@ -159,7 +159,7 @@ def test_a_prompt_is_asked_behind_the_text_of_its_context(tmp_path: Path) -> Non
 
 def test_what_stood_before_prompts_is_kept_beside_the_parts(tmp_path: Path) -> None:
     rows = asked_of(plan_of(loaded(*prompts(2)), NONE, SHORT, LONG))
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", bare()) as run:
         run.keep_prompts(rows)
     assert run_info.read(tmp_path / "run") == rows
     assert [[one["context"] for one in row["paddings"]] for row in rows] == [[256, 4096], []]
@@ -180,7 +180,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
         tokens = row.generation.num_prompt_tokens
         assert 280 < tokens <= 300 if row.settings.context else tokens < 120
     results = table.read(Path("out"))
-    cells = metrics.summarise(results.rows, results.info["identity"])
+    cells = metrics.summarise(results.rows, results.info.identity)
     assert [(cell.setting, cell.method) for cell in cells] == [
         (f"context {name}", method) for name in ("none", "300") for method in ("ar", "dflash")
     ]
@@ -189,6 +189,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
         "memory, as predicted: weights 14 MB for the target and 2 MB for drafts, and the target's once more for the"
         in out
     )
+    info = info.to_json()
     assert list(info["identity"]["suites"]["gsm8k"]["contexts"]) == ["300"]
     assert info["contexts"] == {"gsm8k": {"300": {"longer": [], "repeated": []}}}
     memory = info["memory"]

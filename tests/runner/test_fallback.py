@@ -9,6 +9,7 @@ import matrix
 import pytest
 import torch
 import transformers
+from runs import known
 from tiny import TOKENIZER, VOCABULARY
 from toy import tiny
 
@@ -46,19 +47,19 @@ def test_a_target_that_is_not_covered_says_so_and_why(uncovered: Path, tmp_path:
     status, said, noted = matrix.command(*words(uncovered, tmp_path / "run"))
     assert status == 0
     assert f"note: the target is computed by transformers' code, because the engine's own {REASON}" in one_line(noted)
-    identity = read_info(tmp_path / "run")["identity"]
+    identity = read_info(tmp_path / "run").to_json()["identity"]
     assert (identity["network"], identity["fallback"]) == ("transformers", REASON)
     finding = f"gsm8k (embedded): the target was computed by transformers' code, because the engine's own {REASON}"
     assert finding in one_line(said)
     _, table, _ = matrix.command("report", tmp_path / "run", "--format", "markdown")
     assert finding in one_line(table.replace("\\_", "_"))
-    assert f"engine transformers (the engine's own {REASON})" in report_words._settings(identity)
+    assert f"engine transformers (the engine's own {REASON})" in report_words._settings(known(**identity))
 
 
 def test_where_it_is_asked_for_nothing_is_said(uncovered: Path, tmp_path: Path) -> None:
     status, said, noted = matrix.command(*words(uncovered, tmp_path / "run", "--engine", "transformers"))
     assert status == 0 and "the engine's own" not in said + noted
-    assert read_info(tmp_path / "run")["identity"]["fallback"] is None
+    assert read_info(tmp_path / "run").to_json()["identity"]["fallback"] is None
 
 
 def test_one_that_is_computed_differently_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:

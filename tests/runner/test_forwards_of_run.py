@@ -31,10 +31,10 @@ def test_a_run_measures_its_target_and_resumes_under_other_numbers(
 ) -> None:
     folder = tmp_path / "run"
     perform(model, folder)
-    info = read_info(folder)
+    info = read_info(folder).to_json()
     assert list(info["forwards"]["seconds"]) == ["1", "2", "4", "8", "16"]
     assert info["forwards"]["size"]["num_layers"] == tiny.LAYERS
-    through = roofline.stored(info)
+    through = roofline.stored(read_info(folder))
     assert through is not None and through.line.at(1) > 0
     assert "forwards" not in info["identity"] and "seconds" not in json.dumps(info["identity"])
     slower = {**info["forwards"], "bandwidth": 1.0, "seconds": {"1": 9.0, "16": 10.0}}
@@ -42,6 +42,6 @@ def test_a_run_measures_its_target_and_resumes_under_other_numbers(
     for part in folder.glob("part-*.parquet"):
         part.unlink()
     perform(model, folder, resume=True)
-    again = read_info(folder)
+    again = read_info(folder).to_json()
     assert again["forwards"] == info["forwards"] and again["resumed"][-1]["forwards"] == slower
     assert again["state"] == "complete"

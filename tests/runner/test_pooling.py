@@ -13,7 +13,7 @@ import pytest
 import tiny
 from fake import FakeBackend, other_tokens
 from fake_pool import FakePool, as_opened
-from test_runner import loaded, prompts
+from test_runner import loaded, planned_info, prompts
 
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
@@ -21,6 +21,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Record, Settings
 from dflash_bench.report.words import facts
 from dflash_bench.results import store, table
+from dflash_bench.results.run_info import WorkersEntry
 from dflash_bench.runner import loop, setup
 from dflash_bench.runner import workers as runner_workers
 from dflash_bench.runner.session import Progress
@@ -59,17 +60,18 @@ def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
     """The rows of a run without workers."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    with store.create(folder, {"identity": {}}) as run:
+    with store.create(folder, planned_info(PLAN)) as run:
         loop.execute(PLAN, backend(), run, Watch())
     return store.load(folder)[1]
 
 
 def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Record]]:
     """Begins, or continues."""
-    with (store.resume if folder.exists() else store.create)(folder, {"identity": {}}) as run:
+    with (store.resume if folder.exists() else store.create)(folder, planned_info(PLAN)) as run:
         captured, _ = runner_workers.execute(PLAN, pool, run, Watch())
         run.mark_finished({"captures": captured})
-    return store.load(folder)
+    info, records = store.load(folder)
+    return info.to_json(), records
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,7 +115,7 @@ def test_a_slow_worker_keeps_its_prompt_and_the_others_measure_the_rest(tmp_path
 
 
 def test_times_are_on_the_clock_of_the_run(tmp_path: Path) -> None:
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", planned_info(PLAN)) as run:
         runner_workers.execute(PLAN, FakePool(2, backend), run, Watch())
         end = run.seconds()
     records = store.load(tmp_path / "run")[1]
@@ -194,7 +196,7 @@ def test_without_any_worker_left_the_run_stops_and_goes_on_later(tmp_path: Path,
 def test_what_is_stored_is_not_measured_again_and_what_is_missing_of_a_prompt_is(
     tmp_path: Path, alone: list[Record]
 ) -> None:
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", planned_info(PLAN)) as run:
         first = [row for row in alone if row.prompt_id == "p0" and row.suite == "gsm8k"]
         run.append(first[:-4])
     pool = FakePool(2, backend)
@@ -232,7 +234,7 @@ def test_a_run_with_workers_holds_the_rows_of_one_without(
     assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
     assert "2 workers measured on one machine at the same time" in shown
     assert "w = several workers measured on one machine at a time" in shown
-    identity = store.load(tmp_path / "both")[0]["identity"]
+    identity = store.load(tmp_path / "both")[0].to_json()["identity"]
     assert identity["workers"] == {"number": 2, "on_one_machine": 2, "kinds": ["a processor"]}
     status, _, err = main("compare", "alone", "both")
     assert status == 2 and "device: workers on one machine 1 and 2" in err
@@ -275,16 +277,16 @@ def test_findings_say_how_many_shared_a_machine_and_which_kinds_there_were(tmp_p
 
     workers = {"number": 4, "on_one_machine": 2, "kinds": ["a processor", "another"]}
     results = table.read(stored(tmp_path / "run", answers(), workers=workers))
-    identity = results.info["identity"]
+    identity = results.info.identity
     said = {one.kind: one.text for one in findings(results.rows, summarise(results.rows, identity), identity)}
     assert said["shared_machine"].startswith("gsm8k (embedded): 2 workers measured on one machine")
     assert "2 kinds of machines (a processor; another)" in said["unlike_machines"]
-    apart = identity | {"workers": workers | {"on_one_machine": 1, "kinds": ["a processor"]}}
+    apart = identity.model_copy(update={"workers": WorkersEntry(number=2, on_one_machine=1, kinds=["a processor"])})
     kinds = {one.kind for one in findings(results.rows, summarise(results.rows, apart), apart)}
     assert not kinds & {"shared_machine", "unlike_machines"}
 
 
 def test_progress_counts_what_workers_hand_back(tmp_path: Path) -> None:
-    with store.create(tmp_path / "run", {"identity": {}}) as run, Progress(PLAN.num_generations, 0) as progress:
+    with store.create(tmp_path / "run", planned_info(PLAN)) as run, Progress(PLAN.num_generations, 0) as progress:
         runner_workers.execute(replace(PLAN, settings=(Settings(),)), FakePool(2, backend), run, progress)
     assert progress.num_new == (5 * 2 + 4) * 3 * 2

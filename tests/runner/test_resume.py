@@ -98,7 +98,7 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
     # Twice: the second time in a run that has itself been resumed.
     for moment, number in (("before a part has its name", 7), ("once a part is there", 9)):
         assert stopped(moment, number, *words).returncode == -signal.SIGKILL
-        assert store.load(folder)[0]["state"] == "running"
+        assert store.load(folder)[0].to_json()["state"] == "running"
         words = [*WORDS, "--out", "killed", "--resume"]
     stored = store.load(folder)[1]
     assert 6 + 9 <= len(stored) < NUM_GENERATIONS

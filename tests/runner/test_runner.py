@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, other_tokens
+from runs import bare
 
 from dflash_bench.core.types import Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import store
+from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.validity import CLOCK
-from dflash_bench.runner import loop
+from dflash_bench.runner import loop, work
 from dflash_bench.runner.work import Watcher, WorkPlan
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import Cage
@@ -47,13 +49,17 @@ class Watch:
         self.told.append(doing)
 
 
+def planned_info(plan: WorkPlan) -> dict[str, Any]:
+    return bare(work.to_store(plan), identity={"settings": settings_to_json(plan.settings)})
+
+
 class Runs:
     def __init__(self, folder: Path) -> None:
-        self.folder, self.info = folder, {"identity": {}}
+        self.folder = folder
 
     def __call__(self, plan: WorkPlan, backend: FakeBackend, watcher: Watcher | None = None) -> list[Record]:
         """Begins, or continues; what is then on disk."""
-        with (store.resume if self.folder.exists() else store.create)(self.folder, self.info) as run:
+        with (store.resume if self.folder.exists() else store.create)(self.folder, planned_info(plan)) as run:
             loop.execute(plan, backend, run, watcher or Watch())
             assert list(run.stored.values()) == store.load(self.folder)[1]
             return list(run.stored.values())

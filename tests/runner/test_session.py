@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from runs import known
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import findings
@@ -135,6 +136,7 @@ def test_a_run_remembers_what_it_was_made_with(
     asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
     session.perform(asked, tmp_path / "run", resume=False, tell=print)
     info, records = store.load(tmp_path / "run")
+    info = info.to_json()
     assert [record.method for record in records] == ["ar", "dflash"]
     identity = info["identity"]
     assert info["state"] == "complete"
@@ -169,20 +171,22 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     monkeypatch.setattr(sandbox, "strongest", lambda: None)
     session.perform(code_run(model), tmp_path / "not run", resume=False, tell=print)
     info, records = store.load(tmp_path / "not run")
+    info = info.to_json()
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
     assert [record.passed for record in records] == [None, None]
     read = table.read(tmp_path / "not run")
-    noted = findings(read.rows, metrics.summarise(read.rows, info["identity"]), info["identity"])
+    noted = findings(read.rows, metrics.summarise(read.rows, read.info.identity), read.info.identity)
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
     with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
         session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)
     session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, tell=print)
     info, records = store.load(tmp_path / "unsafe")
+    info = info.to_json()
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(sandbox.UNSAFE), "unsafe")
     assert [record.passed for record in records] == [False, False]
     read = table.read(tmp_path / "unsafe")
     for code, kind in ("unsafe", "code_unsafe"), ("caged", "code_by_heart"):
-        identity = info["identity"] | {"code": code}
+        identity = known(**(info["identity"] | {"code": code}))
         noted = findings(read.rows, metrics.summarise(read.rows, identity), identity)
         assert [note.kind for note in noted if note.kind.startswith("code")] == [kind]
 
@@ -204,4 +208,5 @@ def test_a_run_goes_on_after_keepers_that_break_down(
     monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-c", "raise SystemExit('no room')"))
     session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
     info, records = store.load(tmp_path / "run")
+    info = info.to_json()
     assert (info["state"], [record.passed for record in records]) == ("complete", [False, False])

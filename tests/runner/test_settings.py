@@ -12,7 +12,7 @@ import pyarrow.dataset
 import pytest
 from fake import FakeBackend, other_tokens
 from rows import drafted, generation, pair, plain
-from runs import answers, frame_of, listed, slower, stored
+from runs import answers, bare, frame_of, listed, slower, stored
 from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench.analysis import metrics
@@ -129,13 +129,19 @@ def test_the_runs_clock_never_goes_back_and_a_resumed_run_goes_on_after_the_last
     runs = Runs(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         runs(plan, FakeBackend(fails_at={3: KeyboardInterrupt()}))
-    info = read_info(runs.folder)
+    info = read_info(runs.folder).to_json()
     with store.resume(runs.folder, info) as run:
         # As if the run had been long, and the wall clock were now behind it.
         late = [replace(row, end_s=5_000.0) for row in run.stored.values()]
         run.stored.update({store.key(row): row for row in late})
-        assert run._elapsed(info | {"started": "2099-01-01T00:00:00+00:00"}) == 5_000
-        assert run._elapsed(info | {"started": "2020-01-01T00:00:00+00:00"}) > 100_000_000
+        assert (
+            run._elapsed(run_info.with_changes(read_info(runs.folder), {"started": "2099-01-01T00:00:00+00:00"}))
+            == 5_000
+        )
+        assert (
+            run._elapsed(run_info.with_changes(read_info(runs.folder), {"started": "2020-01-01T00:00:00+00:00"}))
+            > 100_000_000
+        )
     records = runs(plan, FakeBackend())
     times = [time for row in records for time in (row.start_s, row.end_s)]
     assert None not in times and times == sorted(times)  # type: ignore[type-var]
@@ -153,7 +159,7 @@ def test_rows_of_many_runs_are_one_table_in_which_no_query_mixes_two_of_them(tmp
     counts = rows.groupby(["run_id", "model", "method", "temperature"]).size()
     assert counts.to_dict() == {
         (run, model, method, temperature): 24
-        for run, model in ((read_info(first)["run_id"], "nano"), (read_info(second)["run_id"], "qwen3-8b"))
+        for run, model in ((read_info(first).run_id, "nano"), (read_info(second).run_id, "qwen3-8b"))
         for method in ("ar", "dflash")
         for temperature in (0.0, 1.0)
     }
@@ -169,7 +175,7 @@ def test_prompts_stand_once_beside_the_parts(tmp_path: Path) -> None:
     opening = (Message("system", "be brief"),)
     plan = WorkPlan((loaded(*prompts(2, 2, opening=opening, reference="42", category="maths")),), ("ar",))
     rows = work.asked_of(plan)
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", bare()) as run:
         run.keep_prompts(rows)
         run.keep_prompts(rows[:1])  # what is there stays
     assert run_info.read(tmp_path / "run") == rows
@@ -188,7 +194,7 @@ def test_what_is_missing_or_foreign_is_told_by_its_settings(tmp_path: Path, main
     of_both(tmp_path / "run", rows)
     assert main("report", "run")[0] == 0
     short = [row for row in rows if (row.settings, row.method, row.prompt_id) != (SAMPLED, "dflash", "p003")]
-    plan = read_info(tmp_path / "run")["plan"]
+    plan = read_info(tmp_path / "run").to_json()["plan"]
     of_both(tmp_path / "short", short, plan=plan)
     told = main("report", "short")[2]
     assert "gsm8k temperature 1 dflash: 1 of 24 answers missing, first p003" in told
@@ -214,7 +220,7 @@ def test_only_greedy_answers_must_have_been_compared(tmp_path: Path, main: Main)
 
 def cells(run: Path) -> dict[tuple[str, str], metrics.Cell]:
     results = results_table.read(run)
-    return {(c.setting, c.method): c for c in metrics.summarise(results.rows, results.info["identity"])}
+    return {(c.setting, c.method): c for c in metrics.summarise(results.rows, results.info.identity)}
 
 
 def test_each_settings_have_figures_of_their_own_against_their_own_baseline(tmp_path: Path) -> None:
@@ -374,7 +380,7 @@ def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, m
 
 
 def test_hidden_rounds_have_no_drafted_ids(tmp_path: Path) -> None:
-    with store.create(tmp_path / "run", {"identity": {}}) as run:
+    with store.create(tmp_path / "run", bare()) as run:
         run.append([replace(plain("a", 2), generation=generation(None))])
     (row,) = store.load(tmp_path / "run")[1]
     assert row.generation.drafted_ids is None

@@ -70,6 +70,7 @@ def test_a_server_that_says_what_the_model_says_is_exact_and_audited(main: Main,
     code, _, err = served()
     assert (code, err) == (0, "")
     info, records = store.load(Path("served"))
+    info = info.to_json()
     assert {record.audit for record in records} == {"exact"}
     assert {record.exactness for record in records if record.method == "dflash"} == {"exact"}
     identity = info["identity"]

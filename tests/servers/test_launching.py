@@ -220,5 +220,5 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     assert set(results.rows["exactness"].dropna()) == {"exact"}
     logs = sorted(path.relative_to("run").as_posix() for path in Path("run").glob("servers-*/*.log"))
     assert logs == [f"servers-{part}/{label}.log" for part in (1, 2) for label in ("ar", "dflash:3")]
-    assert results.info["identity"]["servers"]["ar"]["address"] == "launched: vllm"
+    assert results.info.identity.to_json()["servers"]["ar"]["address"] == "launched: vllm"
     assert not Path("run.servers").exists()

@@ -49,7 +49,7 @@ def test_acceptance_and_speed_are_told_and_no_speedup(
     code, out, _ = main(*words(server, prompts, "run", *more))
     assert code == 0
     read = results_table.read(Path("run"))
-    (cell,) = metrics.summarise(read.rows, read.info["identity"])
+    (cell,) = metrics.summarise(read.rows, read.info.identity)
     assert (cell.method, cell.num_prompts, cell.num_errors) == ("dflash", PROMPTS, 0)
     rows = store.load(Path("run"))[1]
     rounds, accepted = (sum(getattr(row.generation, name) or 0 for row in rows) for name in TOTALS)

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from fake_server import FakeServer
+from runs import known
 
 from dflash_bench.analysis.concurrency import concurrency_curves
 from dflash_bench.analysis.metrics import Cell
@@ -87,7 +88,7 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
         assert code == 0
         assert all("noticed arrivals" in line for line in err.splitlines()), err
     read = table.read(Path("run"))
-    assert read.info["identity"]["slo"] == {"ttft_s": 0.1, "tpot_s": 30.0}
+    assert read.info.identity.to_json()["slo"] == {"ttft_s": 0.1, "tpot_s": 30.0}
     assert set(read.rows["settings_id"]) == {Settings(rate=rate).id for rate in (50.0, 100.0)}
     assert "rate /s" in out and "goodput /s" in out
     told = json.loads(main("report", "run", "--format", "json")[1])["loads"]
@@ -118,7 +119,7 @@ def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> No
         suite="gsm8k", method="ar", settings=settings, num_prompts=4, num_tokens=44, num_errors=1, num_near_ties=0,
         exact=None, passed=None, figures={},
     )  # fmt: skip
-    identity = {"settings": settings_to_json([settings]), "slo": {"ttft_s": 0.2, "tpot_s": 0.2}}
+    identity = known(settings=settings_to_json([settings]), slo={"ttft_s": 0.2, "tpot_s": 0.2})
     (load,) = concurrency_curves(pd.DataFrame(rows), [cell], identity)
     goodput = load.levels[0].goodput
     assert goodput is not None

@@ -75,6 +75,7 @@ def test_a_run_over_servers_holds_what_they_did(
     code, out, err = main(*words(servers, prompts))
     assert (code, err) == (0, "")
     info, records = store.load(tmp_path / "run")
+    info = info.to_json()
     assert [(record.prompt_id, record.method) for record in records] == [
         (str(n), method) for n in range(PROMPTS) for method in (("ar", "dflash") if n % 2 == 0 else ("dflash", "ar"))
     ]  # fmt: skip
@@ -131,7 +132,7 @@ def test_figures_are_those_of_the_rounds(
     servers = pair(counts_by_request=True)
     main(*words(servers, prompts))
     read = table.read(Path("run"))
-    cells = {cell.method: cell for cell in metrics.summarise(read.rows, read.info["identity"])}
+    cells = {cell.method: cell for cell in metrics.summarise(read.rows, read.info.identity)}
     rounds = []
     for n in range(PROMPTS):
         chat = json.dumps([{"role": "user", "content": f"What is {n} times 7?"}])
@@ -180,7 +181,7 @@ def test_an_interrupted_run_goes_on_and_asks_for_nothing_twice(
     assert (code, "--resume" in err) == (130, True)
     asked = servers[1].num_answers
     assert main(*words(servers, prompts), "--resume")[0] == 0
-    assert table.read(Path("run")).info["state"] == "complete"
+    assert table.read(Path("run")).info.state == "complete"
     # One more to warm up, and those that were not saved.
     assert servers[1].num_answers <= asked + 1 + PROMPTS
     code, _, err = main(*words((servers[1], servers[0]), prompts), "--resume")

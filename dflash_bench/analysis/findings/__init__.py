@@ -6,7 +6,7 @@ observation or None. Checks read the rows again, because a cell no longer holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
@@ -17,6 +17,7 @@ from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts,
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.core.methods import has_draft, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS, Divergence
+from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.tasks import sandbox
 
 __all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "Finding", "findings", "last_part"]
@@ -25,14 +26,15 @@ SATURATED = 0.5
 """Share of rounds that keep the whole draft."""
 TRUNCATED = 0.10
 """Share of answers cut at the limit."""
+UNKNOWN = RunIdentity(model="", dtype="", settings=[])
 
 
 def findings(
-    rows: Any, cells: Sequence[Cell], identity: Mapping[str, Any] | None = None, info: Mapping[str, Any] | None = None
+    rows: Any, cells: Sequence[Cell], identity: RunIdentity | None = None, info: RunInfo | None = None
 ) -> list[Finding]:
     """Return the findings of a run, faults before weaknesses; observations with the same codes share a finding.
 
-    `info` is the content of `run.json` besides the identity.
+    `identity` is that of `info`, which has what `run.json` holds besides.
     """
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
@@ -40,8 +42,8 @@ def findings(
     for cell in cells:
         of_cell = metrics.select(rows, cell.key)
         contexts.append(CellContext(
-            cell, of_cell, metrics.without_errors(of_cell), identity or {}, rows, (cell.suite, cell.settings) in plain,
-            (cell.suite, cell.settings.id) == first, info or {},
+            cell, of_cell, metrics.without_errors(of_cell), identity or UNKNOWN, rows,
+            (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first, info,
         ))  # fmt: skip
     alike: dict[tuple[object, ...], list[Observation]] = {}
     for found in (check(context) for check in CHECKS for context in contexts):
@@ -150,7 +152,7 @@ def _nothing_drafted(context: CellContext) -> Observation | None:
     remedy = Remedy("more_tokens", more, option_of(context.cell.method))
     if not has_draft(context.cell.method):
         remedy = REPEATS
-    if context.identity.get("servers"):
+    if context.identity.servers:
         remedy = Remedy(
             "draft_of_server", "start its server with a draft, and check in its log that the draft was loaded"
         )
@@ -159,7 +161,7 @@ def _nothing_drafted(context: CellContext) -> Observation | None:
 
 def _other_mode(context: CellContext) -> Observation | None:
     """The most common cause of low acceptance: a draft trained only with, or only without, thinking."""
-    trained, thinking = context.draft.get("trained_thinking"), context.cell.settings.thinking
+    trained, thinking = context.draft.trained_thinking, context.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
     mode = {True: "on", False: "off"}
@@ -170,17 +172,17 @@ def _other_mode(context: CellContext) -> Observation | None:
 
 
 def _unpinned(context: CellContext) -> Observation | None:
-    parts = context.identity.get("unpinned") or []
+    parts = context.identity.unpinned
     if not context.is_baseline or not parts:
         return None
-    commits = [str((context.identity.get("revisions") or {}).get(part)) for part in parts]
+    commits = [str(context.identity.revisions.get(part)) for part in parts]
     text = f"{' and '.join(parts)} came from the hub by names that can change; here they were {' and '.join(commits)}"
     remedy = "to measure the same again, name these commits: ID@COMMIT"
     return context.observe_suite("unpinned", text, remedy, commits=dict(zip(parts, commits, strict=True)))
 
 
 def _other_target(context: CellContext) -> Observation | None:
-    verifier, target = context.draft.get("verifier"), context.identity.get("target")
+    verifier, target = context.draft.verifier, context.identity.target
     if not verifier or not target or last_part(verifier) == last_part(target):
         return None
     text = f"the draft was made for {verifier}, but this run's target is {target}"
@@ -227,9 +229,8 @@ def _few_prompts(context: CellContext) -> Observation | None:
 
 
 def _code(context: CellContext) -> Observation | None:
-    suite = context.identity.get("suites", {}).get(context.cell.suite, {})
-    how = context.identity.get("code")
-    if not context.represents_suite or how not in _CODE or suite.get("scorer") not in CODE_SCORERS:
+    suite, how = context.identity.suites.get(context.cell.suite), context.identity.code
+    if not context.represents_suite or how not in _CODE or suite is None or suite.scorer not in CODE_SCORERS:
         return None
     kind, text, remedy = _CODE[how]
     return context.observe_suite(kind, f"the answers are code, {text}", remedy)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import CellKey
+from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo
 
 MIN_PROMPTS = 20
 
@@ -59,16 +60,14 @@ class CellContext:
     cell: Cell
     rows: Any
     succeeded: Any
-    identity: Mapping[str, Any]
-    """The identity in `run.json`; empty if it is not known."""
+    identity: RunIdentity
     run: Any
     """The rows of all cells."""
     has_plain: bool
     """Whether its suite has a baseline answer that did not fail."""
     is_first_suite: bool
     """Whether the run began with its suite, so that its answers may include the warm-up."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """The content of `run.json`; empty if it is not known."""
+    info: RunInfo | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -80,10 +79,9 @@ class CellContext:
         return self.is_baseline or not has_baseline(self.identity)
 
     @property
-    def draft(self) -> Mapping[str, Any]:
+    def draft(self) -> DraftEntry:
         """The recorded properties of the method's draft."""
-        drafts: Mapping[str, Mapping[str, Any]] = self.identity.get("drafts", {})
-        return drafts.get(draft_of(self.cell.method) or "", {})
+        return self.identity.drafts.get(draft_of(self.cell.method) or "", DraftEntry())
 
     @property
     def first_kept(self) -> float | None:

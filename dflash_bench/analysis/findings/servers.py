@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.findings.base import CellContext, Observation, Remedy
 from dflash_bench.core import dialects
 from dflash_bench.core.types import CellKey
+from dflash_bench.results.run_info import ServerEntry
 
 WORSE_P = 0.01
 """Below this p, answers got worse; p is not adjusted for the methods and suites of a run, which may be a dozen."""
@@ -28,7 +28,7 @@ def other_servers(context: CellContext) -> Observation | None:
     plain, own = (_server(context, method) for method in ("ar", context.cell.method))
     if context.is_baseline or not plain or not own:
         return None
-    then, now = (f"{server.get('dialect')} {server.get('version') or ''}".rstrip() for server in (plain, own))
+    then, now = (f"{server.dialect} {server.version or ''}".rstrip() for server in (plain, own))
     if then == now:
         return None
     text = f"plain decoding was measured on {then}, but this method on {now}: part of the speed-up is the server's"
@@ -71,7 +71,7 @@ def worse_answers(context: CellContext) -> Observation | None:
         "judge",
         "give --model or --target with the same weights, so that a judge says where its tokens depart from the model's",
     )
-    if not context.identity.get("servers"):
+    if not context.identity.servers:
         exactness = "see exactness in 'compare': a lossless method gives the target's own answers"
         remedy = Remedy("exactness", exactness)
     return context.observe("worse_answers", text, remedy, lost=lost, gained=gained, num_prompts=len(own), p=p)
@@ -138,11 +138,11 @@ def derived_rounds(context: CellContext) -> Observation | None:
 
 def _remedy(context: CellContext, code: str, otherwise: str) -> Remedy:
     """Return what the cell's dialect declares for this code."""
-    dialect = str(_server(context, context.cell.method).get("dialect"))
+    server = _server(context, context.cell.method)
+    dialect = str(server.dialect) if server else ""
     text = dialects.remedy(dialect, code)
     return Remedy("other_server", otherwise) if text is None else Remedy(dialect, text)
 
 
-def _server(context: CellContext, method: str) -> Mapping[str, Any]:
-    servers: Mapping[str, Mapping[str, Any]] = context.identity.get("servers") or {}
-    return servers.get(method, {})
+def _server(context: CellContext, method: str) -> ServerEntry | None:
+    return context.identity.servers.get(method)

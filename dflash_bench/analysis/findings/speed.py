@@ -119,7 +119,7 @@ def _how_faster(context: CellContext) -> Remedy:
         and (needed is None or al is None or al < needed)
     ):
         return KNOWS_NOT
-    if context.identity.get("servers"):
+    if context.identity.servers:
         return SERVED
     if not parts or al is None or needed is None:
         fewer = f"{tokens_per_round(cell, 'fewer')}, and run a local model to see where a round spends its time"

@@ -78,7 +78,7 @@ def drift(context: CellContext) -> Observation | None:
 
 
 def shared_machine(context: CellContext) -> Observation | None:
-    number = (context.identity.get("workers") or {}).get("on_one_machine", 1)
+    number = context.identity.workers.on_one_machine if context.identity.workers else 1
     if not context.is_baseline or number < 2:
         return None
     text = (
@@ -90,7 +90,7 @@ def shared_machine(context: CellContext) -> Observation | None:
 
 
 def unlike_machines(context: CellContext) -> Observation | None:
-    kinds = (context.identity.get("workers") or {}).get("kinds", [])
+    kinds = context.identity.workers.kinds if context.identity.workers else []
     if not context.is_baseline or len(kinds) < 2:
         return None
     text = (
@@ -104,7 +104,8 @@ def unlike_machines(context: CellContext) -> Observation | None:
 
 def shared_weights(context: CellContext) -> Observation | None:
     """Look for a judge that shares the engine's weights."""
-    if not context.represents_suite or (context.identity.get("judge") or {}).get("weights") != SHARED_WEIGHTS:
+    judge = context.identity.judge
+    if not context.represents_suite or judge is None or judge.weights != SHARED_WEIGHTS:
         return None
     text = (
         "there was no memory for a second copy of the weights: the judge read the engine's, which were the same after "
@@ -115,7 +116,7 @@ def shared_weights(context: CellContext) -> Observation | None:
 
 
 def fallback(context: CellContext) -> Observation | None:
-    reason = context.identity.get("fallback")
+    reason = context.identity.fallback
     if not context.represents_suite or not reason:
         return None
     text = f"the target was computed by transformers' code, because the engine's own {reason}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from dflash_bench.analysis.findings.base import CellContext, Observation
+from dflash_bench.results.run_info import RunInfo
 
 WHO = {
     "judge": "the judge", "counter": "the counter", "clock": "the clock", "scorer": "the scorer",
@@ -31,12 +29,12 @@ WHY = {
 """Why a kind of spoiled copy was not tried, by code."""
 
 
-def silent(info: Mapping[str, Any]) -> list[str]:
+def silent(info: RunInfo | None) -> list[str]:
     """Return which witnesses accepted a spoiled copy, and of which kind."""
     return [
-        f"{WHO.get(canary['witness'], canary['witness'])} passed {SPOILED.get(canary['spoiled'], canary['spoiled'])}"
-        for canary in info.get("canaries", ())
-        if canary["outcome"] == "silent"
+        f"{WHO.get(canary.witness, canary.witness)} passed {SPOILED.get(canary.spoiled, canary.spoiled)}"
+        for canary in (info and info.canaries) or ()
+        if canary.outcome == "silent"
     ]
 
 
@@ -52,9 +50,9 @@ def proves_nothing(context: CellContext) -> Observation | None:
 
 def untried(context: CellContext) -> Observation | None:
     whys: dict[tuple[str, str], None] = {}
-    for canary in context.info.get("canaries", ()):
-        if canary["outcome"] == "untried":
-            whys[canary["witness"], str(canary.get("why"))] = None
+    for canary in (context.info and context.info.canaries) or ():
+        if canary.outcome == "untried":
+            whys[canary.witness, str(canary.why)] = None
     if not whys or not _represents_run(context):
         return None
     named = ", ".join(f"{WHO.get(witness, witness)} ({WHY.get(why, why)})" for witness, why in whys)

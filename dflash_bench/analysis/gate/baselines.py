@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from dflash_bench.analysis import compare
 from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, Cell
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import SCHEMA_VERSION, CellKey, Settings
-from dflash_bench.results import schema
 from dflash_bench.results.identity import settings_of, short_names
-from dflash_bench.results.schema import SCHEMA, refuse_other_schema
+from dflash_bench.results.run_info import (
+    MOST,
+    SCHEMA,
+    Environment,
+    Number,
+    RunIdentity,
+    RunInfo,
+    SettingsEntry,
+    StoredModel,
+    parse,
+    refuse_other_schema,
+)
 from dflash_bench.results.table import Results
 
 DIGITS = 10
@@ -43,30 +54,34 @@ ABSOLUTE = tuple(name for name in LIMITS if METRICS[name].unit == "tokens/s")
 """Gated only if the limits name them: no test can tell a busy or throttled machine from a slower program."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
 Runs = Mapping[CellKey, tuple[Cell, ...]]
-"""By key, a cell for each run."""
-SHAPE: dict[str, Any] = {
-    "identity": schema.IDENTITY,
-    "environment": schema.MACHINE,
-    "with_timings": bool,
-    "limits": dict,
-    "prompt_hashes": {schema.ANY: {schema.ANY: str}},
-    "cells": [
-        {
-            "suite": str,
-            "method": str,
-            "settings": schema.SETTINGS,
-            "prompts": [str],
-            "figures?": dict,
-            "sums": {schema.ANY: list},
-        }
-    ],
-}
+"""By what identifies it, a cell for each run."""
+
+
+class StoredCell(StoredModel):
+    """The cells of one suite, settings and method, one for each run."""
+
+    suite: str
+    method: str
+    settings: SettingsEntry
+    prompts: list[str]
+    sums: dict[str, list[list[Number]]]
+    """By term, for each run and prompt."""
+    figures: dict[str, list[Number]] = Field(default_factory=dict)
+
+
+class StoredBaseline(StoredModel):
+    identity: RunIdentity
+    environment: Environment
+    with_timings: bool
+    limits: dict[str, Any]
+    prompt_hashes: dict[str, dict[str, str]]
+    cells: list[StoredCell]
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
     name: str
-    info: Mapping[str, Any]
+    info: RunInfo
     """The `identity` and `environment` of the first run."""
     with_timings: bool
     limits: Mapping[str, Limit]
@@ -83,7 +98,7 @@ class Baseline:
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
-        return Results(self.name, dict(self.info), pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
+        return Results(self.name, self.info, pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
 
 
 def require_distinct(runs: Sequence[Path]) -> None:
@@ -120,11 +135,11 @@ def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Ma
     hashes: dict[str, dict[str, str]] = {}
     for suite, prompt, text in compare.hashes(runs[0].rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
-    environment = runs[0].info.get("environment") or {}
+    environment = runs[0].info.environment.to_json()
     stored = {
         SCHEMA: SCHEMA_VERSION,
         "runs": [Path(results.name).name for results in runs],
-        "identity": runs[0].info["identity"],
+        "identity": runs[0].info.identity.to_json(),
         "environment": {name: environment.get(name) for name in ("cpu", "gpus", "machine", "packages", "python")},
         "with_timings": with_timings,
         "limits": {name: asdict(limit) for name, limit in (RELATIVE | dict(limits)).items()},
@@ -188,61 +203,58 @@ def read(path: Path) -> Baseline:
     refuse_other_schema(path, stored, again)
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
-    for fault in schema.shape_faults(SHAPE, stored, ""):
-        raise UserError(f"{path} is damaged: {fault.lstrip('.')}; {again}")
+    baseline = parse(StoredBaseline, stored, f"{path} is damaged", again)
     try:
-        return _baseline_of_json(str(path), stored)
+        return _baseline_of_json(str(path), baseline)
     except ValueError as error:
         raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}; {again}") from error
 
 
-def _baseline_of_json(name: str, stored: Mapping[str, Any]) -> Baseline:
-    info = {"identity": dict(stored["identity"]), "environment": dict(stored["environment"])}
-    named = short_names(settings_of(stored["identity"], name))
-    stored_cells = [_cells_of_json(cell, named) for cell in stored["cells"]]
-    limits = _limits(name, stored["limits"])
+def _baseline_of_json(name: str, stored: StoredBaseline) -> Baseline:
+    info = RunInfo(schema=SCHEMA_VERSION, identity=stored.identity, environment=stored.environment, command="")
+    named = short_names(settings_of(stored.identity, name))
+    stored_cells = [_cells_of_json(cell, named) for cell in stored.cells]
     cells = {runs[0].key: runs for runs in stored_cells}
-    return Baseline(name, info, bool(stored["with_timings"]), limits, cells, dict(stored["prompt_hashes"]))
+    return Baseline(name, info, stored.with_timings, _limits(name, stored.limits), cells, stored.prompt_hashes)
 
 
-def _cells_of_json(stored: Mapping[str, Any], named: Mapping[Settings, str]) -> tuple[Cell, ...]:
-    """`named` has the settings of the run with their labels. Raises ValueError for what does not fit together."""
-    if surplus := stored["settings"].keys() - {item.name for item in fields(Settings)}:
-        raise ValueError(f"the settings of {stored['suite']} {stored['method']} have a key {min(surplus)!r}")
-    settings = Settings(**stored["settings"])
+def _cells_of_json(stored: StoredCell, named: Mapping[Settings, str]) -> tuple[Cell, ...]:
+    """`named` has the settings of the run."""
+    if surplus := stored.settings.model_extra:
+        raise ValueError(f"the settings of {stored.suite} {stored.method} have a key {min(surplus)!r}")
+    settings = stored.settings.to_settings()
     if settings not in named:
-        raise ValueError(f"the settings of {stored['suite']} {stored['method']} are not the run's")
-    if not stored["prompts"] or len(set(stored["prompts"])) < len(stored["prompts"]):
-        raise ValueError(f"no prompts in {stored['suite']} {stored['method']}, or one twice")
-    runs: Mapping[str, Any] = stored["sums"]
-    num_runs = max(map(len, runs.values()), default=0)
-    sums = np.zeros((num_runs, len(stored["prompts"]), len(SUMS)))
-    for name, values in runs.items():
-        if name not in SUMS or len(values) != num_runs or any(schema.shape_faults([[float]], values, "")):
+        raise ValueError(f"the settings of {stored.suite} {stored.method} are not the run's")
+    if not stored.prompts or len(set(stored.prompts)) < len(stored.prompts):
+        raise ValueError(f"no prompts in {stored.suite} {stored.method}, or one twice")
+    num_runs = max(map(len, stored.sums.values()), default=0)
+    sums = np.zeros((num_runs, len(stored.prompts), len(SUMS)))
+    for name, values in stored.sums.items():
+        if name not in SUMS or len(values) != num_runs:
             raise ValueError(f"the sums {name!r} are unknown, or not a list of numbers for each run")
         if any(len(of_run) != sums.shape[1] or min(of_run) < 0 for of_run in values):
             raise ValueError(f"the sums {name!r} are negative, or not one for each prompt")
         sums[:, :, COLUMN[name]] = values
     if not num_runs:
-        raise ValueError(f"no sums in {stored['suite']} {stored['method']}")
+        raise ValueError(f"no sums in {stored.suite} {stored.method}")
     _check_figures(stored, sums)
     return tuple(
         Cell(
-            suite=stored["suite"], settings=settings, setting=named[settings], method=stored["method"],
+            suite=stored.suite, settings=settings, setting=named[settings], method=stored.method,
             num_prompts=len(of_run), num_tokens=0, num_errors=0,
-            num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored["prompts"]), sums=of_run,
+            num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored.prompts), sums=of_run,
         ) for of_run in sums
     )  # fmt: skip
 
 
-def _check_figures(stored: Mapping[str, Any], sums: Any) -> None:
-    """Raise ValueError unless the figures, which are there for people, follow from the sums [runs, prompts, sums].
+def _check_figures(stored: StoredCell, sums: Any) -> None:
+    """Raises ValueError unless the figures, which are there for people, are what the sums [runs, prompts, terms] give.
 
     The gate reads the sums alone, so a figure that was edited would mislead whoever reads the file.
     """
-    for name, values in stored.get("figures", {}).items():
-        where = f"the figure {name!r} of {stored['suite']} {stored['method']}"
-        if name not in LIMITS or any(schema.shape_faults([float], values, "")) or len(values) != len(sums):
+    for name, values in stored.figures.items():
+        where = f"the figure {name!r} of {stored.suite} {stored.method}"
+        if name not in LIMITS or len(values) != len(sums):
             raise ValueError(f"{where} is unknown, or not a number for each run")
         for value, of_run in zip(values, sums, strict=True):
             given = float(METRICS[name].statistic(of_run.sum(axis=0)))
@@ -269,7 +281,7 @@ def _limits(where: str, stored: Mapping[str, Any]) -> dict[str, Limit]:
                 continue
             if key == "run_noise" and not METRICS[name].is_timing:
                 raise UserError(f"{where}: {name} cannot have run_noise, because it is not a timing")
-            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < schema.MOST
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
             if not number or value < 0:
                 raise UserError(f"{where}: {name} {key} must be a number of 0 or more, not {value!r}")
             if key == "fall" and value >= 1:

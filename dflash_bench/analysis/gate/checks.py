@@ -198,8 +198,8 @@ def run_names(runs: Sequence[Results]) -> list[str]:
 
 
 def _with_sources(outcome: GateOutcome, results: Results) -> GateOutcome:
-    identity = results.info["identity"]
-    checks = [replace(check, source=labels.source_of(identity, check.suite)) for check in outcome.checks]
+    identity = results.info.identity
+    checks = [replace(check, source=identity.source_of(check.suite)) for check in outcome.checks]
     return replace(outcome, checks=tuple(checks))
 
 
@@ -255,7 +255,7 @@ def absolute_checks(results: Results, cell: Cell, run: str = "") -> Iterator[Che
 
 def _canary_checks(results: Results, run: str) -> Iterator[Check]:
     """Check that the run's witnesses objected to every spoiled copy; without that the run proves nothing."""
-    if "canaries" not in results.info:
+    if results.info.canaries is None:
         return
     passed = witnesses.silent(results.info)
     yield Check(
@@ -358,7 +358,7 @@ def baseline_checks(
         for kind in limits
         if not METRICS[kind].is_timing or (baseline.with_timings and (same_machine or kind not in ABSOLUTE))
     ]
-    exact, names = all(run.info["identity"]["dtype"] == "float32" for run in runs), run_names(runs)
+    exact, names = all(run.info.identity.dtype == "float32" for run in runs), run_names(runs)
     return [
         check
         for key, before in baseline.cells.items()

@@ -17,6 +17,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
+from dflash_bench.results.run_info import RunIdentity
 
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
@@ -106,9 +107,9 @@ def _parsed(row: Mapping[str, str]) -> PaperFigure:
     return PaperFigure(**{**row, **values})
 
 
-def model_of(identity: Mapping[str, Any]) -> str:
+def model_of(identity: RunIdentity) -> str:
     """The model that a run measured: its target, which may have replaced that of the preset."""
-    return str(identity.get("target") or identity["model"])
+    return str(identity.target or identity.model)
 
 
 def target_of(model: str) -> str:
@@ -125,7 +126,7 @@ def is_target(model: str, target: str) -> bool:
     return last_part(model) in (target.lower(), f"{target.lower()}-instruct")
 
 
-def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) -> list[Beside]:
+def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> list[Beside]:
     """What was published for the run's suites, methods, temperature and thinking, with drafts of any length.
 
     Raises UserError if there is nothing, and for embedded prompts, which are not those of the public suites.
@@ -142,7 +143,7 @@ def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) 
     for cell in cells:
         settings = by_id[cell.settings_id]
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
-        num_drafts = identity.get("methods", {}).get(cell.method, {}).get("num_drafts")
+        num_drafts = identity.methods[cell.method].num_drafts if cell.method in identity.methods else None
         comparisons += [
             Beside(figure, cell.suite, cell.settings_id, cell.method, num_drafts, values.get(figure.formula))
             for figure in load_figures()
@@ -152,9 +153,7 @@ def beside(cells: Sequence[Official], target: str, identity: Mapping[str, Any]) 
             and figure.thinking in MODES[settings.thinking]
         ]
     if not comparisons:
-        names = ", ".join(
-            f"{labels.named(cell.suite, labels.source_of(identity, cell.suite))} {cell.method}" for cell in cells
-        )
+        names = ", ".join(f"{labels.named(cell.suite, identity.source_of(cell.suite))} {cell.method}" for cell in cells)
         conditions = " or ".join(_conditions(settings, list(by_id.values())) for settings in by_id.values())
         raise UserError(f"nothing was published for {target} {conditions} on {names}")
     return comparisons
@@ -167,18 +166,18 @@ def _conditions(settings: Settings, run_settings: Sequence[Settings]) -> str:
     return f"{'with' if settings.thinking else 'without'} thinking at temperature {temperature}{others}"
 
 
-def _is_embedded(identity: Mapping[str, Any], suite: str) -> bool:
-    return labels.source_of(identity, suite) == EMBEDDED
+def _is_embedded(identity: RunIdentity, suite: str) -> bool:
+    return identity.source_of(suite) == EMBEDDED
 
 
-def unlike_conditions(comparisons: Sequence[Beside], identity: Mapping[str, Any]) -> Iterator[str]:
+def unlike_conditions(comparisons: Sequence[Beside], identity: RunIdentity) -> Iterator[str]:
     """How the run's conditions differ from the authors', one sentence each."""
     suites = list(dict.fromkeys(comparison.suite for comparison in comparisons))
     yield from _counts(suites, identity)
-    limit = identity.get("max_new_tokens")
+    limit = identity.max_new_tokens
     if limit != MAX_NEW_TOKENS:
         yield f"answers end at {limit} tokens here, but at {MAX_NEW_TOKENS:,} in the paper's main tables"
-    local = [suite for suite in suites if labels.source_of(identity, suite).startswith("folder ")]
+    local = [suite for suite in suites if identity.source_of(suite).startswith("folder ")]
     if local:
         yield f"the rows of {', '.join(local)} are from a folder: we did not check that they are the hub's"
     other = [suite for suite in suites if suite in OTHER_TEXTS]
@@ -189,8 +188,8 @@ def unlike_conditions(comparisons: Sequence[Beside], identity: Mapping[str, Any]
         yield f"the wording of the authors' prompts for {', '.join(unknown_texts)} is not published"
 
 
-def _counts(suites: Sequence[str], identity: Mapping[str, Any]) -> Iterator[str]:
-    counts = {suite: identity.get("suites", {}).get(suite, {}).get("prompts") for suite in suites}
+def _counts(suites: Sequence[str], identity: RunIdentity) -> Iterator[str]:
+    counts = {suite: identity.suites[suite].prompts if suite in identity.suites else None for suite in suites}
     other = [
         f"{suite} {count} (theirs: {theirs})"
         for suite, count in counts.items()

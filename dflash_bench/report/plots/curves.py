@@ -92,7 +92,7 @@ FIGURES = ("speedup.decode", "al.pooled")
 
 def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
     """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` is how runs differ."""
-    over_time = sorted(runs, key=lambda run: str(run.info.get("started")))
+    over_time = sorted(runs, key=lambda run: str(run.info.started))
     groups = list(dict.fromkeys(group for run in over_time for group in run.groups))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))
     drafting = [method for method in methods if any(method in run.drafting for run in over_time)]
@@ -132,5 +132,5 @@ def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure
 
 
 def _day(run: Material) -> str:
-    started = run.info.get("started")
+    started = run.info.started
     return str(started)[5:16].replace("T", " ") if started else run.document.folder.name

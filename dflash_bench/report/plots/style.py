@@ -28,7 +28,7 @@ from dflash_bench.report.document import Document
 from dflash_bench.results import parts, rounds
 from dflash_bench.results.identity import checked_settings, needed_for, settings_of
 from dflash_bench.results.rounds import stretch_name, stretch_of
-from dflash_bench.results.run_info import Info
+from dflash_bench.results.run_info import RunInfo
 
 # One look for all plots: colours that colour-blind readers can tell apart, type that survives half width.
 #
@@ -283,7 +283,7 @@ class Material:
         return self.document.cells
 
     @property
-    def info(self) -> Info:
+    def info(self) -> RunInfo:
         return self.document.results.info
 
     @property
@@ -319,7 +319,7 @@ class Material:
 
     @cached_property
     def settings(self) -> tuple[Settings, ...]:
-        return settings_of(self.info["identity"])
+        return settings_of(self.info.identity)
 
     @cached_property
     def along(self) -> Mapping[CellKey, Mapping[str, Interval]]:
@@ -338,7 +338,7 @@ class Material:
     @cached_property
     def published(self) -> Sequence[paper.Beside]:
         """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
-        identity = self.info["identity"]
+        identity = self.info.identity
         try:
             target = paper.target_of(paper.model_of(identity))
             return paper.beside(zlab.official(self.document.results.rows), target, identity)
