@@ -65,9 +65,9 @@ class MedusaDrafter:
             self.hidden[committed.row_slice] = hidden
 
     def propose(self) -> Draft:
-        logits = self.heads(self.hidden, self.num_heads).float()
+        logits = self.heads(self.hidden, self.num_heads)
         if self.top_k == 1:
             # A chain needs no mask of its own, and nothing has to be moved in the cache.
-            return Draft(logits[:, : self.num_drafts].argmax(dim=-1))
+            return Draft(logits[:, : self.num_drafts].float().argmax(dim=-1))
         nodes, tokens = best_tree(logits, self.top_k, self.tree)
         return Draft(tokens, nodes.parents)

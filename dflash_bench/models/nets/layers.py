@@ -132,7 +132,8 @@ class DraftNetwork(nn.Module):
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Return the target's ids for ids of the draft's head, in any shape."""
-        return draft_ids + self.d2t[draft_ids] if hasattr(self, "d2t") else draft_ids
+        d2t = self._buffers.get("d2t")
+        return draft_ids if d2t is None else draft_ids + d2t[draft_ids]
 
 
 class Rotary:
