@@ -213,9 +213,9 @@ def _operations(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
     return make_fx(function, {torch.ops.aten.addcmul.out: _addcmul_into})(*inputs)
 
 
-def _addcmul_into(x: Tensor, one: Tensor, other: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
+def _addcmul_into(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
     """Write into a part of a tensor by copying, the only way that compilers know."""
-    return out.copy_(torch.addcmul(x, one, other, value=value))
+    return out.copy_(torch.addcmul(x, first, second, value=value))
 
 
 def why_no_compiler(device: torch.device) -> str | None:

@@ -225,8 +225,10 @@ class Target:
         assert isinstance(self.network, Steady)
         inputs = [tokens, torch.tensor(starts), *([] if parents is None else [parents])]
         key = (tokens.shape[1], parents is not None, self.taps)
-        said = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
-        return None if said is None else Output(self.network.logits(said[0]), concat_taps(said[1:], self.device))
+        results = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
+        if results is None:
+            return None
+        return Output(self.network.logits(results[0]), concat_taps(results[1:], self.device))
 
     def _steady(
         self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None

@@ -153,7 +153,7 @@ Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
 def decoder(folder: Path, trust_remote_code: bool = False) -> Decoder:
     """Return the decoder of a folder's tokenizer. Raises UserError if it has none that can be read."""
     tokenizer = targets.tokenizer_of(folder, trust_remote_code)
-    return lambda answers: [str(tokenizer.decode(list(one), skip_special_tokens=True)) for one in answers]
+    return lambda answers: [str(tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in answers]
 
 
 def decoder_of(target: str, trust_remote_code: bool = False) -> Decoder | None:

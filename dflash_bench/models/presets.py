@@ -112,7 +112,7 @@ def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
     tables = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, int), **dict.fromkeys(FLAGS, bool)}
     for key, value in entry.items():
         if key in tables and isinstance(value, dict):
-            sound = all(type(one) is tables[key] for one in value.values())
+            sound = all(type(entry) is tables[key] for entry in value.values())
         else:
             sound = key == "package" or type(value) is PLAIN.get(key)
         if not sound:

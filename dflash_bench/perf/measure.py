@@ -100,26 +100,28 @@ def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[D
     `draft` is a DFlash draft in one step, or an EAGLE-3 draft that drafts a chain.
     """
     if isinstance(draft, DFlashDraft):
-        return _of_dflash(draft, target, num_drafts, kept)
+        return _dflash_passes(draft, target, num_drafts, kept)
     assert isinstance(draft, Eagle3Draft)
-    layer = _part([draft.midlayer, draft.norm], draft, 1)
-    head, fusing = _part([draft.lm_head], draft), _part([draft.fc], draft)
+    layer = _part_size([draft.midlayer, draft.norm], draft, 1)
+    head, fusing = _part_size([draft.lm_head], draft), _part_size([draft.fc], draft)
     passes = [DraftPass(layer, kept), DraftPass(fusing, kept), DraftPass(head, 1, num_drafts)]
     return (*passes, *([DraftPass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
 
 
-def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
+def _dflash_passes(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     head = draft.lm_head if draft.config.own_head else target.get_output_embeddings()
     layers: Any = draft.layers
     taking_in = [draft.fc, *(part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
     return (
-        DraftPass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
-        DraftPass(_part([head], draft), num_drafts),
-        DraftPass(_part(taking_in, draft), kept),
+        DraftPass(
+            _part_size([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)
+        ),
+        DraftPass(_part_size([head], draft), num_drafts),
+        DraftPass(_part_size(taking_in, draft), kept),
     )
 
 
-def _part(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
+def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
     """The size of these modules of a draft, with so many layers of attention."""
     itemsize = draft.fc.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
@@ -216,7 +218,7 @@ def forward_curve(target: Target) -> dict[str, Any]:
     return {
         "rows": 1,
         "context": context,
-        "seconds": {str(one.width): one.seconds for one in forwards},
+        "seconds": {str(forward.width): forward.seconds for forward in forwards},
         "least_s": min(shortest_s, forwards[0].seconds),
         "bandwidth": rates.bandwidth,
         "products": rates.products,
@@ -292,8 +294,8 @@ def measure(
         for rows, context in places:
             tell(f"measuring drafts: {method.label}, batch {rows}, context {context}")
             drafts += [
-                _drafting(models, target, method, one, rows, context)
-                for one in (*_of_one(models, target, method, drafter), drafter)
+                _time_draft(models, target, method, timed, rows, context)
+                for timed in (*_single_token_drafters(models, target, method, drafter), drafter)
             ]
     for rows in workload.batches:
         tell(f"measuring rounds: batch {rows}")
@@ -304,7 +306,7 @@ def measure(
     return ProfileData(rates, memory.size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
 
 
-def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
+def _single_token_drafters(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
     """Return the method's drafter for a single token, if shorter drafts are cheaper.
 
     They are not for DFlash: a block is drafted whole, even if only a part of it is verified, as with `block=auto`.
@@ -315,7 +317,7 @@ def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> lis
 
 
 @torch.inference_mode()
-def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> DraftTiming:
+def _time_draft(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> DraftTiming:
     kept = min(KEPT, drafter.num_drafts + 1)
     target.tap(drafter.taps)
     prepare(target, rows, context + kept)

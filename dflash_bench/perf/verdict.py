@@ -93,22 +93,22 @@ class ProfiledBatch:
 
 def places(measured: ProfileData, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
     """Judge every batch and context. `acceptance` holds, by method, tokens per round and their source."""
-    known = dict.fromkeys((one.rows, one.context) for one in measured.forwards)
+    known = dict.fromkeys((forward.rows, forward.context) for forward in measured.forwards)
     return [_place(measured, *place, acceptance) for place in known]
 
 
 def _place(measured: ProfileData, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
-    forwards = [one for one in measured.forwards if (one.rows, one.context) == (rows, context)]
+    forwards = [timing for timing in measured.forwards if (timing.rows, timing.context) == (rows, context)]
     through = curve(forwards, measured.size, measured.rates)
-    drafts = [one for one in measured.drafts if (one.rows, one.context) == (rows, context)]
-    methods = list(dict.fromkeys(one.method for one in drafts))
+    drafts = [timing for timing in measured.drafts if (timing.rows, timing.context) == (rows, context)]
+    methods = list(dict.fromkeys(draft.method for draft in drafts))
     rounds = [
-        one
+        cost
         for method in methods
-        for one in _rounds(measured, forwards, [draft for draft in drafts if draft.method == method])
+        for cost in _rounds(measured, forwards, [draft for draft in drafts if draft.method == method])
     ]
-    whole = [max((one for one in rounds if one.method == method), key=lambda one: one.width) for method in methods]
-    verdicts = [verdict(one, through, *acceptance.get(one.method, (None, ""))) for one in whole]
+    whole = [max((cost for cost in rounds if cost.method == method), key=lambda cost: cost.width) for method in methods]
+    verdicts = [verdict(cost, through, *acceptance.get(cost.method, (None, ""))) for cost in whole]
     readings = [_reading(measured, forward) for forward in forwards]
     return ProfiledBatch(rows, context, tuple(readings), through, tuple(rounds), tuple(verdicts))
 
@@ -123,9 +123,9 @@ def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Se
     """Return the cost of a method's rounds at every width up to its own."""
     method, rows, context = drafts[0].method, drafts[0].rows, drafts[0].context
     hosts = {host.method: host.seconds for host in measured.hosts if host.rows == rows}
-    seconds = {one.width: one.seconds for one in forwards}
+    seconds = {forward.width: forward.seconds for forward in forwards}
     between = _between(drafts)
-    by_width = {one.num_drafts + 1: one for one in drafts}
+    by_width = {draft.num_drafts + 1: draft for draft in drafts}
     rates = measured.rates
     return [
         RoundCost(
@@ -140,7 +140,7 @@ def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Se
 
 def _between(drafts: Sequence[DraftTiming]) -> LinearCost:
     """Return the seconds of a draft by its tokens: the line through the shortest and the longest, or a constant."""
-    return fit([one.num_drafts for one in drafts], [one.seconds for one in drafts])
+    return fit([draft.num_drafts for draft in drafts], [draft.seconds for draft in drafts])
 
 
 def verdict(whole: RoundCost, through: WidthCurve, al: float | None = None, source: str = "") -> RoundVerdict:
@@ -180,8 +180,8 @@ def at_full_depth(measured: ProfileData, full: Size) -> ProfileData:
     """
     times = full.num_layers / measured.size.num_layers
     forwards = [
-        replace(one, seconds=(one.head_s or 0.0) + (one.seconds - (one.head_s or 0.0)) * times)
-        for one in measured.forwards
+        replace(forward, seconds=(forward.head_s or 0.0) + (forward.seconds - (forward.head_s or 0.0)) * times)
+        for forward in measured.forwards
     ]
     return replace(measured, size=full, forwards=tuple(forwards))
 

@@ -79,7 +79,7 @@ def refuse(config: Mapping[str, Any], what: str, variants: Variants = VARIANTS) 
     """Raises UserError for the first key whose value changes what is computed."""
     for name, (meaning, neutral) in variants.items():
         value = config.get(name)
-        if not any(_same(value, one) for one in neutral):
+        if not any(_same(value, other) for other in neutral):
             raise UserError(f"{what} with {name} = {value!r} in config.json is not supported: {meaning}")
 
 
