@@ -139,7 +139,7 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
     if how == OFF or (how is None and (target.device.type != "cuda" or not isinstance(target.network, Steady))):
         return OFF
     if target.device.type != "cuda":
-        raise UserError("--graph on needs a CUDA device: a graph is CUDA's; leave it out")
+        raise UserError("--graph on needs a CUDA device; leave it out")
     if not isinstance(target.network, Steady):
         raise UserError("--graph on captures passes of --engine native only, which does not compute this target")
     _set(target, drafters, "graph", lambda: GraphCache(cuda_graph))
@@ -156,7 +156,7 @@ def _refuse_compiling(target: Target) -> None:
     if not isinstance(target.network, Steady):
         raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
     if target.network.has_experts:
-        raise UserError("--compile: which experts a token goes to is not known when a pass is compiled; leave it out")
+        raise UserError("--compile: a token's experts are not known when a pass is compiled; leave it out")
     reason = why_no_compiler(target.device)
     if reason is not None:
         raise UserError(f"--compile: {reason}, or leave --compile out")
@@ -220,7 +220,9 @@ def open_backend(
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type
-        raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
+        raise UserError(
+            f"--method {trees[0]}: a {kind} target has recurrent layers, which cannot verify trees; use a chain"
+        )
     drafters = {method.label: build_drafter(models, target, method, preset) for method in methods}
     pack_like(target, drafters.values(), models.drafts.values())
     witness.require_unchanged()

@@ -72,7 +72,7 @@ class Target:
     `network` computes `model` in place of its publisher's code. Raises UserError for an unsupported architecture.
     """
 
-    def __init__(self, model: Any, taps: Sequence[int] = (), network: Network | None = None) -> None:
+    def __init__(self, model: Any, network: Network | None = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
         self.network: Network | Steady = network or HFForward(model)
@@ -81,7 +81,6 @@ class Target:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.context_length = context_length(self.config)
         self.taps: tuple[int, ...] = ()
-        self.tap(taps)
         self._cache: KVCache | None = None
         self.graph_cache: GraphCache | None = None
         self.fallback: str | None = None

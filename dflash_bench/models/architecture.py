@@ -46,7 +46,9 @@ def final_norm(model: Any) -> nn.Module:
 def context_length(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
-        raise UserError(f"a {config.model_type} target does not say how long its context is; it is not supported")
+        raise UserError(
+            f"a {config.model_type} target declares no context length (max_position_embeddings); it is not supported"
+        )
     return int(length)
 
 

@@ -45,7 +45,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every probe, on every prompt, every round."""
-    real = examine.accepted
+    real = examine.measure_acceptance
     seen: list[bool] = []
 
     def both(*asked: Any) -> list[AcceptedAnswer]:

@@ -95,6 +95,6 @@ def refuse_unknown(inner: Any, where: str, what: str, known: Collection[str]) ->
     for key in inner or ():
         if key not in known and key not in HARMLESS and key not in VARIANTS:
             raise UserError(
-                f"{what} with {key!r} in {where} of config.json is not supported: nobody here knows what it changes; "
+                f"{what} with {key!r} in {where} of config.json is not supported: its effect is unknown; "
                 "if it changes nothing, remove it from the file"
             )
