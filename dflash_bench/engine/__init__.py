@@ -1,4 +1,4 @@
-"""Decoding in this process: how are tokens drafted, verified and chosen?
+"""Decoding in this process: how tokens are drafted, verified and chosen.
 
 One loop serves every method; plain decoding is the drafter that proposes nothing.
 """

@@ -139,7 +139,7 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
     if how == OFF or (how is None and (target.device.type != "cuda" or not isinstance(target.network, Steady))):
         return OFF
     if target.device.type != "cuda":
-        raise UserError("--graph on needs a CUDA device: a graph is CUDA's; leave it out")
+        raise UserError("--graph on needs a CUDA device; leave it out")
     if not isinstance(target.network, Steady):
         raise UserError("--graph on captures passes of --engine native only, which does not compute this target")
     _set(target, drafters, "graph", lambda: GraphCache(cuda_graph))
@@ -156,7 +156,7 @@ def _refuse_compiling(target: Target) -> None:
     if not isinstance(target.network, Steady):
         raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
     if target.network.has_experts:
-        raise UserError("--compile: which experts a token goes to is not known when a pass is compiled; leave it out")
+        raise UserError("--compile: a token's experts are not known when a pass is compiled; leave it out")
     reason = why_no_compiler(target.device)
     if reason is not None:
         raise UserError(f"--compile: {reason}, or leave --compile out")
@@ -220,7 +220,9 @@ def open_backend(
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type
-        raise UserError(f"--method {trees[0]}: recurrent layers, as a {kind} target has, read no trees; use a chain")
+        raise UserError(
+            f"--method {trees[0]}: a {kind} target has recurrent layers, which cannot verify trees; use a chain"
+        )
     drafters = {method.label: build_drafter(models, target, method, preset) for method in methods}
     pack_like(target, drafters.values(), models.drafts.values())
     witness.require_unchanged()
@@ -331,7 +333,7 @@ class LocalBackend:
         return chat.has_thinking(self.tokenizer)
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
-        for thinking in {bool(one.thinking) for one in settings}:
+        for thinking in {bool(setting.thinking) for setting in settings}:
             chat.check(self.tokenizer, list(chats), thinking)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -376,11 +378,11 @@ class LocalBackend:
         prompts = [self.encode(messages, settings) for messages, _ in requests]
         seeds = [seed_of(self.seed, repeat, prompt) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
         sampling = Sampling.of(settings)
-        decoded, error = self._decode(method, prompts, sampling, seeds, settings.concurrency, ended, listener)
-        begin = next((one.begin for one in decoded if one.rounds), None)
+        traces, error = self._decode(method, prompts, sampling, seeds, settings.concurrency, ended, listener)
+        begin = next((trace.begin for trace in traces if trace.rounds), None)
         return [
-            TimedGeneration(self._with_thinking(generation, one.prompt, settings), *one.span(self.clock, begin))
-            for generation, one in zip(self._generations(decoded, error), decoded, strict=True)
+            TimedGeneration(self._with_thinking(generation, trace.prompt, settings), *trace.span(self.clock, begin))
+            for generation, trace in zip(self._generations(traces, error), traces, strict=True)
         ]
 
     def generate_ids(
@@ -412,7 +414,7 @@ class LocalBackend:
     ) -> tuple[list[RequestTrace], str]:
         """Return the trace of each prompt, and the error that kept unfinished ones from ending."""
         drafter = self.drafters[method]
-        decoded = [RequestTrace(prompt) for prompt in prompts]
+        traces = [RequestTrace(prompt) for prompt in prompts]
         try:
             if isinstance(drafter, Foresees):
                 drafter.foresee(prompts, self.limits, sampling, seeds)
@@ -420,24 +422,24 @@ class LocalBackend:
             steps = decode(self.target, drafter, prompts, self.limits, sampling, self.clock, seeds, num_rows, listener)
             for step in steps:
                 for row, request in enumerate(step.requests):
-                    decoded[request].add(row, step)
+                    traces[request].add(row, step)
                     if step.emitted[row] is not None and step.ended[row]:
                         ended()
         except DecodingError as problem:
-            return decoded, str(problem)
+            return traces, str(problem)
         except torch.cuda.OutOfMemoryError:
-            return decoded, "out of GPU memory"
-        return decoded, "nothing was decoded"
+            return traces, "out of GPU memory"
+        return traces, "nothing was decoded"
 
-    def _generations(self, decoded: Sequence[RequestTrace], error: str) -> list[Generation]:
+    def _generations(self, traces: Sequence[RequestTrace], error: str) -> list[Generation]:
         """Return finished generations, and the error for the others."""
         generations = []
-        for one in decoded:
-            text = self.decode(one.tokens)
+        for trace in traces:
+            text = self.decode(trace.tokens)
             generations.append(
-                one.generation(self.clock, text, self.limits.stop_ids, self._peak_memory())
-                if one.has_ended
-                else one.failed(text, error)
+                trace.generation(self.clock, text, self.limits.stop_ids, self._peak_memory())
+                if trace.has_ended
+                else trace.failed(text, error)
             )
         return generations
 

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Ten
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_pool()):
+        with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device())):
             results = function(*inputs)
 
     def replay() -> tuple[Tensor, ...]:
@@ -187,14 +187,11 @@ def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Ten
     return replay
 
 
-_pools: dict[int, Any] = {}
-
-
-def _pool() -> Any:
-    device = torch.cuda.current_device()
-    if device not in _pools:
-        _pools[device] = torch.cuda.graph_pool_handle()
-    return _pools[device]
+@cache
+def _pool(device: int) -> Any:
+    """Return the pool of memory that all graphs of a device share."""
+    with torch.cuda.device(device):
+        return torch.cuda.graph_pool_handle()
 
 
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
@@ -216,9 +213,9 @@ def _operations(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
     return make_fx(function, {torch.ops.aten.addcmul.out: _addcmul_into})(*inputs)
 
 
-def _addcmul_into(x: Tensor, one: Tensor, other: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
+def _addcmul_into(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
     """Write into a part of a tensor by copying, the only way that compilers know."""
-    return out.copy_(torch.addcmul(x, one, other, value=value))
+    return out.copy_(torch.addcmul(x, first, second, value=value))
 
 
 def why_no_compiler(device: torch.device) -> str | None:

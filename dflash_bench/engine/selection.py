@@ -83,12 +83,12 @@ def is_packed(target: Target) -> bool:
 def _difference(published: Target, native: Target) -> float:
     """Return the largest difference of logits, relative to the largest, over a prompt and single tokens after it."""
     tokens = [token % published.vocab_size for token in range(11, 11 + 7 * PROBED, 7)]
-    said = []
+    logits = []
     for target in (published, native):
         target.begin(1, 2 * PROBED)
         whole = target.prefill([tokens[:-8]]).logits
         rest = target.forward(torch.tensor([tokens[-8:-1]], device=target.device), [PROBED - 8]).logits
         last = target.forward(torch.tensor([tokens[-1:]], device=target.device), [PROBED - 1]).logits
-        said.append(torch.cat([whole, rest, last], dim=1).float())
+        logits.append(torch.cat([whole, rest, last], dim=1).float())
         target.release()
-    return float((said[0] - said[1]).abs().max() / said[0].abs().max())
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())

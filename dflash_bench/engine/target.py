@@ -72,7 +72,7 @@ class Target:
     `network` computes `model` in place of its publisher's code. Raises UserError for an unsupported architecture.
     """
 
-    def __init__(self, model: Any, taps: Sequence[int] = (), network: Network | None = None) -> None:
+    def __init__(self, model: Any, network: Network | None = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
         self.network: Network | Steady = network or HFForward(model)
@@ -81,7 +81,6 @@ class Target:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.context_length = context_length(self.config)
         self.taps: tuple[int, ...] = ()
-        self.tap(taps)
         self._cache: KVCache | None = None
         self.graph_cache: GraphCache | None = None
         self.fallback: str | None = None
@@ -225,8 +224,10 @@ class Target:
         assert isinstance(self.network, Steady)
         inputs = [tokens, torch.tensor(starts), *([] if parents is None else [parents])]
         key = (tokens.shape[1], parents is not None, self.taps)
-        said = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
-        return None if said is None else Output(self.network.logits(said[0]), concat_taps(said[1:], self.device))
+        results = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
+        if results is None:
+            return None
+        return Output(self.network.logits(results[0]), concat_taps(results[1:], self.device))
 
     def _steady(
         self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None

@@ -275,15 +275,15 @@ def words_in(source: Source) -> Words:
         raise cannot_load(source.folder, error) from error
     stop = configured_stop(source.folder)
     listed = [*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id]
-    return Words(tokenizer, frozenset(one for one in listed if one is not None))
+    return Words(tokenizer, frozenset(stop_id for stop_id in listed if stop_id is not None))
 
 
 def configured_stop(folder: Path) -> int | list[int] | None:
     """Return the stop ids in the files, beside the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            said: Mapping[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-            stop: int | list[int] | None = said.get("eos_token_id")
+            config: Mapping[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+            stop: int | list[int] | None = config.get("eos_token_id")
             return stop
     return None
 

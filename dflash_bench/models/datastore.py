@@ -1,7 +1,7 @@
-"""Texts as one file of tokens with their suffix array: what REST looks continuations up in.
+"""Datastores: a file of texts' tokens with their suffix array, in which REST looks up continuations.
 
-The file is safetensors, which holds no code and is read where it lies: `tokens`, the texts one after the other with
-END behind each, and `order`, the places of `tokens` in the order of what stands there. It says for which tokenizer.
+The file is safetensors, which holds no code and is memory-mapped: `tokens`, the texts one after the other, each
+followed by END, and `order`, the places of `tokens` sorted by the tokens from there on. It names its tokenizer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Tokens = NDArray[np.int32]
 Places = NDArray[np.int64]
 
 END = -1
-"""Stands behind each text; nothing is looked up across it."""
+"""Follows each text; nothing is looked up across it."""
 FORMAT = "dflash-bench datastore 1"
 SORTED_TO = 64
-"""Places that begin with the same so many tokens stand in any order; what is looked up is shorter."""
+"""Places are sorted by this many tokens, the longest piece that can be looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Datastore:
     order: Places
 
     def ends_of(self, piece: Sequence[int]) -> Places:
-        """Where the texts go on after each occurrence of a piece, of at most SORTED_TO tokens."""
+        """Return the places after each occurrence of a piece of at most SORTED_TO tokens."""
         piece, length = list(piece), len(piece)
 
         def there(place: int) -> list[int]:
@@ -51,9 +51,9 @@ class Datastore:
         return self.order[first:last] + length
 
     def longest(self, text: Sequence[int], most: int, least: int) -> Places:
-        """The same for the longest of the text's suffixes that occur, of `most` to `least` tokens; else nothing."""
+        """Return `ends_of` the longest suffix of the text that occurs, of `least` to `most` tokens, or nothing."""
         ends = self.order[:0]
-        # What occurs has suffixes that occur: between one that does and one that does not lies the longest.
+        # All suffixes of an occurring piece occur, so the longest one is found by bisection.
         low, high = least, min(most, len(text))
         while low <= high:
             length = (low + high) // 2
@@ -71,11 +71,11 @@ def of_texts(texts: Iterable[Sequence[int]]) -> Datastore:
 
 
 def suffix_order(tokens: Tokens) -> Places:
-    """Places in the order of their first SORTED_TO tokens: ranks by 1, 2, 4 ... tokens, each from the one before."""
+    """Return the places sorted by their first SORTED_TO tokens: ranks by 1, 2, 4 ... tokens, each from the last."""
     rank = np.unique(tokens, return_inverse=True)[1]
     length = 1
     while length < SORTED_TO and len(rank) and rank.max() < len(rank) - 1:
-        # What begins `length` places further on ranks within what begins alike; nothing ranks before anything.
+        # Equal prefixes are ranked by the tokens `length` places further on; the end of the texts ranks first.
         further = np.concatenate([rank[length:] + 1, np.zeros(min(length, len(rank)), dtype=rank.dtype)])
         rank = np.unique(rank * (len(rank) + 1) + further, return_inverse=True)[1]
         length *= 2
@@ -83,7 +83,7 @@ def suffix_order(tokens: Tokens) -> Places:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of the ids that a tokenizer gives to its tokens."""
+    """Return a hash of a tokenizer's ids of its tokens."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -95,7 +95,7 @@ def write(path: Path, store: Datastore, tokenizer: Any, sources: Sequence[str]) 
 
 
 def read(path: Path, tokenizer: Any, vocab_size: int) -> Datastore:
-    """Mapped into memory. Raises UserError for what is none, is empty, or is for another tokenizer."""
+    """Map a datastore into memory. Raises UserError for any other file, an empty one, or another tokenizer's."""
     files.require_file(path)
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,6 +1,6 @@
-"""GGUF files as targets: their weights taken out of their quantised form, once, into a folder of safetensors.
+"""GGUF files as targets: their weights are dequantised, once, into a folder of safetensors.
 
-What is measured then is the model as the file's numbers say it is, in float32, without llama.cpp's own arithmetic.
+The model is then measured with the file's weights in float32, and without llama.cpp's own arithmetic.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub
-from dflash_bench.models.hub import cannot_load, is_unreadable
+from dflash_bench.models.hub import cannot_load, first_line, is_unreadable
 from dflash_bench.models.presets import HOME, cache_folder
 
 LARGEST = 1 << 24
-"""Of any size in a header."""
+"""The largest plausible size in a header."""
 
 
 def is_file(reference: str) -> bool:
@@ -29,7 +29,7 @@ def is_file(reference: str) -> bool:
 
 
 def converted_folder(path: Path) -> Path:
-    """The folder in the cache that holds this file's model, made if it is not there. Raises UserError."""
+    """Return the cached folder of this file's model, made if it is missing. Raises UserError."""
     path = path.expanduser()
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -40,16 +40,16 @@ def converted_folder(path: Path) -> Path:
 
 
 def require_readers() -> None:
-    """Raises UserError if a package is missing without which transformers reads no GGUF."""
+    """Raises UserError if a package is missing that transformers needs to read GGUF."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise UserError(f"GGUF files need {' and '.join(missing)}; run: pip install {' '.join(missing)}")
 
 
 def check(path: Path) -> None:
-    """Raises UserError for a file that holds no whole model: transformers would make up all that is missing.
+    """Raises UserError for a file without a complete model: transformers would make up the missing weights.
 
-    That would be weights that mean nothing, of sizes that the header alone decides.
+    They would mean nothing, and be of sizes that the header alone decides.
     """
     from gguf import GGUFReader
 
@@ -61,13 +61,13 @@ def check(path: Path) -> None:
     except Exception as error:
         if not is_unreadable(error):
             raise
-        raise UserError(f"{path} is truncated or not a GGUF file ({_first_line(error)}); copy it again") from error
+        raise UserError(f"{path} is truncated or not a GGUF file ({first_line(error)}); copy it again") from error
     for problem in _missing(fields, shapes):
         raise UserError(f"{path} is no whole model: {problem}; copy it again")
 
 
 def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """What a language model has and this file has not, or not as its header says."""
+    """Yield problems: parts of a language model that the file lacks, or that differ from its header."""
     kind = fields.get("general.architecture")
     if not isinstance(kind, str):
         yield "it does not say its architecture"
@@ -91,12 +91,8 @@ def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> 
         yield f"blk.0.ffn_up.weight is {list(up)}, and {kind}.feed_forward_length {wide}"
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def convert(path: Path, folder: Path) -> None:
-    """Write the model into a new folder: config, weights in float32, tokenizer. Raises UserError for what is none."""
+    """Write the model into a new folder: config, float32 weights, tokenizer. Raises UserError if it cannot be read."""
     require_readers()
     check(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -127,7 +123,7 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """By hand: transformers refuses to save what it dequantised."""
+    """Write it without `save_pretrained`, which refuses dequantised models."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

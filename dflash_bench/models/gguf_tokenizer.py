@@ -40,7 +40,7 @@ RULES: Mapping[str, Rule] = {
     "smollm": Rule((r"\p{N}", _ENGLISH)),
     "ufakzeka": Rule((_WORDS + r"\p{N}" + _SIGNS,)),
 }
-"""By the names that llama.cpp knows them under (`tokenizer.ggml.pre`), the most common first."""
+"""Rules by llama.cpp's names (`tokenizer.ggml.pre`), the most common first."""
 ODD_TEXTS = (
     "Hello world! It's 12345.678 o'clock, they'LL say 'that' isn't THEIR'S; we've I'd rock'n'roll 'tis 'Twas",
     "'that 'there 'the 'said 'more 'reason 'very 'd 'LLama dog'dog harbor'selse 'Tis 'Melody",
@@ -54,7 +54,7 @@ NUM_RANDOM, TOKENS_EACH = 400, 40
 
 
 def name_of(tokenizer: Any) -> str:
-    """`tokenizer` is one of the library tokenizers. Raises UserError if no rule gives its tokens."""
+    """Return the rule that gives a tokenizer's tokens (of the library tokenizers). Raises UserError if none does."""
     probes = (*ODD_TEXTS, *_random_texts(tokenizer))
     expected = _ids(tokenizer, probes)
     for name, rule in RULES.items():
@@ -67,7 +67,7 @@ def name_of(tokenizer: Any) -> str:
 
 
 def under(tokenizer: Any, rule: Rule) -> Any:
-    """The same vocabulary and merges, after another split."""
+    """Return a tokenizer with the same vocabulary and merges after another split."""
     from tokenizers import Tokenizer
 
     content = json.loads(tokenizer.to_str())
@@ -86,7 +86,7 @@ def _ids(tokenizer: Any, texts: tuple[str, ...]) -> list[list[int]]:
 
 
 def _random_texts(tokenizer: Any) -> list[str]:
-    """Tokens that real text would hardly put side by side show where a rule would cut, and merges would not."""
+    """Return texts of random tokens: unusual neighbours show where a rule would cut, and merges would not."""
     draw, size = random.Random(0), tokenizer.get_vocab_size()
     drawn = [[draw.randrange(size) for _ in range(TOKENS_EACH)] for _ in range(NUM_RANDOM)]
     return [str(text) for text in tokenizer.decode_batch(drawn, skip_special_tokens=True)]
@@ -96,15 +96,15 @@ def _random_texts(tokenizer: Any) -> list[str]:
 
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens (gguf.TokenType): text, never shown, added by the user, and rows of the embedding without a token."""
+"""Types of tokens (gguf.TokenType): text, never shown, added by the user, and embedding rows without a token."""
 ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id", "unknown": "unk_token_id"}
-"""What GGUF calls a special token, and transformers."""
+"""Special tokens, by their names in GGUF, and their attributes in transformers."""
 PREFIX = "tokenizer.ggml."
 Settings = dict[str, Any]
 
 
 def read(folder: Path, num_rows: int, with_template: bool = True) -> tuple[Settings, list[str]]:
-    """The file's `tokenizer.*` settings and remarks. `num_rows` is the number of rows of the target's embedding.
+    """Return the file's `tokenizer.*` settings, and remarks. `num_rows` is the rows of the target's embedding.
 
     Raises UserError for a tokenizer from which llama.cpp would read other tokens.
     """
@@ -139,7 +139,7 @@ def _settings(tokenizer: Any, num_rows: int) -> Settings:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """tokenizer.json as it is in use. Raises UserError where it is not byte-level BPE."""
+    """Return tokenizer.json as in use. Raises UserError unless it is byte-level BPE."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError("its tokenizer has no tokenizer.json, and only such tokenizers are written as GGUF")
@@ -171,7 +171,7 @@ def _tokens(content: dict[str, Any], num_rows: int) -> tuple[list[str], list[int
 
 
 def _around(tokenizer: Any) -> tuple[bool, bool]:
-    """Does it put its bos token before a text, and its eos token after it?"""
+    """Return whether it puts its bos token before a text, and its eos token after it. Raises UserError otherwise."""
     text = "a"
     bare = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.encode(text)

@@ -15,14 +15,14 @@ from torch import Tensor
 from dflash_bench.core import files, terminal
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.models import formats, gguf, gguf_tokenizer, hub, presets, targets, weights
-from dflash_bench.models.formats import Checkpoint
+from dflash_bench.models.formats import Checkpoint, base
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import frequencies
 
-# What a GGUF file says of a network: settings and tensors, by llama.cpp's names.
+# A network in a GGUF file: settings and tensors, by llama.cpp's names.
 
 
 LAYER = {
@@ -56,7 +56,7 @@ class GgufNetwork:
 
 
 def name_of(tensor: str) -> str:
-    """llama.cpp's name of a tensor. Raises UserError if it has none."""
+    """Return llama.cpp's name of a tensor. Raises UserError if it has none."""
     if match := _IN_LAYER.fullmatch(tensor):
         number, part, kind = match.groups()
         if part in LAYER:
@@ -68,7 +68,7 @@ def name_of(tensor: str) -> str:
 
 
 def interleaved(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows of a query or key projection, [heads * D, ...], for an architecture that rotates neighbours.
+    """Reorder rows of a query or key projection [heads * D, ...] for an architecture that rotates neighbours.
 
     Publishers' Llama files put the two halves of a head one after the other; GGUF alternates between them.
     """
@@ -77,8 +77,7 @@ def interleaved(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def in_gguf_types(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Matrices in the type that they are stored in; vectors, which are norms and biases, in float32, as llama.cpp
-    wants."""
+    """Yield matrices in their stored type, and vectors (norms and biases) in float32, as llama.cpp requires."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in DTYPES:
             raise UserError(
@@ -147,7 +146,7 @@ def _fill(path: Path, architecture: str, settings: Mapping[str, Any], tensors: M
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The numbers as numpy sees them; bfloat16 as 16-bit integers."""
+    """Return the numbers as a numpy array; bfloat16 becomes 16-bit integers."""
     tensor = tensor.contiguous().cpu()
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
@@ -159,11 +158,11 @@ NUM_EAGLE3_TAPS = 3
 
 
 def describe(checkpoint: Checkpoint, num_target_layers: int) -> GgufNetwork:
-    """`checkpoint` must be complete. Raises UserError with what llama.cpp cannot run."""
+    """Describe a complete draft checkpoint. Raises UserError for a variant that llama.cpp cannot run."""
     config = checkpoint.config
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in ("d2t", "t2d")}
     network = _dflash(config, tensors) if isinstance(config, DFlashConfig) else _eagle3(config, tensors)
-    # Numbered by the layer that reads them, where we name the one that wrote them.
+    # llama.cpp names the layer that reads a feature, we name the layer that outputs it.
     taps = [layer + 1 for layer in config.target_layer_ids]
     if max(taps) >= num_target_layers:
         raise UserError(f"it taps layer {max(taps) - 1}, the target's last, which llama.cpp does not hand out")
@@ -210,7 +209,7 @@ def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:
 
 
 def _refuse(config: DFlashConfig | Eagle3Config, **variants: object) -> None:
-    """Raise UserError for the first variant of the network that is set."""
+    """Raises UserError for the first variant of the network that is set."""
     scaling = (config.rope_scaling or {}).get("rope_type")
     for name, value in {**variants, "rotary scaling": scaling}.items():
         if value:
@@ -245,16 +244,16 @@ ALTERNATING = ("llama",)
 """Architectures for which llama.cpp rotates neighbouring rows."""
 ROTARY = ("default", "linear", "llama3")
 COMPUTED = "rotary_emb.inv_freq"
-"""In old files, although it follows from the config."""
+"""A tensor in old files that follows from the config."""
 
 
 def read(folder: Path) -> GgufNetwork:
-    """Raises UserError for a model that llama.cpp would not compute as its publisher does."""
+    """Describe a target. Raises UserError for a model that llama.cpp would not compute as its publisher does."""
     config = targets.config_of(folder)
     _check(folder, config)
     tensors = {name: tensor for name, tensor in weights.read_tensors(folder).items() if not name.endswith(COMPUTED)}
     if config.tie_word_embeddings:
-        tensors.pop(targets.HEAD, None)
+        tensors.pop(base.HEAD, None)
     _check_tensors(folder, config, tensors)
     try:
         named = {name_of(name): tensor for name, tensor in tensors.items()}
@@ -288,14 +287,14 @@ def _check(folder: Path, config: Any) -> None:
 
 
 def _check_tensors(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Are they the network's that config.json describes, all of them, and nothing else?"""
+    """Raises UserError unless the tensors are exactly those of the network that config.json describes."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
     expected = {name.removeprefix("model."): tensor.shape for name, tensor in network.state_dict().items()}
     if config.tie_word_embeddings:
-        expected.pop(targets.HEAD, None)
+        expected.pop(base.HEAD, None)
     for name in sorted(expected.keys() ^ tensors.keys()):
         what = "missing" if name in expected else "surplus"
         raise UserError(f"{folder}: {what} tensor {name}; copy the model again, or see if config.json belongs to it")
@@ -339,7 +338,7 @@ def _rope_type(config: Any) -> str:
 
 
 def _rotary(config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings, and for Llama 3's scaling a tensor: by how much each frequency is divided."""
+    """Return settings, and for Llama 3's scaling a tensor with the divisor of each frequency."""
     settings = dict(config.rope_parameters)
     theta = float(settings["rope_theta"])
     if _rope_type(config) == "linear":
@@ -398,7 +397,7 @@ def _draft(folder: Path, of_target: str | None) -> tuple[GgufNetwork, Path]:
     for problem in problems:
         raise UserError(f"{folder}: {problem}")
     if checkpoint.target_head:
-        checkpoint = checkpoint.with_head(targets.vocabulary_of(home)[targets.HEAD])
+        checkpoint = checkpoint.with_head(targets.vocabulary_of(home)[base.HEAD])
     try:
         return describe(checkpoint, shape.num_layers), home
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Where checkpoints come from: a folder or the hub; and what is said of one that cannot be read."""
+"""Where checkpoints come from: a folder or the hub; and the errors for those that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 
-# A model's folder before it is loaded: its settings, and whether its parts are really files. Needs no torch.
+# A model's folder before it is loaded: its JSON files, and whether its parts are really files. Needs no torch.
 
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def require_files(folder: Path) -> None:
             files.json_of(path)
 
 
-# From a folder or a hub id to files on this disk, and a revision that identifies them.
+# Getting files on this disk for a folder or a hub id, with a revision that identifies them.
 
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
@@ -74,7 +74,7 @@ class LocalCheckpoint:
 
 
 def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> LocalCheckpoint:
-    """A folder as it is, or a hub snapshot pinned to the commit that ID or ID@REVISION means now.
+    """Return a folder as it is, or a hub snapshot pinned to the commit that ID or ID@REVISION means now.
 
     From the hub we take FILES; with `pickles`, also PICKLES if there are no safetensors; with `code`, also modules.
     Raises UserError with the remedy if the folder or id does not exist, and within seconds if the hub is unreachable.
@@ -95,12 +95,12 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Local
 
 
 def is_pinned(reference: str) -> bool:
-    """Does it mean the same weights at any time? A folder is known by its weights; a branch or a tag can move."""
+    """Return True if it always means the same weights: a folder, or a commit; branches and tags can move."""
     return os.path.isdir(os.path.expanduser(reference)) or bool(COMMIT.fullmatch(reference.partition("@")[2]))
 
 
 def folder_of(reference: str) -> Path | None:
-    """The folder of this name, or None. Raises UserError for a folder whose files cannot be read."""
+    """Return the folder of this name, or None. Raises UserError for a folder whose files cannot be read."""
     folder = Path(os.path.expanduser(reference))
     if not reference or not os.path.isdir(folder):
         return None
@@ -136,7 +136,7 @@ def _cannot_get(name: str, revision: str, error: BaseException) -> UserError:
             return UserError(f"{name} has no revision {revision}")
         case RepositoryNotFoundError():
             return UserError(f"the hub has no model {name}, or it is private: check the name, or set HF_TOKEN")
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     return UserError(
         f"cannot get {name} from the hub ({reason}), and it is not in the cache; "
         "give a folder instead, or use nano, which needs no network"
@@ -144,7 +144,7 @@ def _cannot_get(name: str, revision: str, error: BaseException) -> UserError:
 
 
 def weights_sha256(folder: Path) -> str:
-    """One hash over the hashes of all weight files; of pickles only if there are no safetensors."""
+    """Return one hash over the hashes of all weight files; pickles count only if there are no safetensors."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted((*folder.glob("*.bin"), *folder.glob("*.pt"))):
         with path.open("rb") as file:
@@ -153,7 +153,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def is_here(reference: str) -> bool:
-    """Is this checkpoint complete on this disk? Uses no network, and loads no library that could."""
+    """Return True if this checkpoint is complete on this disk. Uses no network, and loads no library that could."""
     folder = Path(os.path.expanduser(reference))
     if not os.path.isdir(folder):
         folder = cached_folder(reference)
@@ -165,7 +165,7 @@ def is_here(reference: str) -> bool:
 
 
 def cached_folder(reference: str) -> Path:
-    """Where the hub's client keeps a snapshot: models--ORG--NAME/snapshots/COMMIT; refs/REVISION names the commit."""
+    """Return where the hub's client keeps a snapshot: models--ORG--NAME/snapshots/COMMIT, by refs/REVISION."""
     from huggingface_hub import constants
 
     name, _, revision = reference.partition("@")
@@ -174,7 +174,7 @@ def cached_folder(reference: str) -> Path:
     return stored / "snapshots" / (ref.read_text() if ref.is_file() else revision)
 
 
-# What transformers raises for files that make no sense, told apart from bugs, in one line.
+# Errors that transformers raises for damaged files, as opposed to bugs.
 
 
 UNREADABLE = (
@@ -184,8 +184,13 @@ UNREADABLE = (
 
 
 def is_unreadable(error: BaseException) -> bool:
-    """Is it what a damaged file brings about, and not a bug? tokenizers, which is Rust, raises bare Exceptions."""
+    """Return True for an error that a damaged file causes; the tokenizers library raises bare Exceptions."""
     return isinstance(error, UNREADABLE) or type(error) is Exception
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def cannot_load(folder: Path, error: Exception) -> UserError:

@@ -1,4 +1,4 @@
-"""What a draft's checkpoint says about itself, and what prevents running it; reads headers, loads no weights."""
+"""Describes a draft from its checkpoint's headers, and lists the problems that prevent running it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """`problems` is empty for a checkpoint that can be run (under the target, if one was given)."""
 
@@ -33,28 +33,28 @@ class Inspection:
     """The method it was made for, as in `--draft METHOD=`."""
     used_by: tuple[str, ...]
     """The methods that can run with it."""
-    block_size: int | None
-    num_drafts: int | None
+    block_size: int | None = None
+    num_drafts: int | None = None
     """Drafted tokens per round; None if the file does not decide it."""
-    tapped_outputs: tuple[int, ...] | None
-    """0-based layers whose output is tapped; None if they depend on a target's depth that we do not know."""
-    tapped_inputs: tuple[int, ...] | None
+    tapped_outputs: tuple[int, ...] | None = None
+    """0-based layers whose output is tapped; None if they depend on a target's unknown depth, or if there are none."""
+    tapped_inputs: tuple[int, ...] | None = None
     """The same outputs, named by the layer that reads them."""
-    tapped_formula: str | None
-    mask_token_id: int | None
-    labels: str | None
+    tapped_formula: str | None = None
+    mask_token_id: int | None = None
+    labels: str | None = None
     vocab_size: int
     draft_vocab_size: int
     own_embedding: bool | None
     """None for Medusa heads, which embed nothing."""
-    own_head: bool
+    own_head: bool = True
     layers: str
-    rotary: str | None
+    rotary: str | None = None
     num_parameters: int
     size_bytes: int
     dtype: str
-    trained_for: str | None
-    notes: tuple[str, ...]
+    trained_for: str | None = None
+    notes: tuple[str, ...] = ()
     target: str | None
     problems: tuple[DraftProblem, ...]
 
@@ -104,10 +104,10 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
 def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
     config, tensors = medusa.read(folder, headers_only=True)
     blocks = f"{config.num_layers} residual block{'s' if config.num_layers > 1 else ''}"
-    return _without_taps(
-        format="fasterdecoding", method="medusa", num_drafts=config.num_heads, vocab_size=config.vocab_size,
-        own_embedding=None, layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}", rotary=None,
-        tensors=tensors, target=target,
+    return Inspection(
+        format="fasterdecoding", method="medusa", used_by=tuple(users_of("medusa")), num_drafts=config.num_heads,
+        vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size, own_embedding=None,
+        layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}", target=target, **_size(tensors),
         problems=() if shape is None else tuple(medusa.misfits(config, shape)),
     )  # fmt: skip
 
@@ -120,24 +120,13 @@ def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | Non
     problems = (
         [] if shape is None else [*loading.other_vocabulary(folder, rows, shape), *_other_tokenizer(folder, home)]
     )
-    return _without_taps(
-        format=f"language model ({config.model_type})", method="block-diffusion" if blocks else "draft-model",
-        block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"], vocab_size=rows,
-        own_embedding=True, tensors=weights.read_tensors(folder, weights.only_maps), target=target,
-        layers=f"{config.num_hidden_layers} of {config.hidden_size}/{getattr(config, 'intermediate_size', '?')}",
-        rotary=None, problems=tuple(problems),
-    )  # fmt: skip
-
-
-def _without_taps(*, method: str, vocab_size: int, tensors: Mapping[str, Tensor], **known: Any) -> Inspection:
-    """Of what reads no layer of the target, and speaks all its vocabulary through a head of its own."""
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("block_size", "num_drafts", "tapped_outputs", "tapped_inputs", "tapped_formula", "mask_token_id", "labels",
-         "trained_for")
-    )  # fmt: skip
+    method = "block-diffusion" if blocks else "draft-model"
     return Inspection(
-        **nothing | known | _size(tensors), method=method, used_by=tuple(users_of(method)), vocab_size=vocab_size,
-        draft_vocab_size=vocab_size, own_head=True, notes=(),
+        format=f"language model ({config.model_type})", method=method, used_by=tuple(users_of(method)),
+        block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"],
+        vocab_size=rows, draft_vocab_size=rows, own_embedding=True, target=target, problems=tuple(problems),
+        layers=f"{config.num_hidden_layers} of {config.hidden_size}/{getattr(config, 'intermediate_size', '?')}",
+        **_size(weights.read_tensors(folder, weights.only_maps)),
     )  # fmt: skip
 
 
@@ -226,7 +215,7 @@ def text(inspection: Inspection) -> str:
 
 
 def _block(inspection: Inspection) -> str | None:
-    drafts = f"drafts {inspection.num_drafts} tokens a round"
+    drafts = f"drafts {inspection.num_drafts} tokens per round"
     if inspection.block_size is None:
         return drafts if inspection.method == "medusa" else None
     return str(inspection.block_size) if inspection.num_drafts is None else f"{inspection.block_size}, {drafts}"

@@ -29,7 +29,7 @@ LARGEST_BLOCK = 64
 
 
 def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
-    """Checked by its headers as far as goes without its target, which is larger and slower to come by.
+    """Fetch a draft, and check its headers as far as possible without its target, which is larger and slower to get.
 
     `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged ones.
     """
@@ -45,7 +45,7 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
 
 
 def _kind(folder: Path, wanted: str) -> str:
-    """What the folder holds, read as what is wanted where it could be either."""
+    """Return the kind of weights in the folder; if it could be several, the wanted one. Raises UserError if damaged."""
     if medusa.is_medusa(folder):
         medusa.read(folder, headers_only=True)
         return "medusa"
@@ -68,14 +68,14 @@ def _is_of_draft(config: Mapping[str, Any]) -> bool:
 
 
 def is_language_model(folder: Path) -> bool:
-    """Is it one by its config, as far as that can be told? Its architecture says so, and no key says that it drafts."""
+    """Return True if the config names a causal LM as architecture and has no key of a draft."""
     config = read_config(folder)
     names = config.get("architectures")
     return not _is_of_draft(config) and any(str(name).endswith("ForCausalLM") for name in names or ())
 
 
 def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[DraftProblem]:
-    """The problem if a language model's embedding has other rows than the target's, and no tokenizer says why."""
+    """Return a problem if a language model has other embedding rows than the target, and no tokenizer explains it."""
     if num_rows == target.vocab_size or targets.vocabulary_in(folder):
         return []
     what = (
@@ -86,7 +86,7 @@ def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[D
 
 
 def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a config that does not say how the model reads blocks."""
+    """Raises UserError for a config without valid block-diffusion settings."""
     known = config.get("block_diffusion")
     if not isinstance(known, dict):
         raise UserError(
@@ -102,9 +102,10 @@ def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
 def load_network(
     name: str, folder: Path, target: TargetShape, dtype: torch.dtype, device: str, head: Tensor | None = None
 ) -> Any:
-    """The network, in the target's dtype; `head` [V, H] is the target's, which some drafts share.
+    """Return a draft's network in the target's dtype; `head` [V, H] is the target's, which some drafts share.
 
-    Raises UserError for one that was made for another target."""
+    Raises UserError for a draft that was made for another target.
+    """
     weights = name.partition("@")[0]
     if weights == "medusa":
         return medusa.load(folder, target, dtype, device)
@@ -117,7 +118,7 @@ def load_network(
     return model.eval()
 
 
-# From a preset to its target and drafts: loaded, checked against each other, pinned to their revisions.
+# Loading a preset's target and drafts: checked against each other, pinned to their revisions.
 
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
@@ -126,7 +127,7 @@ TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_conf
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a target was read, and how, to be read again; `free_bytes` were free before that, None if unknown."""
+    """The source of a target, from which it can be read again; `free_bytes` were free before loading, if known."""
 
     folder: Path
     device: str
@@ -137,7 +138,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Everything a backend needs, and what says which weights these were."""
+    """A target, its tokenizer and drafts, with the revisions that identify them."""
 
     target: Any
     tokenizer: Any
@@ -149,14 +150,14 @@ class Models:
     """The target's; None for one that was not read from files."""
 
     def sharing_memory(self, num: int) -> Models:
-        """As one of so many processes that load the same at the same time."""
+        """Return the models as seen by one of `num` processes that load them at the same time."""
         source = self.source
         if source is None or source.free_bytes is None:
             return self
         return replace(self, source=replace(source, free_bytes=source.free_bytes // num))
 
     def draft_of(self, method: Method) -> Any:
-        """The weights of a method that has some."""
+        """Return the weights of a method that has some."""
         assert method.draft is not None, method.label
         return self.drafts[method.draft]
 
@@ -169,10 +170,10 @@ def load(
     placement: Placement = PLAIN,
     needs_tokenizer: bool = True,
 ) -> Models:
-    """The target and these drafts (`dflash`, `dflash@a`); dtype "auto" is the target checkpoint's, for the drafts too.
+    """Load the target and these drafts (`dflash`, `dflash@a`); dtype "auto" is the checkpoint's, for the drafts, too.
 
-    Where no tokenizer is needed, a target without one has None. Raises UserError for whatever is missing, damaged or
-    does not fit.
+    If no tokenizer is needed, it is None for a target without one. Raises UserError for anything that is missing,
+    damaged or does not fit.
     """
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, drafts)
@@ -190,7 +191,7 @@ def load(
 
 
 def with_draft(models: Models, chosen: Preset, name: str) -> Models:
-    """The same with this draft of the preset as well. Raises UserError as `load` does."""
+    """Return the models with this draft of the preset added. Raises UserError as `load` does."""
     if name in models.drafts:
         return models
     require_drafts(chosen, [name])

@@ -20,20 +20,19 @@ from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, loading, quantization, targets
 from dflash_bench.models import weights as models_weights
 from dflash_bench.models.architecture import attention_windows, recurrent_layers
-from dflash_bench.models.formats import medusa
+from dflash_bench.models.formats import base, medusa
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import DraftShape
 from dflash_bench.models.weights import is_large, may_be_held_twice
 
-HEAD = "lm_head.weight"
 MOST_NODES = 63
-"""As many as `ddtree:nodes=auto` chooses from."""
+"""The most nodes that `ddtree:nodes=auto` can choose."""
 SPARE = 1.05
-"""Times what was counted, for what was not: activations, and memory that falls between."""
+"""Factor on the counted bytes for everything that is not counted: activations and fragmentation."""
 LIBRARIES = 0.5e9
-"""Bytes that the process takes with nothing loaded."""
+"""Bytes of the process with nothing loaded."""
 
 # What a network holds, counted from its parameters and its config.
 
@@ -118,23 +117,22 @@ def _state_bytes(config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one model in bytes."""
+    """The memory of one model, in bytes."""
 
     weights_bytes: int
     place_bytes: int
     """Keys and values of one token in all layers."""
     config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None = None
-    """Of a draft for the target's features; of a block-diffusion model how it reads blocks; None of other models."""
+    """A DFlash or EAGLE-3 draft's config, or a block-diffusion model's block settings; None for other models."""
     loading_bytes: int = 0
-    """Weights as the checkpoint has them, where they are quantised on loading."""
+    """The weights as stored in the checkpoint, if they are quantised on loading."""
     layout_bytes: int = 0
-    """What a second layout of large weights takes at most, on a CPU (`engine/forward/packed.py`); 0 where there is
-    none."""
+    """The most that a second layout of large weights takes on a CPU (`engine/forward/packed.py`); 0 if none is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of a run whose longest row, with its answers, has so many tokens."""
+    """The memory that a run needs, in bytes."""
 
     target_weights_bytes: int
     target_cache_bytes: int
@@ -148,15 +146,16 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """What a target and its drafts need: each method has a cache of its own, and drafts are held once."""
+    """The models and methods of a run, whose memory is predicted. Each method has a cache, each draft is held once."""
 
     target: Footprint
     drafts: Mapping[str, Footprint]
     methods: Sequence[Method]
-    """With the numbers of tokens that a preset sets."""
+    """With the draft lengths of the preset."""
     rows: int = 1
 
     def held(self, longest: int) -> MemoryUse:
+        """Return the memory of a run whose longest row has this many tokens, answers included."""
         rounds = [(method, *self._round(method)) for method in self.methods]
         places = longest + 1 + max((drafted for _, drafted, _ in rounds), default=0)
         caches = [
@@ -170,17 +169,17 @@ class MemoryDemand:
         )  # fmt: skip
 
     def longest_within(self, num_bytes: int) -> int:
-        """Tokens of the longest row that fits; 0 or less where the weights alone do not."""
+        """Return the tokens of the longest row that fits; 0 or less if the weights alone do not fit."""
         none, one = self.held(0).total, self.held(1).total
         return (num_bytes - none) // (one - none)
 
     def most_rows_within(self, num_bytes: int, longest: int) -> int:
-        """How many rows of so many tokens fit; 0 or less where the weights alone do not."""
+        """Return how many rows of this length fit; 0 or less if the weights alone do not fit."""
         none, one = (replace(self, rows=rows).held(longest).total for rows in (0, 1))
         return (num_bytes - none) // (one - none)
 
     def packed(self, free_bytes: int) -> MemoryDemand:
-        """With a second layout of the target's weights, and then of the drafts', where there is room for that."""
+        """Return the demand with a second layout of the target's weights, and then of the drafts', if there is room."""
         drafts = list(self.drafts.values())
         left = free_bytes - self.target.weights_bytes - sum(draft.weights_bytes for draft in drafts)
         of_target, of_drafts = self.target.layout_bytes, sum(draft.layout_bytes for draft in drafts)
@@ -205,7 +204,7 @@ def _with_layout(footprint: Footprint) -> Footprint:
 
 
 def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None) -> tuple[int, int]:
-    """The most tokens that the method drafts in a round, and what a proposal takes in the draft's own cache."""
+    """Return the most tokens that a method drafts per round, and a proposal's scratch places in the draft's cache."""
     given = {option.name: method.option(option.name) for option in method.kind.options}
     number = {name: value for name, value in given.items() if isinstance(value, int)}
     nodes = MOST_NODES if given.get("nodes") == "auto" else number.get("nodes")
@@ -234,9 +233,9 @@ def demand_of(
     trusted: bool = False,
     quantize: str | None = None,
 ) -> MemoryDemand:
-    """Folders of checkpoints; `dtype` None is the target's own; drafts are never quantised.
+    """Return the demand of checkpoints in these folders; `dtype` None is the target's own. Drafts are never quantised.
 
-    Raises UserError for what cannot be read.
+    Raises UserError for a checkpoint that cannot be read.
     """
     if dtype is None:
         stored = getattr(targets.config_of(target, trusted), "dtype", None)
@@ -257,7 +256,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     attention = draft_attention(config, config.num_layers if isinstance(config, DFlashConfig) else 1, dtype.itemsize)
     tensors = _weights(checkpoint.tensors, dtype)
     if checkpoint.target_head:
-        # Its rows of the target's head are copied out of that.
+        # Its head is a copy of rows of the target's.
         tensors += (config.draft_vocab_size or 0) * config.hidden_size * dtype.itemsize
     place_bytes = token_bytes([attention])
     return Footprint(tensors, place_bytes, config, layout_bytes=_layout(checkpoint.tensors, tensors))
@@ -268,7 +267,7 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
     config = targets.config_of(folder, trusted)
     tensors = models_weights.read_tensors(folder, models_weights.only_maps)
     if getattr(config, "tie_word_embeddings", False):
-        tensors.pop(HEAD, None)
+        tensors.pop(base.HEAD, None)
     place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)
     if quantize is None:
         return Footprint(weights, place, layout_bytes=_layout(tensors, weights))
@@ -276,7 +275,7 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
 
 
 def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Packed integers are held as they are stored."""
+    """Return the bytes of tensors loaded in this type; packed integers stay as they are stored."""
     return sum(
         tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in tensors.values()
@@ -297,14 +296,14 @@ def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> 
 
 
 def needed_bytes(size: Size, draft_bytes: int, rows: int, context: int, widest: int) -> float:
-    """Memory for weights, cache, and the logits of the widest pass, which are also copied once as float32."""
+    """Return the bytes of weights, cache, and the logits of the widest pass, which are also copied once as float32."""
     cache = rows * ((context + widest) * token_bytes(size.attention) + size.state_bytes * (widest + 1))
     logits = rows * widest * size.vocab_size * (size.itemsize + 4)
     return SPARE * (size.stored_bytes + draft_bytes + cache + logits) + LIBRARIES
 
 
 def what_fits(size: Size, draft_bytes: int, rows: int, context: int, widest: int, free: float, may_cut: bool) -> str:
-    """The nearest smaller order that fits; empty if none does."""
+    """Return advice with the nearest smaller workload that fits, or "" if none does."""
     if needed_bytes(size, draft_bytes, 1, 1, widest) > free:
         layers = _most_layers(size, draft_bytes, widest, free) if may_cut else 0
         return f"--layers {layers} fits" if layers else ""
@@ -322,7 +321,7 @@ def _longest(size: Size, draft_bytes: int, rows: int, widest: int, free: float) 
 
 
 def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
-    """Embedding and head remain, once if they are one table."""
+    """Return the most layers that fit; embedding and head remain, once if they are one table."""
     table = size.row_bytes * size.vocab_size
     is_tied = size.stored_bytes == size.weight_bytes + size.num_experts * size.expert_bytes
     outside = table if is_tied else 2 * table

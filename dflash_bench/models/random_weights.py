@@ -1,6 +1,6 @@
-"""Models of a published shape with random weights, made where they are measured: nothing is downloaded.
+"""Models of a published shape with random weights, made on the spot: nothing is downloaded.
 
-What a pass costs depends on the shape and hardly on the values. What such a model says means nothing.
+The cost of a pass depends on the shape and hardly on the values. The answers of such a model mean nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dflash_bench.models.presets import Preset
 
 TABLE = Path(__file__).parent / "shapes.toml"
 NUM_TAPS, NUM_LAYERS, BLOCK_SIZE = 5, 5, 16
-"""Of a DFlash draft, as z-lab publishes most of them."""
+"""The usual shape of a DFlash draft by z-lab."""
 DRAFT_VOCABULARY = 32_000
-"""Rows of the head of an EAGLE-3 draft, as most publishers have it."""
+"""Rows of an EAGLE-3 draft's head, as most publishers choose it."""
 TILE = 1_000_003
-"""Random numbers that are drawn; a prime, so that no two rows of a matrix start at the same one of them."""
+"""How many random numbers are drawn; a prime, so that no two rows of a matrix start at the same one."""
 
 
 @cache
@@ -40,9 +40,9 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def config_of(target: str, num_layers: int | None = None) -> Any:
-    """A target's config, from the table or a folder; with `num_layers` it keeps only the first ones.
+    """Return a target's config, from the table or a folder; with `num_layers`, only the first layers are kept.
 
-    Raises UserError for a target whose shape is not known here, and for more layers than it has.
+    Raises UserError for a target of unknown shape, and for more layers than it has.
     """
     from transformers import AutoConfig
 
@@ -67,7 +67,7 @@ def config_of(target: str, num_layers: int | None = None) -> Any:
 
 
 def empty_target(config: Any, dtype: torch.dtype, attention: str | None = None) -> Any:
-    """On the `meta` device: all shapes, and no memory."""
+    """Return the model on the `meta` device, which has all shapes and takes no memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -75,7 +75,7 @@ def empty_target(config: Any, dtype: torch.dtype, attention: str | None = None) 
 
 
 def filled_target(empty: Any, device: str) -> Any:
-    """The same with random weights, on the device."""
+    """Return the model with random weights, on the device."""
     model = empty.to_empty(device=device)
     model.tie_weights()
     for module in model.modules():
@@ -90,13 +90,13 @@ def filled_target(empty: Any, device: str) -> Any:
 
 
 def stored_bytes(size: Size) -> int:
-    """What `filled_target` takes in memory: the embedding lies where the head is."""
+    """Return the memory of `filled_target`, whose embedding shares the head's."""
     return size.weight_bytes + size.num_experts * size.expert_bytes
 
 
 @torch.no_grad()
 def fill(model: nn.Module, std: float = 0.02, seed: int = 0) -> None:
-    """Matrices get the same normal numbers over and over, which takes a tenth of the time; norms 1, biases 0."""
+    """Fill matrices with the same normal numbers over and over, in a tenth of the time; norms with 1, biases with 0."""
     tile: torch.Tensor | None = None
     for name, weight in model.named_parameters():
         if weight.ndim < 2:
@@ -111,9 +111,9 @@ def fill(model: nn.Module, std: float = 0.02, seed: int = 0) -> None:
 
 
 def empty_draft(kind: str, target: str, config: Any, num_layers: int, preset: Preset) -> DFlashDraft | Eagle3Draft:
-    """A draft in its usual shape, on `meta`, for a target of which `config` is; `num_layers` are the target's own.
+    """Return a draft of the usual shape, on `meta`, for a target with this config; `num_layers` is its full depth.
 
-    Of a target that was cut, it taps as many layers as of the whole, some of them twice.
+    A target that was cut to fewer layers is tapped as often as the full one, at some layers twice.
     """
     heads = config.num_attention_heads
     shape: dict[str, Any] = {
@@ -143,7 +143,7 @@ def _published_draft(target: str) -> Mapping[str, Any]:
 
 
 def _kept(taps: tuple[int, ...], config: Any) -> tuple[int, ...]:
-    """The taps, or the last layer that is there."""
+    """Return the taps, limited to the layers that exist."""
     return tuple(min(max(tap, 0), config.num_hidden_layers - 1) for tap in taps)
 
 

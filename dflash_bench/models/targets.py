@@ -1,4 +1,4 @@
-"""The target: found, checked against its drafts, and loaded as a language model."""
+"""Targets: finding them, checking drafts against them, and loading them as language models."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from dflash_bench.core import files
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import gguf, hub, presets, quantization, weights
-from dflash_bench.models.formats import TargetShape
+from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
 
-# Was this draft made for this target? What the draft's files say about its tokenizer and its target.
+# Was this draft made for this target? Evidence in the draft's files: its tokenizer, and the target that it names.
 
 
 def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem | None:
-    """The problem if the draft's tokenizer uses an id of the target's `vocabulary` for another token, else None.
+    """Return a problem if the draft's tokenizer uses an id of the target's `vocabulary` for another token.
 
     A draft without a tokenizer uses the target's. Tokens that only one of the two has do no harm: drafts were published
     with a mask token added, and targets are fine-tuned with a few more.
@@ -42,7 +42,7 @@ def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem
 
 
 def vocabulary_in(folder: Path) -> dict[str, int]:
-    """Token to id, from tokenizer.json or else vocab.json; empty if there is neither. UserError for a damaged one."""
+    """Return token -> id from tokenizer.json or else vocab.json, or {}. Raises UserError for a damaged file."""
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
         if not os.path.lexists(path):
@@ -56,7 +56,7 @@ def vocabulary_in(folder: Path) -> dict[str, int]:
 
 
 def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
-    """A tokenizer's model maps token to id, or, if it is a unigram model, lists [token, score]."""
+    """Read a tokenizer's model, which maps tokens to ids, or lists [token, score] if it is a unigram model."""
     vocab = content["model"]["vocab"]
     pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
     added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
@@ -64,7 +64,7 @@ def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
-    """A note if the draft's config names another target, else None. A doubt only: a folder may have any name."""
+    """Return a note if the draft's config names another target. It is only a doubt: a folder may have any name."""
     trained_for = verifier(config)
     if trained_for is None or trained_for.rpartition("/")[2].lower() == target.rpartition("/")[2].lower():
         return None
@@ -72,32 +72,31 @@ def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
 
 
 def verifier(config: Mapping[str, Any]) -> str | None:
-    """The target that a speculators config says the draft was trained for."""
+    """Return the target that a speculators config names, or None."""
     match config.get("speculators_config"):
         case {"verifier": {"name_or_path": str(name)}} if name:
             return name
     return None
 
 
-# What a draft shares with its target, read from the target's folder without loading the model.
+# Facts about a target that drafts depend on, read from its folder without loading the model.
 
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 IF_GIVEN = (
     "max_position_embeddings", "head_dim", "intermediate_size", "num_key_value_heads", "num_experts",
     "num_experts_per_tok", "num_local_experts", "moe_intermediate_size", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
-"""Sizes that not every kind of target has; of experts there may be none."""
+"""Sizes that not every kind of target has; numbers of experts may be 0."""
 LARGEST = 1 << 24
-"""Of any size: a damaged number must not make us take huge memory."""
+"""The largest plausible size: a damaged number must not make us allocate huge memory."""
 LEAST_POSITIONS = 32
-"""Of a context: passes of sixteen tokens are timed when a run begins, and no chat fits in fewer."""
+"""The shortest usable context: a run times passes of sixteen tokens, and no chat fits into fewer."""
 
 
 def find_draft(reference: str) -> Path:
-    """A folder as it is, or a hub id's snapshot."""
+    """Return the folder of a draft: a folder as it is, or a hub id's snapshot. Raises UserError."""
     if reference in presets.table():
         drafts = presets.table()[reference].drafts.values()
         raise UserError(f"{reference} is a model and not a draft; its drafts are {', '.join(drafts)}")
@@ -105,7 +104,7 @@ def find_draft(reference: str) -> Path:
 
 
 def find_target(name: str) -> Path:
-    """A folder that holds a model, a GGUF file, a hub id, or the target of what `--model` knows."""
+    """Return the folder of a target, given a folder, a GGUF file, a hub id or a model's name. Raises UserError."""
     if gguf.is_file(name):
         return gguf.converted_folder(Path(name))
     folder = hub.folder_of(name)
@@ -119,12 +118,12 @@ def find_target(name: str) -> Path:
 
 
 def name_of(name: str) -> str:
-    """Of the target that `find_target` takes this for."""
+    """Return the name of the target that `find_target` finds for this."""
     return presets.name(presets.table()[name].target if name in presets.table() else name)
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Raises UserError for a damaged one, and where there is none: transformers would make one up."""
+    """Load the tokenizer. Raises UserError if it is damaged or missing: transformers would make one up."""
     from transformers import AutoTokenizer
 
     vocabulary_in(folder)
@@ -140,7 +139,7 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Of the target's text model. Raises UserError where it describes none."""
+    """Return the config of the target's text model. Raises UserError if it describes none."""
     from transformers import AutoConfig
 
     read_config(folder)
@@ -155,7 +154,7 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_sizes(folder: Path, config: Any, sizes: dict[str, Any]) -> None:
-    """Raises UserError for a size that no network has: it would be a traceback, or much memory, further on."""
+    """Raises UserError for an impossible size, which would end in a traceback or huge memory use later on."""
     sizes = sizes | {name: size for name in IF_GIVEN if (size := getattr(config, name, None)) is not None}
     for name, size in sizes.items():
         least = 0 if "experts" in name else 1
@@ -189,7 +188,7 @@ def _check_layers(folder: Path, config: Any) -> None:
 
 
 def shape_of(folder: Path) -> TargetShape:
-    """The embedding's own rows where weights are there: they may be more than the config's vocabulary."""
+    """Return the target's shape; the vocabulary is the embedding's rows, if known, which may exceed the config's."""
     config = config_of(folder)
     stored = _stored(folder, headers_only=True)
     rows = stored[EMBEDDING].shape[0] if EMBEDDING in stored else config.vocab_size
@@ -197,7 +196,7 @@ def shape_of(folder: Path) -> TargetShape:
 
 
 def vocabulary_of(folder: Path) -> dict[str, Tensor]:
-    """The target's embedding and head, each [V, H]; where they are tied, a copy, as files hold no tensor twice."""
+    """Return the target's embedding and head [V, H]; if they are tied, the head is a copy. Raises UserError."""
     stored = _stored(folder, headers_only=False)
     if EMBEDDING not in stored:
         raise UserError(f"{folder} holds no tensor named {EMBEDDING}; is it a target?")
@@ -205,7 +204,7 @@ def vocabulary_of(folder: Path) -> dict[str, Tensor]:
 
 
 def _stored(folder: Path, headers_only: bool) -> dict[str, Tensor]:
-    """Embedding and head by their plain names; models of several parts put more before them."""
+    """Return embedding and head by their plain names; models of several parts prefix them."""
     if headers_only and not any(folder.glob("*.safetensors")):
         return {}
     wanted = (EMBEDDING, HEAD)
@@ -213,19 +212,17 @@ def _stored(folder: Path, headers_only: bool) -> dict[str, Tensor]:
     return {plain: tensor for plain in wanted for name, tensor in tensors.items() if name.endswith(plain)}
 
 
-# A causal language model from its folder: loaded by transformers, and refused where it would load it partly.
-#
-# So are targets loaded, and drafts that are language models themselves.
+# Loading a causal language model (a target, or a draft that is one) by transformers; partly loaded ones are refused.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How a target is loaded, beyond its device and dtype."""
+    """How a target is loaded, besides its device and dtype."""
 
     spread: bool = False
-    """Its layers over all GPUs, instead of on one device."""
+    """Spread its layers over all GPUs, instead of one device."""
     attention: str | None = None
-    """The implementation; None is what transformers takes for the architecture."""
+    """The attention implementation; None is the architecture's default in transformers."""
     trust_remote_code: bool = False
     quantize: str | None = None
     """A key of `quantization.PACKAGES`."""
@@ -235,7 +232,7 @@ PLAIN = Placement()
 
 
 def check(folder: Path, placement: Placement = PLAIN) -> Any:
-    """The model's config. Raises UserError where none can be loaded, before anything large is read."""
+    """Return the model's config. Raises UserError for a model that cannot be loaded, before anything large is read."""
     _check_code(folder, placement.trust_remote_code)
     config = config_of(folder, placement.trust_remote_code)
     if placement.spread:
@@ -246,7 +243,7 @@ def check(folder: Path, placement: Placement = PLAIN) -> Any:
 
 
 def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placement = PLAIN) -> Any:
-    """One that `check` passed. Raises UserError for weights that are missing, damaged or too large for the device."""
+    """Load a model that `check` accepted. Raises UserError for missing or damaged weights, or too little memory."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -262,11 +259,11 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
-    # Of these transformers would make up weights, with a warning.
+    # For these transformers would make up weights, with a warning.
     unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     if unfit:
         raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
-    # And these it would leave out, but for those that it knows to belong to other uses of the same checkpoint.
+    # And these it would ignore, except those that it knows to belong to other uses of the same checkpoint.
     if surplus := report["unexpected_keys"]:
         raise UserError(
             f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
@@ -290,7 +287,7 @@ def _placed(folder: Path, model: Any, device: str, quantize: str | None) -> Any:
 
 
 def _check_code(folder: Path, trusted: bool) -> None:
-    """Raise UserError for a config that cannot be read, or for trust in code that is not there."""
+    """Raises UserError for a config that cannot be read, or if code is trusted that does not exist."""
     read_config(folder)
     configs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*config.json"))
     if trusted and not any('"auto_map"' in config for config in configs):
@@ -309,9 +306,10 @@ def _require_accelerate() -> None:
 
 
 def spread(folder: Path, model: Any) -> Any:
-    """Refuse what would be measured over the bus, and make the output head answer where the embedding is.
+    """Make the output head return its logits on the embedding's device; raises UserError for layers outside the GPUs.
 
-    Drafts stand beside the embedding and use both as if they were on one device.
+    Drafts are on the embedding's device, and use both as if they were there. Layers on CPU or disk would be timed over
+    the bus.
     """
     # Where one device holds it all, there is no map.
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}

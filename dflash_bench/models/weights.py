@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.hub import INDEX, WHOLE, read_json
+from dflash_bench.models.hub import INDEX, WHOLE, first_line, read_json
 
 # The tensors of a checkpoint, in any of the four ways to store them.
 #
@@ -31,7 +31,7 @@ from dflash_bench.models.hub import INDEX, WHOLE, read_json
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MOST_TENSORS = 100_000
-"""In one file; every name costs time, and no model has nearly as many."""
+"""The most tensors in one file: every name costs time, and no model has nearly as many."""
 POINTER = b"version https://git-lfs"
 """The first bytes of the placeholder for a large file, left in a folder that was cloned without git-lfs."""
 PICKLED, ZIPPED = b"\x80", b"PK"
@@ -43,12 +43,12 @@ def everything(_name: str) -> bool:
 
 
 def only_maps(name: str) -> bool:
-    """True for vocabulary maps: they are small, and needed even if only headers are read."""
+    """Return True for vocabulary maps: they are small, and needed even if only headers are read."""
     return name in ("d2t", "t2d")
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
-    """All tensors by name, without a leading `model.`; those not `wanted` as headers only.
+    """Return all tensors by name, without a leading `model.`; those not `wanted` as headers only.
 
     Raises UserError if files are missing or damaged.
     """
@@ -70,12 +70,12 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> di
 
 
 def read_file(path: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
-    """All tensors of one file, safetensors or a pickle by its ending. Raises UserError if it is damaged."""
+    """Return all tensors of a file, safetensors or a pickle by its ending. Raises UserError if it is damaged."""
     return _safetensors(path, wanted) if path.suffix == ".safetensors" else _pickled(path)
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = WHOLE) -> None:
-    """Write config.json and the weights. Raises UserError if that is not possible."""
+    """Write config.json and the weights. Raises UserError if they cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -97,7 +97,7 @@ def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
     except RuntimeError as error:
         # torch cannot slice types of less than a byte.
         raise UserError(
-            f"{path} holds a type that torch cannot read ({_first_line(error)}); use the original"
+            f"{path} holds a type that torch cannot read ({first_line(error)}); use the original"
         ) from error
 
 
@@ -111,7 +111,7 @@ def _tensor(file: Any, name: str, wanted: Callable[[str], bool]) -> Tensor:
 
 
 def _shards(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several files. The index says which file holds which tensor, and must be right."""
+    """Return the tensors of several files. Raises UserError unless the index agrees with the files."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index} holds no weight_map from tensors to files")
@@ -148,7 +148,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
         RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError,
         ArithmeticError, MemoryError, struct.error,
     ) as error:  # fmt: skip
-        raise UserError(f"{path} is truncated or not a PyTorch file ({_first_line(error)}); copy it again") from error
+        raise UserError(f"{path} is truncated or not a PyTorch file ({first_line(error)}); copy it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(k, str) and _is_plain(v) for k, v in tensors.items()):
         raise UserError(f"{path} does not map names to plain tensors; it is not a checkpoint of a draft")
     return tensors
@@ -172,10 +172,6 @@ def _start(path: Path) -> bytes:
         raise UserError(f"cannot read {path} ({error.strerror})") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 # How weights lie in memory: what is multiplied with the same input together, and small matrices by columns.
 #
 # On the CPU a matrix stored column by column makes products with a few rows up to twice as fast; BLAS accepts either
@@ -188,7 +184,7 @@ def _first_line(error: BaseException) -> str:
 
 MOST_ELEMENTS = 1 << 18
 SPARE = 4
-"""A second layout of large weights must not take more than one part in so many of the memory that is left."""
+"""A second layout of large weights may take one part in this many of the memory that is left."""
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -203,26 +199,25 @@ def may_be_held_twice(num_bytes: int, free_bytes: int | None) -> bool:
 
 
 def goes_by_columns(matrices: Tensor) -> bool:
-    """Are matrices [..., rows, columns] faster by columns?"""
+    """Return True if products with matrices [..., rows, columns] are faster when stored by columns."""
     is_small = not is_large(matrices.shape[-2:])
     return is_small and matrices.dtype == torch.float32 and matrices.device.type == "cpu"
 
 
 def by_columns(matrices: Tensor) -> Tensor:
-    """Matrices [..., rows, columns] with the same values, stored in the faster order."""
+    """Return matrices [..., rows, columns] with the same values, stored in the faster order."""
     return matrices.mT.contiguous().mT if goes_by_columns(matrices) else matrices
 
 
 def twin(model: AnyModule) -> AnyModule:
-    """The same network in modules of its own: a hook on one is none on the other. Parameters are shared."""
+    """Return the same network in modules of its own that share its parameters: hooks on one do not affect the other."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def lay_out(model: AnyModule) -> AnyModule:
-    """A twin with the small weights of its linear layers copied in their faster order.
+    """Return a twin with the small weights of its linear layers copied in their faster order.
 
-    Not those of quantised ones, which have an order of their own, nor what is shared with an embedding, which is read
-    row by row.
+    Quantised weights keep their own order, and weights shared with an embedding stay in rows, which it reads.
     """
     own = twin(model)
     embeddings = {module.weight.data_ptr() for module in own.modules() if isinstance(module, nn.Embedding)}
@@ -239,11 +234,11 @@ def lay_out(model: AnyModule) -> AnyModule:
 
 @torch.no_grad()
 def join_weights(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Weights [rows, columns] or biases [rows] of each group one below another [groups, sum of rows, columns].
+    """Return the weights [rows, columns] or biases [rows] of each group, stacked [groups, sum of rows, columns].
 
-    Small matrices are copied, by columns. What stays in rows is held once: the parameters that were joined become parts
-    of the result, contiguous as they were; and what is joined already stays where it is, because another network of the
-    same model may have been made of it. All groups are alike.
+    All groups have the same shapes. Small matrices are copied, by columns. Others are held once: the joined parameters
+    become views of the result, contiguous as before, and weights that are joined already stay where they are, because
+    another network may have been made from the same model.
     """
     weights = [weight for group in groups for weight in group]
     whole = _whole(groups)
@@ -261,7 +256,7 @@ def _parts(whole: Tensor, groups: Sequence[Sequence[Tensor]]) -> Iterator[Tensor
 
 
 def _whole(groups: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """What these are views of, side by side; None where they are not."""
+    """Return the tensor that these are adjacent views of, or None if they are not."""
     first, weights = groups[0][0].data, [weight for group in groups for weight in group]
     shape = (len(groups), sum(map(len, groups[0])), *first.shape[1:])
     strides = (prod(shape[1:]), *first.stride())

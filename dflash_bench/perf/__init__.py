@@ -1,1 +1,1 @@
-"""Where would the time go? Times a backend's forwards and judges them by the machine's limits."""
+"""Profiling: times a backend's forward passes, and judges them by the machine's limits."""

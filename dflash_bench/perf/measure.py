@@ -27,13 +27,13 @@ from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
-# How fast is this device: how many bytes does it copy a second, and how much does it multiply?
+# The device's rates: bytes copied per second, and operations of matrix products per second.
 
 
 COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Bytes: more than the caches of a processor hold."""
+"""Bytes that are copied, more than a processor's caches hold."""
 MULTIPLIED = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the square matrices."""
+"""Rows and columns of the square matrices that are multiplied."""
 
 
 def medians_s(
@@ -43,11 +43,11 @@ def medians_s(
     least: int = 3,
     most: int = 7,
 ) -> list[float]:
-    """Median seconds of each call, after one of each that does not count.
+    """Return the median seconds of each call, after a first call of each that does not count.
 
-    They take turns, so that a machine that slows down slows all of them: at least `least` times, and until the budget
-    is spent. If one turn takes more than twice the budget, the first counts too and the second is the last: what a
-    first call has to do is nothing beside that.
+    The calls take turns, so that a machine that slows down slows all of them: at least `least` times, and until the
+    budget is spent. If one turn takes more than twice the budget, the first turn counts too and the second is the last:
+    the extra work of a first call is negligible then.
     """
     clock, turns = clock_for(device), list[list[float]]()
 
@@ -68,7 +68,7 @@ def medians_s(
 
 
 def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 0.1, most: int = 32) -> float:
-    """Of up to so many calls the shortest one's seconds: what nothing else on the machine has held up."""
+    """Return the seconds of the shortest of up to `most` calls, the one least disturbed by the rest of the machine."""
     clock, times = clock_for(device), list[float]()
     while not times or (len(times) < most and sum(times) < budget_s):
         start = clock.mark()
@@ -79,7 +79,7 @@ def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 
 
 @torch.inference_mode()
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """In the given type; a device that computes faster in another type has other rates there."""
+    """Measure a device's rates in this type; other types may have other rates."""
     kind = device.type if device.type in COPIED else "cpu"
     # Filled, because memory that was never written is not there yet.
     source = torch.ones(COPIED[kind] // dtype.itemsize, dtype=dtype, device=device)
@@ -95,31 +95,33 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
-    """What drafting `num_drafts` tokens reads, with taking in `kept` tokens of the round before.
+    """Return the passes of drafting `num_drafts` tokens, and of reading `kept` tokens of the round before.
 
     `draft` is a DFlash draft in one step, or an EAGLE-3 draft that drafts a chain.
     """
     if isinstance(draft, DFlashDraft):
-        return _of_dflash(draft, target, num_drafts, kept)
+        return _dflash_passes(draft, target, num_drafts, kept)
     assert isinstance(draft, Eagle3Draft)
-    layer = _part([draft.midlayer, draft.norm], draft, 1)
-    head, fusing = _part([draft.lm_head], draft), _part([draft.fc], draft)
+    layer = _part_size([draft.midlayer, draft.norm], draft, 1)
+    head, fusing = _part_size([draft.lm_head], draft), _part_size([draft.fc], draft)
     passes = [DraftPass(layer, kept), DraftPass(fusing, kept), DraftPass(head, 1, num_drafts)]
     return (*passes, *([DraftPass(layer, 1, num_drafts - 1)] if num_drafts > 1 else []))
 
 
-def _of_dflash(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
+def _dflash_passes(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     head = draft.lm_head if draft.config.own_head else target.get_output_embeddings()
     layers: Any = draft.layers
     taking_in = [draft.fc, *(part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
     return (
-        DraftPass(_part([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)),
-        DraftPass(_part([head], draft), num_drafts),
-        DraftPass(_part(taking_in, draft), kept),
+        DraftPass(
+            _part_size([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)
+        ),
+        DraftPass(_part_size([head], draft), num_drafts),
+        DraftPass(_part_size(taking_in, draft), kept),
     )
 
 
-def _part(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
+def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
     """The size of these modules of a draft, with so many layers of attention."""
     itemsize = draft.fc.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
@@ -127,32 +129,32 @@ def _part(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size
     return Size(memory.bytes_of(weights), memory.matrix_elements(weights), attention=attention, itemsize=itemsize)
 
 
-# How long does a pass of the target take, by the number of tokens that it reads?
+# The time of a pass of the target, by the number of tokens that it reads.
 #
-# Nothing is decoded: tokens are any, and the context is what an empty cache holds, which is read all the same.
+# Nothing is decoded: the tokens are arbitrary, and the context is that of an empty cache, which is read all the same.
 
 
 WIDTHS = (1, 2, 4, 8, 16)
 CONTEXT = 128
-"""Tokens behind which a run measures, or as many as the target's context has room for."""
+"""The context at which a run measures its target, or as much as the target has room for."""
 
 
 def prepare(target: Target, rows: int, capacity: int) -> None:
-    """Twice, because the second time the cache is overwritten: fresh zeros need no memory until then.
+    """Allocate the cache, with a spare place after the last token, as decoding has.
 
-    With a place to spare behind the last token, as decoding has.
+    It is done twice, because fresh zeros take no memory until they are overwritten, the second time.
     """
     target.begin(rows, capacity + 1)
     target.begin(rows, capacity + 1)
 
 
 def some_tokens(target: Target, rows: int, width: int) -> Tensor:
-    """Different ones [B, N], because equal ones would be sent to the same experts."""
+    """Return different tokens [B, N], because equal ones would be sent to the same experts."""
     return (torch.arange(rows * width, device=target.device) * 7919 % target.vocab_size).view(rows, width)
 
 
 def forward_timer(target: Target, rows: int, width: int, context: int) -> Callable[[], None]:
-    """A pass, to be called again and again; `prepare` comes first."""
+    """Return a function that runs a pass; call `prepare` first."""
     tokens, starts = some_tokens(target, rows, width), [context] * rows
 
     def read() -> None:
@@ -165,7 +167,7 @@ def forward_timer(target: Target, rows: int, width: int, context: int) -> Callab
 def time_forwards(
     target: Target, rows: int, context: int, widths: Sequence[int] = WIDTHS, with_head: bool = False
 ) -> list[ForwardTiming]:
-    """A pass of each width; `with_head` measures in the same turns what of it the output head takes."""
+    """Time a pass of each width; `with_head` also times the output head's part of it, in the same turns."""
     prepare(target, rows, context + max(widths))
     calls = [forward_timer(target, rows, width, context) for width in widths]
     if target.graph_cache is not None:
@@ -189,7 +191,7 @@ def _head(target: Target, rows: int, width: int) -> Callable[[], object]:
 
 
 def shortest_forward_s(target: Target) -> float:
-    """Seconds of a pass over one token, of several the shortest."""
+    """Return the seconds of the shortest of several passes over one token."""
     context = context_of(target)
     prepare(target, 1, context + 1)
     read = forward_timer(target, 1, 1, context)
@@ -207,7 +209,7 @@ def context_of(target: Target) -> int:
 
 
 def forward_curve(target: Target) -> dict[str, Any]:
-    """What a run keeps of its own target: a short ladder, and what `analysis` needs to say what it means."""
+    """Return the timings of the target that a run keeps: a few widths, and the rates and sizes to judge them by."""
     context = context_of(target)
     forwards = time_forwards(target, 1, context)
     target.release()
@@ -216,7 +218,7 @@ def forward_curve(target: Target) -> dict[str, Any]:
     return {
         "rows": 1,
         "context": context,
-        "seconds": {str(one.width): one.seconds for one in forwards},
+        "seconds": {str(forward.width): forward.seconds for forward in forwards},
         "least_s": min(shortest_s, forwards[0].seconds),
         "bandwidth": rates.bandwidth,
         "products": rates.products,
@@ -224,21 +226,21 @@ def forward_curve(target: Target) -> dict[str, Any]:
     }
 
 
-# What passes, drafts and the loop itself cost on this device, with no prompt and no answer that means anything.
+# The costs of passes, drafts and the loop itself on this device, without meaningful prompts or answers.
 
 
 BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {"dflash": dflash.build, "eagle3": eagle3.build}
-"""The methods whose drafts can be measured without a text."""
+"""The methods whose drafts can be timed without a text."""
 KEPT = 4
-"""Tokens of the round before that a draft takes in, or as many as it can keep."""
+"""Tokens of the round before that a draft reads, or fewer if it cannot keep so many."""
 PROMPT = 8
 ROUNDS, ROUNDS_S = 12, 0.5
-"""The most rounds that are watched, and after how many seconds no more are begun."""
+"""The most rounds that are timed, and the seconds after which no more are begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured: every batch at every context, in passes of these widths and those of whole rounds."""
+    """The workload to measure: every batch at every context, in passes of these widths and of whole rounds."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -246,7 +248,7 @@ class Workload:
 
 
 def check(methods: Sequence[Method]) -> None:
-    """Raises UserError for a method that needs a text to draft from, or that decides by itself how much it drafts."""
+    """Raises UserError for a method that needs a text to draft from, or that chooses its draft length by itself."""
     for method in methods:
         if method.name not in BUILDERS:
             raise unknown("method to profile", method.name, list(BUILDERS))
@@ -257,14 +259,14 @@ def check(methods: Sequence[Method]) -> None:
 
 
 def num_drafts(method: Method, draft: Any) -> int:
-    """Tokens that a round of it drafts; the draft may be on the `meta` device."""
+    """Return how many tokens a round drafts; the draft may be on the `meta` device."""
     if method.name == "dflash":
         return int(draft.config.num_drafts(dflash.block_size(draft, method)))
     return method.number("n")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on the device; None where that cannot be known."""
+    """Return the free memory of the device, or None if it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return environment.free_bytes()
@@ -274,7 +276,7 @@ def measure(
     models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
     tell: Callable[[str], None], capture: str | None = None,
 ) -> tuple[ProfileData, str]:  # fmt: skip
-    """With how passes are captured. `is_cut` says that the target has lost layers: its head is measured apart then."""
+    """Return timings, and how passes are captured. If the target `is_cut` to fewer layers, its head is timed, too."""
     tell("measuring the device")
     rates = measure_rates(target.device, target.model.dtype)
     forwards: list[ForwardTiming] = []
@@ -292,8 +294,8 @@ def measure(
         for rows, context in places:
             tell(f"measuring drafts: {method.label}, batch {rows}, context {context}")
             drafts += [
-                _drafting(models, target, method, one, rows, context)
-                for one in (*_of_one(models, target, method, drafter), drafter)
+                _time_draft(models, target, method, timed, rows, context)
+                for timed in (*_single_token_drafters(models, target, method, drafter), drafter)
             ]
     for rows in workload.batches:
         tell(f"measuring rounds: batch {rows}")
@@ -304,10 +306,10 @@ def measure(
     return ProfileData(rates, memory.size_of(target.model), tuple(forwards), tuple(drafts), tuple(hosts)), captured
 
 
-def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
-    """The same method drafting a single token, where a shorter draft is a cheaper one.
+def _single_token_drafters(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
+    """Return the method's drafter for a single token, if shorter drafts are cheaper.
 
-    A block is drafted whole, and part of it verified, as `block=auto` does.
+    They are not for DFlash: a block is drafted whole, even if only a part of it is verified, as with `block=auto`.
     """
     if method.name == "dflash" or drafter.num_drafts == 1:
         return []
@@ -315,7 +317,7 @@ def _of_one(models: Models, target: Target, method: Method, drafter: Any) -> lis
 
 
 @torch.inference_mode()
-def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> DraftTiming:
+def _time_draft(models: Models, target: Target, method: Method, drafter: Any, rows: int, context: int) -> DraftTiming:
     kept = min(KEPT, drafter.num_drafts + 1)
     target.tap(drafter.taps)
     prepare(target, rows, context + kept)
@@ -340,7 +342,7 @@ def _drafting(models: Models, target: Target, method: Method, drafter: Any, rows
 
 
 class _Watched:
-    """Passes on to a target or a drafter, and notes when some of its methods were called."""
+    """Wraps a target or a drafter, and records when some of its methods were called."""
 
     def __init__(self, inner: Any, names: Sequence[str], calls: list[tuple[Any, Any]], clock: Any) -> None:
         self.inner, self.names, self.calls, self.clock = inner, names, calls, clock
@@ -360,7 +362,7 @@ class _Watched:
 
 
 def _outside_calls_s(target: Target, drafter: Any, rows: int) -> float:
-    """Median seconds of a round of the loop that are spent neither in the target nor in the draft."""
+    """Return the median seconds per round of the loop that are spent neither in the target nor in the draft."""
     clock, calls = clock_for(target.device), list[tuple[Any, Any]]()
     watched: Any = _Watched(target, ("forward", "commit"), calls, clock)
     drafting: Any = _Watched(drafter, ("propose", "observe"), calls, clock)
@@ -375,5 +377,5 @@ def _outside_calls_s(target: Target, drafter: Any, rows: int) -> float:
         calls.clear()
         if len(rounds) == ROUNDS or sum(rounds) > ROUNDS_S:
             break
-    # The first one is to warm up, where there is time for others.
+    # The first round is a warm-up, if there was time for others.
     return median(outside[1:] or outside or [0.0])

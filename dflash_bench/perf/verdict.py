@@ -1,4 +1,4 @@
-"""What a profile says: what a round costs in plain steps, from what acceptance on it pays, and what binds it."""
+"""Judges a profile: the cost of a round in plain steps, the acceptance at which it breaks even, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Binding = Literal["acceptance", "draft", "verify", "host", "launch overhead", "u
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A pass of the target beside its roofline."""
+    """A timed pass of the target, with its roofline."""
 
     forward: ForwardTiming
     num_bytes: float
@@ -28,22 +28,22 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """One width of one method: what drafting and verifying `width` - 1 tokens costs. Seconds are of a round."""
+    """The cost of drafting and verifying `width` - 1 tokens with a method, in seconds per round."""
 
     method: str
     width: int
     plain_s: float
-    """A plain step, with the loop around it."""
+    """A step of plain decoding, including the loop around it."""
     draft_s: float
     verify_s: float
     host_s: float
     draft_roofline_s: float | None = None
-    """Where the draft was measured at this width, and not only put between two others."""
+    """None unless the draft was timed at this width, and not interpolated."""
     verify_roofline_s: float | None = None
 
     @property
     def cost(self) -> float:
-        """Of a round, in plain steps."""
+        """Return the cost of a round, in plain steps."""
         return (self.draft_s + self.verify_s + self.host_s) / self.plain_s
 
     @property
@@ -55,12 +55,12 @@ class RoundCost:
         return al / self.cost
 
     def without(self, part: Binding, al: float) -> float:
-        """The speed-up if this part were free; verifying then costs a plain step."""
+        """Return the speed-up if this part were free; verifying would then cost a plain step."""
         shares = self.excess()
         return al / (self.cost - shares[part])
 
     def excess(self) -> dict[Binding, float]:
-        """What each part adds to the one plain step that a round cannot do without, in plain steps."""
+        """Return what each part adds to the one plain step that a round always needs, in plain steps."""
         return {
             "draft": self.draft_s / self.plain_s,
             "verify": self.verify_s / self.plain_s - 1,
@@ -70,7 +70,7 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class RoundVerdict:
-    """Of a whole round of a method; without an acceptance nothing is predicted."""
+    """The verdict on a method's full round; without an acceptance no speed-up is predicted."""
 
     round: RoundCost
     binding: Binding
@@ -81,7 +81,7 @@ class RoundVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledBatch:
-    """A batch at a context."""
+    """The verdicts for one batch size and context."""
 
     rows: int
     context: int
@@ -92,23 +92,23 @@ class ProfiledBatch:
 
 
 def places(measured: ProfileData, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
-    """`acceptance` by method: tokens a round, and where they are from."""
-    known = dict.fromkeys((one.rows, one.context) for one in measured.forwards)
+    """Judge every batch and context. `acceptance` holds, by method, tokens per round and their source."""
+    known = dict.fromkeys((forward.rows, forward.context) for forward in measured.forwards)
     return [_place(measured, *place, acceptance) for place in known]
 
 
 def _place(measured: ProfileData, rows: int, context: int, acceptance: dict[str, tuple[float, str]]) -> ProfiledBatch:
-    forwards = [one for one in measured.forwards if (one.rows, one.context) == (rows, context)]
+    forwards = [timing for timing in measured.forwards if (timing.rows, timing.context) == (rows, context)]
     through = curve(forwards, measured.size, measured.rates)
-    drafts = [one for one in measured.drafts if (one.rows, one.context) == (rows, context)]
-    methods = list(dict.fromkeys(one.method for one in drafts))
+    drafts = [timing for timing in measured.drafts if (timing.rows, timing.context) == (rows, context)]
+    methods = list(dict.fromkeys(draft.method for draft in drafts))
     rounds = [
-        one
+        cost
         for method in methods
-        for one in _rounds(measured, forwards, [draft for draft in drafts if draft.method == method])
+        for cost in _rounds(measured, forwards, [draft for draft in drafts if draft.method == method])
     ]
-    whole = [max((one for one in rounds if one.method == method), key=lambda one: one.width) for method in methods]
-    verdicts = [verdict(one, through, *acceptance.get(one.method, (None, ""))) for one in whole]
+    whole = [max((cost for cost in rounds if cost.method == method), key=lambda cost: cost.width) for method in methods]
+    verdicts = [verdict(cost, through, *acceptance.get(cost.method, (None, ""))) for cost in whole]
     readings = [_reading(measured, forward) for forward in forwards]
     return ProfiledBatch(rows, context, tuple(readings), through, tuple(rounds), tuple(verdicts))
 
@@ -120,12 +120,12 @@ def _reading(measured: ProfileData, forward: ForwardTiming) -> Reading:
 
 
 def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Sequence[DraftTiming]) -> list[RoundCost]:
-    """Of one method, at every width up to its own."""
+    """Return the cost of a method's rounds at every width up to its own."""
     method, rows, context = drafts[0].method, drafts[0].rows, drafts[0].context
     hosts = {host.method: host.seconds for host in measured.hosts if host.rows == rows}
-    seconds = {one.width: one.seconds for one in forwards}
+    seconds = {forward.width: forward.seconds for forward in forwards}
     between = _between(drafts)
-    by_width = {one.num_drafts + 1: one for one in drafts}
+    by_width = {draft.num_drafts + 1: draft for draft in drafts}
     rates = measured.rates
     return [
         RoundCost(
@@ -139,8 +139,8 @@ def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Se
 
 
 def _between(drafts: Sequence[DraftTiming]) -> LinearCost:
-    """Seconds of a draft by its tokens: the line through the shortest and the longest, level where there is one."""
-    return fit([one.num_drafts for one in drafts], [one.seconds for one in drafts])
+    """Return the seconds of a draft by its tokens: the line through the shortest and the longest, or a constant."""
+    return fit([draft.num_drafts for draft in drafts], [draft.seconds for draft in drafts])
 
 
 def verdict(whole: RoundCost, through: WidthCurve, al: float | None = None, source: str = "") -> RoundVerdict:
@@ -148,14 +148,14 @@ def verdict(whole: RoundCost, through: WidthCurve, al: float | None = None, sour
 
 
 def what_binds(whole: RoundCost, through: WidthCurve, al: float | None) -> Binding:
-    """What stands most between this round and the best it could be: all its tokens kept, at the price of a plain step.
+    """Return the bottleneck of a round, compared with the best case: all tokens accepted, at the cost of a plain step.
 
-    Of the factor that is missing, acceptance has width / al and the price has its cost in plain steps; the larger one
-    binds. Of the price it is the part that adds most. If that part waits for fixed costs, well above its roofline on a
-    target that does so too, it is the overhead of launching work.
+    The missing factor is the product of width / al, for acceptance, and the cost in plain steps; the larger one binds.
+    Within the cost it is the part that adds most. If that part is dominated by fixed costs, well above its roofline on
+    a target that is so too, the bottleneck is the overhead of launching work.
 
-    Passes that are off their line by a share are known no better than that: where two candidates are closer, it is
-    unclear, for the next measurement may well name the other.
+    Timings that deviate from their line by a share are known no better than that: if two candidates are closer, the
+    result is "unclear", because the next measurement may well name the other.
     """
     off = through.off
     if al is not None and abs(whole.width / al - whole.cost) < off * whole.cost:
@@ -174,20 +174,20 @@ def what_binds(whole: RoundCost, through: WidthCurve, al: float | None) -> Bindi
 
 
 def at_full_depth(measured: ProfileData, full: Size) -> ProfileData:
-    """An estimate for a target of which only some layers were measured: its layers take as long as those that were.
+    """Extrapolate from a target cut to some layers to its full depth: all layers take as long as the timed ones.
 
-    What is not the head counts as layers, embedding and masks too.
+    Everything but the head counts as layers, embedding and masks, too.
     """
     times = full.num_layers / measured.size.num_layers
     forwards = [
-        replace(one, seconds=(one.head_s or 0.0) + (one.seconds - (one.head_s or 0.0)) * times)
-        for one in measured.forwards
+        replace(forward, seconds=(forward.head_s or 0.0) + (forward.seconds - (forward.head_s or 0.0)) * times)
+        for forward in measured.forwards
     ]
     return replace(measured, size=full, forwards=tuple(forwards))
 
 
 def is_alike(part: Size, full: Size) -> bool:
-    """Does a target cut to some layers have each kind of layer in the same share as the whole?"""
+    """Return True if a target cut to some layers has each kind of layer in the same share as the full one."""
 
     def shares(size: Size) -> list[tuple[int | None, int, float]]:
         return [(kind.window, kind.cache_bytes, kind.num_layers / size.num_layers) for kind in size.attention]
@@ -196,7 +196,7 @@ def is_alike(part: Size, full: Size) -> bool:
 
 
 def published_acceptance(target: str, method: str, num_drafts: int) -> tuple[float, str] | None:
-    """The median over suites of what was published for such a pair, as many tokens a round, at temperature 0."""
+    """Return the median over suites of the acceptance published for such a pair at temperature 0, and its source."""
     figures = [
         figure
         for figure in load_figures()

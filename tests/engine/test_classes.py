@@ -88,7 +88,7 @@ def test_trees_deeper_than_the_window_give_the_plain_tokens(kind: str, shape: st
 def test_a_tree_on_a_recurrent_target_is_refused_by_name(kind: str) -> None:
     models = Models(made(kind), None, {}, {})
     with pytest.raises(
-        UserError, match=r"--method eagle3-tree:nodes=3: recurrent layers, as a \w+ target has, read no trees"
+        UserError, match=r"--method eagle3-tree:nodes=3: a \w+ target has recurrent layers, which cannot verify trees"
     ):
         open_backend(models, Preset("", {}), [parse("eagle3-tree:nodes=3")], NEW)
 

@@ -258,7 +258,7 @@ def test_a_ddtree_has_as_many_nodes_as_asked_for_or_chooses_among_many() -> None
     assert [(d.num_drafts, d.top_k, d.block_size) for d in drafters.values()] == [
         (32, 32, 8), (12, 12, 8), (63, 63, 8), (5, 2, 4), (7, 1, 8),
     ]  # fmt: skip
-    assert [hasattr(drafter, "pace") for drafter in drafters.values()] == [False, False, True, False, False]
+    assert [hasattr(drafter, "adaptive") for drafter in drafters.values()] == [False, False, True, False, False]
     with pytest.raises(UserError, match="with top_k 1 and block 8 the tree has at most 7 nodes; give fewer nodes, or"):
         opened("ddtree:nodes=8,top_k=1")
 

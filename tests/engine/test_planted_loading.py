@@ -210,5 +210,5 @@ def test_a_twin_of_shared_weights_has_no_hook() -> None:
     model = matrix.LOAD("nano", [], "cpu", torch.float32).target
     hooked_head(loading.Models(model, None, {}, {}))
     assert twin(model).lm_head._forward_hooks
-    witness = backend.given(model, frozenset, 8)
+    witness = backend.witness_of_model(model, frozenset, 8)
     assert not any(module._forward_hooks for module in witness.judge.model.modules())

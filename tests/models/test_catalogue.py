@@ -59,7 +59,7 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
     assert blocks[0].splitlines()[1:] == [
         "  * target          in this package",
         "  * dflash          in this package",
-        "  * eagle3          in this package, 7 tokens a round",
+        "  * eagle3          in this package, 7 tokens per round",
         "  * draft-model     in this package",
         "  * medusa          in this package",
         "  * block-diffusion in this package",
@@ -69,8 +69,8 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
     assert blocks[3].splitlines() == [
         "qwen3-8b: needs about 16 GB, has 24 GB",
         "    target  Qwen/Qwen3-8B",
-        "    dflash  z-lab/Qwen3-8B-DFlash-b16, 15 tokens a round, trained with thinking off",
-        "    eagle3  AngelSlim/Qwen3-8B_eagle3, 7 tokens a round",
+        "    dflash  z-lab/Qwen3-8B-DFlash-b16, 15 tokens per round, trained with thinking off",
+        "    eagle3  AngelSlim/Qwen3-8B_eagle3, 7 tokens per round",
     ]
     assert "    target  Qwen/Qwen3.5-9B, thinking on\n" in out
     assert "    dflash  z-lab/Qwen3.6-27B-DFlash, not supported: sliding-window layers\n" in out

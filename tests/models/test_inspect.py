@@ -48,7 +48,7 @@ def test_nanos_dflash_draft_is_described() -> None:
     assert lines == [
         "format         zlab (dflash)",
         f"used by        {', '.join(kind.name for kind in METHODS.values() if kind.weights == 'dflash')}",
-        "block size     16, drafts 15 tokens a round",
+        "block size     16, drafts 15 tokens per round",
         "tapped layers  outputs of 1 4 7 10 13 (inputs of 2 5 8 11 14)",
         "mask id        1000",
         "labels         infill: slot k predicts the token at slot k, slot 0 is idle",
@@ -78,7 +78,7 @@ def test_medusa_heads_are_described_too(copied: Path) -> None:
     seen = inspect(str(NANO / "medusa"), "nano")
     assert (seen.method, seen.num_drafts, seen.vocab_size, seen.problems) == ("medusa", 4, 1024, ())
     lines = text(seen).splitlines()
-    assert "block size     drafts 4 tokens a round" in lines and lines[-1] == "fits           nano"
+    assert "block size     drafts 4 tokens per round" in lines and lines[-1] == "fits           nano"
     assert not any(line.startswith(("tapped", "embedding", "rotary")) for line in lines)
     assert inspect(str(NANO / "medusa"), str(copied / "target")).problems == (
         DraftProblem("hidden_size", "hidden size 128, but the target's is 32", "use heads made for this target"),

@@ -61,7 +61,7 @@ class CachedDrafter:
         """Return the results of a captured `function` of inputs [B, ...] and starts, or None if it is not captured."""
         if self.graph_cache is None or len(starts) != self.cache.num_rows:
             return None
-        key, num_places = tuple(one.shape[1:] for one in inputs), max(starts) + inputs[0].shape[1]
+        key, num_places = tuple(value.shape[1:] for value in inputs), max(starts) + inputs[0].shape[1]
         return self.graph_cache.replay(key, function, num_places, *inputs, torch.tensor(starts))
 
     def allocate(self, num_rows: int, capacity: int) -> None:

@@ -24,7 +24,7 @@ def build(models: Models, _target: Target, method: Method) -> BlockDiffusionDraf
     block_size = known["block_size"] if method.option("block") is None else method.number("block")
     if block_size > known["block_size"]:
         raise UserError(
-            f"method {method.label}: the model was trained on blocks of {known['block_size']}, which is the largest"
+            f"method {method.label}: the model was trained on blocks of {known['block_size']}; give no larger one"
         )
     return BlockDiffusionDrafter(
         Target(model), block_size, known["mask_token_id"], float(method.option("threshold") or 0)

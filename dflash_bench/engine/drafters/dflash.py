@@ -117,8 +117,8 @@ class DFlashDrafter(CachedDrafter):
 
     def _read_block(self) -> Tensor:
         """Return the logits [B, num_predicted, Vd] of one pass over the block as it is."""
-        if (said := self.replayed(self._steady, self.starts, self.block)) is not None:
-            (hidden,) = said
+        if (results := self.replayed(self._steady, self.starts, self.block)) is not None:
+            (hidden,) = results
         else:
             # The block is written behind the context and covers whatever stale context lies there.
             self.cache.place(self.starts, self.block_size)

@@ -69,8 +69,8 @@ class Eagle3Drafter(CachedDrafter):
 
     def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
         """Read tokens [B, N] and features [B, N, H], x_{t+1} with feature of t at position t; returns [B, N, H]."""
-        if tokens.shape[1] == 1 and (said := self.replayed(self._steady, starts, tokens, hidden)) is not None:
-            return said[0]
+        if tokens.shape[1] == 1 and (results := self.replayed(self._steady, starts, tokens, hidden)) is not None:
+            return results[0]
         self.cache.place(starts, tokens.shape[1], first)
         return self._through(tokens, hidden)
 

@@ -28,7 +28,7 @@ def build(models: Models, target: Target, method: Method) -> MedusaDrafter:
     most = heads.config.num_heads
     num_heads = most if method.option("heads") is None else method.number("heads")
     if num_heads > most:
-        raise UserError(f"method {method.label}: these weights have {most} heads")
+        raise UserError(f"method {method.label}: these weights have {most} heads; give no more")
     last_layer = target.config.num_hidden_layers - 1
     nodes, top_k = method.number("nodes"), method.number("top_k")
     return MedusaDrafter(heads, final_norm(target.model), last_layer, num_heads, nodes, top_k)
@@ -65,9 +65,9 @@ class MedusaDrafter:
             self.hidden[committed.row_slice] = hidden
 
     def propose(self) -> Draft:
-        logits = self.heads(self.hidden, self.num_heads).float()
+        logits = self.heads(self.hidden, self.num_heads)
         if self.top_k == 1:
             # A chain needs no mask of its own, and nothing has to be moved in the cache.
-            return Draft(logits[:, : self.num_drafts].argmax(dim=-1))
+            return Draft(logits[:, : self.num_drafts].float().argmax(dim=-1))
         nodes, tokens = best_tree(logits, self.top_k, self.tree)
         return Draft(tokens, nodes.parents)

@@ -8,6 +8,7 @@ weights have a faster order already (`models/weights.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,24 +44,13 @@ class Packed:
 
 def can_pack(weight: Tensor) -> bool:
     """Return True for large weights of a type that oneDNN supports in this torch on this processor."""
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or not is_large(weight.shape):
-        return False
-    return weight.dtype in _known()
+    return weight.device.type == "cpu" and weight.dtype in DTYPES and is_large(weight.shape) and _works(weight.dtype)
 
 
-_types: set[torch.dtype] | None = None
-
-
-def _known() -> set[torch.dtype]:
-    """Return the dtypes whose product is right here; the operations are internal to torch, and may change."""
-    global _types
-    if _types is None:
-        _types = {dtype for dtype in DTYPES if _works(dtype)}
-    return _types
-
-
+@cache
 @torch.inference_mode()
 def _works(dtype: torch.dtype) -> bool:
+    """Return True if a product of this type is right here: the operations are internal to torch, and may change."""
     weight, x = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)
     try:
         packed = Packed(weight, None)

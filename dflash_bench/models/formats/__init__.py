@@ -31,7 +31,7 @@ __all__ = [
     "save_draft",
 ]
 
-# Which format is this? Decided by the config and the names of tensors; unsupported kinds that we know are named.
+# Detecting the format, by the config and the names of tensors; known kinds that are not supported are named.
 
 
 FORMATS = {
@@ -76,7 +76,7 @@ LOOKED_FOR = (
 
 
 def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
-    """The format of a folder. Raises UserError, with a name if we know one, for what is not supported."""
+    """Return the format of a folder. Raises UserError for an unsupported one, by name if we know it."""
     names = list(names)
     architectures = config.get("architectures") or ()
     _refuse_unsupported(folder, config, architectures, names)
@@ -116,18 +116,19 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
         raise UserError(f"{folder} has its mask's embedding in mask_embedding.pt, which is not supported")
 
 
-# Checkpoints of drafts in the formats of their publishers: read into one description, checked, written again.
+# Reading, checking and writing checkpoints.
 #
 # A format is a file here with a reader and a writer; the networks know nothing of formats. A checkpoint is never loaded
-# in part: an error names what is missing, surplus, of the wrong shape or made for another target.
+# in part: errors name tensors that are missing, surplus, of the wrong shape or made for another target.
 
 
 def load_draft(
     folder: Path, target: TargetShape, dtype: torch.dtype, device: str, head: Tensor | None = None
 ) -> DraftModel:
-    """`head` [V, H] is the target's, for a draft that leaves its own to it.
+    """Load a draft; `head` [V, H] is the target's, for a draft whose file leaves it out.
 
-    Raises UserError for a folder without a draft that we know, a damaged file, or a draft for another target."""
+    Raises UserError for a folder without a known kind of draft, a damaged file, or a draft for another target.
+    """
     form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
         raise UserError(f"{folder}: {problem}")
@@ -140,9 +141,9 @@ def load_draft(
 
 
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
-    """Raises UserError if the format (by default z-lab's or SafeAILab's) cannot hold this draft.
+    """Write a draft in a format, by default z-lab's or SafeAILab's. Raises UserError if that cannot hold the draft.
 
-    A slim one leaves out its head, which must be rows of the target's.
+    With `slim` the head is left out, which must be rows of the target's.
     """
     kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
     form = format_named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
@@ -151,7 +152,7 @@ def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, 
 
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
-    """A folder's format and description. Call `problems` to check that it is complete and fits."""
+    """Return a folder's format and description. Call `problems` to check that it is complete and fits."""
     config, path = read_config(folder), folder / "config.json"
     tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
     base.check_map(str(folder), tensors)
@@ -169,7 +170,7 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:
-    """Everything that prevents running it. Without a target, what the file alone shows."""
+    """Yield every problem that prevents running a draft; without a target, only those that the file itself shows."""
     yield from base.misfits(checkpoint.config, target or base.own_target(checkpoint.config))
     yield from base.unsound_tensors(checkpoint, form.layer)
 

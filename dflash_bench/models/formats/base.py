@@ -1,4 +1,4 @@
-"""What all formats of drafts share: the checkpoint read, its fields by name, and what is checked."""
+"""Shared by all formats of drafts: the description that they are read into, common config fields, and checks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import frequencies
 
-# The one description of a draft that all formats are read into, and that networks, checks and writers share.
-
-
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TARGET_HEAD = "target_head"
-"""In config.json of a draft that this tool alone reads: its head is not in the file (`Checkpoint.target_head`)."""
+"""A key of config.json for drafts that only this tool reads: the head is not in the file (`Checkpoint.target_head`)."""
 DraftModel = DFlashDraft | Eagle3Draft
 DraftConfig = DFlashConfig | Eagle3Config
 Json = Mapping[str, Any]
@@ -32,7 +29,7 @@ Stored = tuple[dict[str, Any], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a draft must match in its target."""
+    """The sizes of a target that a draft must match."""
 
     hidden_size: int
     vocab_size: int
@@ -43,8 +40,8 @@ class TargetShape:
 class Checkpoint:
     """A draft in any format. `tensors` have the names of our networks.
 
-    `config` holds what the file declares. Only the tapped layers may come from the target: some formats derive them
-    from its depth if the file does not name them.
+    `config` holds the values that the file declares. Only the tapped layers may depend on the target: some formats
+    derive them from its depth if the file does not name them.
     """
 
     config: DraftConfig
@@ -52,14 +49,14 @@ class Checkpoint:
     trained_for: str | None = None
     """The target, if the config names it."""
     notes: tuple[str, ...] = ()
-    """How we read what the file leaves open."""
+    """How we read facts that the file leaves open."""
     derived_taps: str | None = None
     """A formula for the tapped layers, if the file does not name them and the target's depth is not known."""
     target_head: bool = False
     """The file leaves out the head, because its rows are the target's for the tokens that `d2t` names."""
 
     def with_head(self, head: Tensor) -> Checkpoint:
-        """Complete, with its rows of the target's head [V, H]."""
+        """Return a complete checkpoint, with its rows of the target's head [V, H]."""
         if not self.target_head:
             return self
         d2t = self.tensors["d2t"]
@@ -67,7 +64,7 @@ class Checkpoint:
         return replace(self, tensors={**self.tensors, HEAD: rows}, target_head=False)
 
     def without_head(self) -> Checkpoint:
-        """For a file that leaves it to the target."""
+        """Return the checkpoint for a file that leaves the head to the target."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in (HEAD, "t2d")}
         return replace(self, tensors=tensors, target_head=True)
 
@@ -88,7 +85,7 @@ class Format:
     layer: str = "midlayer."
 
 
-# What configs of all formats have in common: the network's sizes, rotary positions and the vocabulary map.
+# Common parts of all configs: the network's sizes, rotary positions and the vocabulary map.
 
 
 SCALINGS = {
@@ -104,20 +101,22 @@ READ = (
     "target_hidden_size", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
     "quantization_config",
 )  # fmt: skip
-"""Keys of a draft's layers, wherever they stand."""
+"""Keys that describe a draft's layers, at any level of a config."""
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Variants of an EAGLE-3 network, in files and in `Eagle3Config`."""
 FROM_LENGTH = ("yarn", "llama3")
 """Scalings that also need the context length of the original training."""
 
 
 def refuse(config: Json, what: str, *variants: str) -> None:
-    """Raise UserError for variants of the network: they have the same tensors, so they would load but draft badly."""
+    """Raises UserError for variants of the network: they have the same tensors, so they would load but draft badly."""
     for name in variants:
         if config.get(name):
             raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
 
 
 def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]:
-    """The fields that both kinds of draft share. A missing key is a KeyError."""
+    """Return the fields that both kinds of draft share. Raises KeyError for a missing key, UserError for a variant."""
     refuse(config, what, "quantization_config")
     _refuse_sliding(config, what)
     if config.get("hidden_act", "silu") != "silu":
@@ -136,7 +135,7 @@ def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]
 
 
 def _refuse_sliding(config: Json, what: str) -> None:
-    """Of types that are the draft's own layers'; publishers also leave their target's there."""
+    """Raises UserError for sliding layers of the draft itself; publishers also leave their target's list there."""
     types = config.get("layer_types")
     own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
     if own and "sliding_attention" in types:  # type: ignore[operator]
@@ -144,7 +143,7 @@ def _refuse_sliding(config: Json, what: str) -> None:
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
-    """The inverse of `body`, with the keys of transformers 4, which every reader understands."""
+    """Return the inverse of `body`, with the keys of transformers 4, which every reader understands."""
     scaling = {} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}
     return {
         "hidden_size": config.hidden_size,
@@ -163,8 +162,13 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
     }
 
 
+def eagle3_flags(config: Json) -> dict[str, Any]:
+    """Return the variants of an EAGLE-3 network that a config names; an absent flag is false."""
+    return {name: config.get(name) or False for name in EAGLE3_FLAGS}
+
+
 def leaves_head(config: Json, tensors: Tensors) -> bool:
-    """Is its head the target's rows? Raises UserError if the file does not say which."""
+    """Return True if its head is rows of the target's. Raises UserError if the file does not say which rows."""
     if not config.get(TARGET_HEAD):
         return False
     if "d2t" not in tensors:
@@ -173,14 +177,13 @@ def leaves_head(config: Json, tensors: Tensors) -> bool:
 
 
 def head_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a file says that leaves its head to the target."""
+    """Return the config entries of a file that leaves its head to the target."""
     reduced = {"draft_vocab_size": checkpoint.config.draft_vocab_size, TARGET_HEAD: True}
     return reduced if checkpoint.target_head else {}
 
 
 def _rotary(config: Json) -> dict[str, Any]:
-    """Newer files keep rotary settings in `rope_parameters`, some of them per kind of layer. Theta defaults to
-    10000."""
+    """Return theta (default 10000), context length and scaling. Newer files keep them in `rope_parameters`."""
     newer = config.get("rope_parameters") or {}
     newer = {**newer, **newer.get("full_attention", {})}
     settings = {**(config.get("rope_scaling") or {}), **newer}
@@ -211,7 +214,7 @@ def shift_ids(ids: Sequence[int], by: int) -> tuple[int, ...]:
 
 
 def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """Fill in the parts of the vocabulary map that the file may leave out.
+    """Return the tensors with the parts of the vocabulary map that the file may leave out.
 
     A draft of the whole vocabulary may omit its map, and any draft may omit `t2d`, which follows from `d2t`. For us, a
     DFlash draft of the whole vocabulary has no map at all, and one of a reduced vocabulary uses the first ids if it has
@@ -230,7 +233,7 @@ def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def without_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """Drop the map of a draft of the whole vocabulary: its ids are the target's, and no format needs to say so."""
+    """Return the tensors without the map of a whole vocabulary: its ids are the target's, and no format needs it."""
     whole = config.draft_vocab_size in (None, config.vocab_size)
     return {name: tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
 
@@ -240,7 +243,7 @@ def rename_tensors(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
 
 
 def cannot_hold(name: str, **contents: Any) -> None:
-    """Raise UserError for the first of `contents` that is set, as the format has no place for it."""
+    """Raises UserError for the first of `contents` that is set, as the format has no place for it."""
     for what, value in contents.items():
         if value:
             setting = what if value is True else f"{what} = {value}"
@@ -248,29 +251,26 @@ def cannot_hold(name: str, **contents: Any) -> None:
 
 
 def needs_vocabulary(name: str, checkpoint: Checkpoint) -> None:
-    for tensor in ("embed_tokens.weight", "lm_head.weight"):
+    for tensor in (EMBEDDING, HEAD):
         if tensor not in checkpoint.tensors:
             raise UserError(
                 f"the {name} format includes {tensor}, which this draft takes from its target; give --target"
             )
 
 
-# Does a checkpoint describe a network, is it complete, and does it fit a target? All problems, with their remedies.
+# Checks: does a checkpoint describe a network, is it complete, and does it fit a target?
 
 
 LARGEST = {"num_layers": 1 << 10, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 12}
 LARGEST_OTHER = 1 << 24
-"""Larger than in any existing network. A damaged number must not make us allocate huge memory or loop forever."""
+"""More than in any existing network: a damaged number must not make us allocate huge memory or loop forever."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-FLAGS = (
-    "attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", "norm_before_residual",
-    "norm_before_fc", "fc_norm", "norm_output",
-)  # fmt: skip
+FLAGS = ("attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
 
 
 def check_values(where: str, config: DraftConfig) -> None:
-    """Does it describe a network at all? Raises UserError for the first impossible value."""
+    """Raises UserError for the first value that no network can have."""
     for field in fields(config):
         value = getattr(config, field.name)
         if not _is_sound(field.name, field.type, value):
@@ -304,7 +304,7 @@ def _is_sound(name: str, kind: object, value: object) -> bool:
 
 
 def _check_scaling(where: str, config: DraftConfig) -> None:
-    """Are the scaling's values numbers, and does its formula give valid angles?"""
+    """Raises UserError unless the scaling's values are numbers and its formula gives valid angles."""
     scaling = dict(config.rope_scaling or {})
     for key, value in scaling.items():
         sound = value is None or (isinstance(value, int | float) and abs(value) < 1e30)
@@ -327,7 +327,7 @@ def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def skeleton(config: DraftConfig) -> DraftModel:
-    """The network, with parameters that take no memory."""
+    """Return the network on the `meta` device, where its parameters take no memory."""
     with torch.device("meta"):
         return DFlashDraft(config) if isinstance(config, DFlashConfig) else Eagle3Draft(config)
 
@@ -337,7 +337,7 @@ COPY = "copy the checkpoint again"
 
 
 def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[DraftProblem]:
-    """Each tensor that is missing, surplus, of the wrong shape or of the wrong type, by its name in the file."""
+    """Yield each tensor that is missing, surplus, or of the wrong shape or type, by its name in the file."""
     expected, stored = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
     left_out = {HEAD} if checkpoint.target_head else set()
     for name in sorted(expected.keys() - stored.keys() - left_out):
@@ -378,13 +378,13 @@ def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[Draf
 
 
 def own_target(config: DraftConfig) -> TargetShape:
-    """The target that the file itself describes; if it gives no depth, one that is deep enough."""
+    """Return the shape of the target that the file itself describes; if it gives no depth, one that is deep enough."""
     depth = config.num_target_layers or max(config.target_layer_ids) + 2
     return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
 
 
 def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
-    """Every reason why a draft cannot serve a target."""
+    """Yield every reason why a draft cannot serve a target."""
     width = config.target_hidden_size or config.hidden_size
     if width != target.hidden_size:
         what = f"hidden size {width}, but the target's is {target.hidden_size}"
@@ -410,7 +410,7 @@ def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
 
 
 def _missing_vocabulary(config: DraftConfig) -> Iterator[DraftProblem]:
-    """A draft whose hidden size differs from its target's cannot share the target's embedding and head."""
+    """Yield a problem if a draft of another hidden size than its target's lacks its own embedding or head."""
     if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
         what = (
             f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "

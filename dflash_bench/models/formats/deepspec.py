@@ -30,7 +30,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 def read_eagle3(config: Json, tensors: Tensors, _depth: int | None) -> Checkpoint:
     variants.refuse(config, "an EAGLE-3 draft", variants.OF_LAYERS)
-    base.refuse(config, "an EAGLE-3 draft", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
+    base.refuse(config, "an EAGLE-3 draft", *base.EAGLE3_FLAGS)
     draft = Eagle3Config(
         draft_vocab_size=config["vocab_size"],
         target_layer_ids=_taps(config),
@@ -80,10 +80,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         "deepspec",
         draft_vocab_size=reduced,
         target_hidden_size=config.target_hidden_size,
-        norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
+        **{name: getattr(config, name) for name in base.EAGLE3_FLAGS},
         layer_without_query_and_key_norms=not config.qk_norm,
     )
     base.needs_vocabulary("deepspec", checkpoint)

@@ -21,7 +21,7 @@ from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST = 64
-"""Heads, and blocks of a head: a damaged number must not make us allocate huge memory."""
+"""The most heads, or blocks of a head: a damaged number must not make us allocate huge memory."""
 
 
 def is_medusa(folder: Path) -> bool:
@@ -29,7 +29,7 @@ def is_medusa(folder: Path) -> bool:
 
 
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MedusaHeads:
-    """Raises UserError for a folder without Medusa heads, a damaged file, or heads made for another target."""
+    """Load Medusa heads. Raises UserError if there are none, if the file is damaged, or for another target's heads."""
     config, tensors = read(folder)
     for problem in misfits(config, target):
         raise UserError(f"{folder}: {problem}")
@@ -41,7 +41,7 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
 
 
 def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[DraftProblem]:
-    """What shows that they were made for another target."""
+    """Yield the sizes that show that the heads were made for another target."""
     for code, name, size, expected in (
         ("hidden_size", "hidden size", config.hidden_size, target.hidden_size),
         ("vocabulary", "vocabulary", config.vocab_size, target.vocab_size),
@@ -52,7 +52,7 @@ def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[DraftProblem]
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensors]:
-    """The heads, fully checked. Raises UserError for anything that does not match the format."""
+    """Read the heads' config and tensors. Raises UserError for anything that does not match the format."""
     config = read_config(folder)
     path = next((folder / name for name in WEIGHTS if os.path.lexists(folder / name)), None)
     if path is None:
@@ -76,7 +76,7 @@ def save(heads: MedusaHeads, folder: Path, base_model: str) -> None:
 
 
 def _described(path: Path, config: Json, tensors: Tensors) -> MedusaConfig:
-    """The number of layers is taken from the config, the number of heads and all sizes from the tensors."""
+    """Return the config: the number of layers is the file's, the number of heads and all sizes are the tensors'."""
     names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.\d+(\.linear)?\.(weight|bias)", name))]
     odd = sorted(tensors.keys() - {match[0] for match in names})
     if odd or not names:

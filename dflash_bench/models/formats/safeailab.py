@@ -15,8 +15,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 FORMULA = "1, n//2 - 1, n - 4"
 WHAT = "an EAGLE-3 draft"
 READ = (
-    *base.READ, "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output", "draft_vocab_size",
+    *base.READ, "eagle_aux_hidden_state_layer_ids", *base.EAGLE3_FLAGS, "draft_vocab_size",
 )  # fmt: skip
 """Keys of `eagle_config` that are read here."""
 OLDER_NAME = "norm_output is read as in EAGLE 3.1; SpecForge used the name for something else before September 2026"
@@ -35,10 +34,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         num_target_layers=None,
         # Publishers copy attention_bias from the target even if the draft's layer has no bias.
         attention_bias="midlayer.self_attn.q_proj.bias" in tensors,
-        norm_before_residual=both.get("norm_before_residual") or False,
-        norm_before_fc=both.get("norm_before_fc") or False,
-        fc_norm=both.get("fc_norm") or False,
-        norm_output=both.get("norm_output") or False,
+        **base.eagle3_flags(both),
         own_embedding="embed_tokens.weight" in tensors,
         **base.body(both, WHAT, both.get("head_dim") or both["hidden_size"] // both["num_attention_heads"]),
     )
@@ -49,7 +45,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def tapped_outputs(taps: Sequence[int]) -> tuple[int, ...]:
-    """A file's list of inputs or outputs -> outputs."""
+    """Return the tapped outputs for a file's list of inputs or outputs."""
     ids = tuple(taps)
     return ids if ids[0] == 1 else base.shift_ids(ids, -1)
 

@@ -48,10 +48,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         num_target_layers=None,
         attention_bias=body["attention_bias"],
         qk_norm=body["model_type"] == "qwen3",
-        norm_before_residual=config.get("norm_before_residual") or False,
-        norm_before_fc=config.get("norm_before_fc") or False,
-        fc_norm=bool(config.get("fc_norm")) or "fc_norm.0.weight" in tensors,
-        norm_output=config.get("norm_output") or False,
+        **base.eagle3_flags(config) | {"fc_norm": bool(config.get("fc_norm")) or "fc_norm.0.weight" in tensors},
         own_embedding="embed_tokens.weight" in tensors,
         **base.body(body, safeailab.WHAT),
     )
@@ -60,7 +57,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def _body(config: Json) -> dict[str, Any]:
-    """The nested config with the defaults of its class filled in."""
+    """Return the nested config with the defaults of its class filled in. Raises UserError for another class."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
@@ -110,10 +107,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(base.shift_ids(config.target_layer_ids, 1)),
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in base.EAGLE3_FLAGS},
     }
     layer = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
     tensors = base.without_whole_map(config, checkpoint.tensors)

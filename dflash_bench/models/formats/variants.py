@@ -1,8 +1,8 @@
 """Keys of a draft's config.json that change what is computed and leave the tensors as they are.
 
-Such a draft would load and draft badly, and nobody would know why: what is not computed here is refused by name, with
-what it means. Inside `dflash_config` and `eagle_config`, which hold little else, keys that nobody here knows are
-refused as well; at the top level publishers leave much that says nothing, copied from their targets.
+Such a draft would load and draft badly, and nobody would know why: variants that are not computed here are refused by
+name, with their meaning. Inside `dflash_config` and `eagle_config`, which hold little else, unknown keys are refused as
+well; at the top level publishers leave many irrelevant keys, copied from their targets.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from dflash_bench.core.errors import UserError
 
 ABSENT = (None, False)
-"""Values that say no: `false` and `null`, and of a number also 0."""
+"""Values that switch a variant off; for numbers, 0 does so too."""
 CAUSAL = "each slot of a block sees only those before it, as JetSpec's heads do"
 DFLASH2, DOMINO, DSPARK = "DFlash 2", "Domino", "DSpark"
 
 Variants = Mapping[str, tuple[str, tuple[Any, ...]]]
-"""By key: what it means, and the values with which it changes nothing."""
+"""By key: its meaning, and the values with which it changes nothing."""
 OF_BLOCKS: Variants = {
     "causal": (CAUSAL, ABSENT),
     "causal_head": (CAUSAL, ABSENT),
@@ -26,7 +26,7 @@ OF_BLOCKS: Variants = {
     "use_swa": ("all layers see a window of the context", ABSENT),
     "shift_label": ("each slot predicts the token after it", ABSENT),
 }
-"""Of how a block sees itself; other drafts are causal anyway."""
+"""Variants of how a block sees itself; other drafts are causal anyway."""
 OF_LAYERS: Variants = {
     "attention_sink_bias": ("a learned value joins each softmax of attention", ABSENT),
     "attention_value_scale": ("values of attention are scaled", (*ABSENT, 1)),
@@ -72,29 +72,29 @@ HARMLESS = (
     "num_anchors", "attn_implementation", "swa_window_size", "markov_head_type",
     "confidence_head_with_markov", "confidence_head_alpha",
 )  # fmt: skip
-"""Keys of inner configs that say how it was trained or is served, and change nothing by themselves."""
+"""Keys of inner configs about training or serving, which change nothing by themselves."""
 
 
 def refuse(config: Mapping[str, Any], what: str, variants: Variants = VARIANTS) -> None:
     """Raises UserError for the first key whose value changes what is computed."""
     for name, (meaning, neutral) in variants.items():
         value = config.get(name)
-        if not any(_same(value, one) for one in neutral):
+        if not any(_same(value, other) for other in neutral):
             raise UserError(f"{what} with {name} = {value!r} in config.json is not supported: {meaning}")
 
 
 def _same(value: object, neutral: object) -> bool:
-    """0 and false differ, as nobody knows what a flag of 0 means; 1 and 1.0 do not."""
+    """Compare values: 0 and false differ, as the meaning of a flag of 0 is unknown; 1 and 1.0 do not."""
     if isinstance(value, bool) or isinstance(neutral, bool):
         return value is neutral
     return type(value) in (int, float, str, type(None)) and value == neutral
 
 
 def refuse_unknown(inner: Any, where: str, what: str, known: Collection[str]) -> None:
-    """Raises UserError for a key of an inner config that is neither read, nor known to change nothing."""
+    """Raises UserError for a key of an inner config that is neither read nor known to be harmless."""
     for key in inner or ():
         if key not in known and key not in HARMLESS and key not in VARIANTS:
             raise UserError(
-                f"{what} with {key!r} in {where} of config.json is not supported: nobody here knows what it changes; "
+                f"{what} with {key!r} in {where} of config.json is not supported: its effect is unknown; "
                 "if it changes nothing, remove it from the file"
             )

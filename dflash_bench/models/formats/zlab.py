@@ -12,19 +12,19 @@ from dflash_bench.models.formats import base, variants
 from dflash_bench.models.formats.base import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.dflash import DFlashConfig, default_target_layers
 
-# What all DFlash formats share: reading a flat config, and renaming tensors to our names.
+# Shared by all DFlash formats: reading a flat config, and renaming tensors to our names.
 
 
 WHAT = "a DFlash draft"
 FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
 UNKNOWN_DEPTH = 36
-"""A stand-in depth, if only the number of tapped layers matters; `derived_taps` then says that they are not known."""
+"""A stand-in depth, if only the number of tapped layers matters; `derived_taps` then says that they are unknown."""
 
 
 def checkpoint(
     config: Json, tensors: Tensors, depth: int | None, trained_for: str | None = None, **differences: Any
 ) -> Checkpoint:
-    """`differences` are fields that the format stores in its own way. A missing key is a KeyError.
+    """Return a checkpoint; `differences` are fields that the format stores in its own way. Raises KeyError.
 
     `depth` is that of the user's target; a depth that the file declares takes precedence.
     """
@@ -52,7 +52,7 @@ def checkpoint(
 
 
 def _refuse_sliding(config: Json) -> None:
-    """A config lists its layers by type; if not, with `use_sliding_window` those from `max_window_layers` on slide."""
+    """Raises UserError for sliding layers: a config lists them, or they begin at `max_window_layers`."""
     types, count = config.get("layer_types"), config["num_hidden_layers"]
     if types is None and config.get("use_sliding_window") and config.get("sliding_window"):
         types = ["sliding_attention"] if config.get("max_window_layers", 28) < count else None
@@ -63,15 +63,17 @@ def _refuse_sliding(config: Json) -> None:
 
 
 def _num_taps(values: dict[str, Any], tensors: Tensors) -> int:
-    """How many layers feed the draft, by the width of `fc`, if the config names none."""
+    """Return how many layers feed the draft, by the width of `fc`, if the config names none."""
     if "fc.weight" in tensors and tensors["fc.weight"].ndim == 2:
         return int(tensors["fc.weight"].shape[1] // (values["target_hidden_size"] or values["hidden_size"])) or 1
     return 1
 
 
 def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
-    """Splits q, k and v, which some publishers store in one tensor in this order. Beside separate ones, that tensor
-    is left as it is, and later reported as surplus."""
+    """Split q, k and v, which some publishers store in one tensor in this order.
+
+    Beside separate ones, that tensor is left as it is, and later reported as surplus.
+    """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     num_rows = [n * config["head_dim"] for n in (heads, kv_heads, kv_heads)]
     unfused: dict[str, Tensor] = {}

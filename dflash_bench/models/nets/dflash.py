@@ -1,7 +1,10 @@
-"""The DFlash draft network: a few transformer layers that fill a block of masks in one pass.
+"""The DFlash draft network: a few transformer layers that fill a block of masks in one pass (arXiv 2602.06036).
 
-Target features enter every layer as keys and values only (paper 4.1). The network knows nothing of caches: the caller
-passes `attend`, which gets the block's queries, keys and values and returns the attention output.
+The K tapped features of the target are fused once, H_t = RMSNorm(W_c [H^(l1); ...; H^(lK)]), and enter every layer as
+keys and values only: Q = W_Q H_d, K = [W_K H_t; W_K H_d], V = [W_V H_t; W_V H_d] along the sequence (section 4.1, KV
+injection), with q and k normed per head and rotated. Context has no queries, output projection or feed-forward. The
+network knows nothing of caches: the caller passes `attend`, which gets the block's queries, keys and values and returns
+attention over context and block.
 """
 
 from __future__ import annotations
@@ -74,12 +77,12 @@ class DFlashDraft(DraftNetwork):
             self.add_vocabulary_map(config.draft_vocab_size, config.vocab_size)
 
     def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
-        """Features [B, N, K * H] of committed tokens -> keys and values per layer, [B, kv_heads, N, D] each."""
+        """Return keys and values per layer [B, kv_heads, N, D] of committed tokens' features [B, N, K * Ht]."""
         context = self.hidden_norm(self.fc(features))
         return [layer.self_attn.key_value(context, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def forward(self, embedded: Tensor, tables: Tables, attend: Attend) -> Tensor:
-        """Embeddings [B, N, H] of [anchor, mask, ...] -> normed hidden states [B, N, H] for the head."""
+        """Return normed hidden states [B, N, H] for the head, given embeddings [B, N, H] of [anchor, mask, ...]."""
         x = embedded
         for index, layer in enumerate(self.layers):
             x = layer(index, x, tables, attend)
@@ -88,7 +91,7 @@ class DFlashDraft(DraftNetwork):
 
 
 def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Evenly spaced from the second to the third-to-last layer, as z-lab chooses them if a config names none."""
+    """Return layers spaced evenly from the second to the third-to-last, z-lab's default if a config names none."""
     if count == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4

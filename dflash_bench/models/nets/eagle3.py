@@ -1,7 +1,7 @@
 """The EAGLE-3 draft network: one decoder layer over (token, feature) pairs with its own small head.
 
-Token x_{t+1} is paired with the target's feature of position t; the output predicts x_{t+2} and is fed back, before
-its norm, as the feature of the next step (EAGLE-3, arXiv 2503.01840, section 3.2).
+Token x_{t+1} is paired with the target's fused feature of position t; the output predicts x_{t+2} and is fed back,
+before its norm, as the feature of the next step (EAGLE-3, arXiv 2503.01840, sections 3.1 and 3.2).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Eagle3Draft(DraftNetwork):
         self.add_vocabulary_map(config.draft_vocab_size, config.vocab_size)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [B, N, K * Ht] -> the first step's `hidden` [B, N, H]."""
+        """Return the first step's `hidden` [B, N, H] for the target's features [B, N, K * Ht]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -80,23 +80,23 @@ class Eagle3Draft(DraftNetwork):
         return out
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, attend: Attend) -> Tensor:
-        """One step over [B, N, H]; the result is the next step's `hidden`."""
+        """Run one step over embeddings and `hidden` [B, N, H]; returns the next step's `hidden` [B, N, H]."""
         out: Tensor = self.midlayer(embedded, hidden, tables, attend)
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the draft vocabulary [..., Vd]."""
+        """Return logits over the draft vocabulary [..., Vd] for hidden states [..., H]."""
         out: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return out
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
-    """Low, middle and high: the inputs of layers 2, n//2 and n-3, named by the layer that outputs them."""
+    """Return a low, a middle and a high layer: the inputs of layers 2, n//2 and n-3, named by their outputs."""
     return (1, num_target_layers // 2 - 1, num_target_layers - 4)
 
 
 def vocabulary_map(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The `size` most frequent target ids -> (d2t offsets [size], t2d mask [V])."""
+    """Return d2t offsets [size] and t2d mask [V] of the `size` most frequent target ids, given counts [V]."""
     chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
     mask = torch.zeros_like(counts, dtype=torch.bool)
     mask[chosen] = True

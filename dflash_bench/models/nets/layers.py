@@ -46,7 +46,7 @@ class DraftShape:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis; never the (1 + weight) form, even if the target uses that."""
+    """x / rms(x) * weight over the last axis [..., size]; never (1 + weight), even if the target uses that form."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """SwiGLU: down(silu(gate(x)) * up(x)), [..., H] -> [..., H]."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -132,11 +132,12 @@ class DraftNetwork(nn.Module):
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Return the target's ids for ids of the draft's head, in any shape."""
-        return draft_ids + self.d2t[draft_ids] if hasattr(self, "d2t") else draft_ids
+        d2t = self._buffers.get("d2t")
+        return draft_ids if d2t is None else draft_ids + d2t[draft_ids]
 
 
 class Rotary:
-    """Half-rotation (NeoX) tables up to `length`; angles are always computed in float32."""
+    """Tables of half-rotation (NeoX) for positions below `length`; angles are always computed in float32."""
 
     def __init__(
         self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype,
@@ -149,16 +150,16 @@ class Rotary:
         self.sin = (torch.cat([-angles, angles], dim=-1).sin() * amplitude).to(dtype)
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Tables for positions start to stop, the same in all rows: views [1, 1, N, D], so nothing is gathered."""
+        """Return tables of positions start to stop, the same in all rows: views [1, 1, N, D], without a gather."""
         return self.cos[None, None, start:stop], self.sin[None, None, start:stop]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables for positions [B, N], shaped [B, 1, N, D] to broadcast over heads."""
+        """Return tables of positions [B, N], shaped [B, 1, N, D] to broadcast over heads."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2], and the factor for cosines and sines.
+    """Return inverse frequencies [D / 2], and the factor of cosines and sines.
 
     `scaling` is a `rope_parameters` dictionary without its theta. The formulas (YaRN, Llama 3, linear) are those of
     transformers, because drafts are trained with it.
@@ -176,7 +177,7 @@ def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) 
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [B, heads, N, D] by the angles of its positions."""
+    """Return x [B, heads, N, D] rotated by the angles of its positions."""
     cos, sin = tables
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 

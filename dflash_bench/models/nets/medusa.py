@@ -1,7 +1,7 @@
 """Medusa heads: each guesses one later token from the target's last hidden state (arXiv 2401.10774, section 2.1).
 
-Head i (0-based) stands i + 2 places behind the token that the hidden state belongs to: the target's own head says the
-next token, the first Medusa head the one after it.
+Head i (0-based) predicts the token i + 2 places after that of the hidden state: the target's own head predicts the next
+token, the first Medusa head the one after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """What the weights mean; `num_layers` residual blocks come before each head's output layer."""
+    """The heads' sizes; `num_layers` residual blocks come before each head's output layer."""
 
     hidden_size: int
     vocab_size: int
@@ -49,5 +49,5 @@ class MedusaHeads(nn.ModuleList):
         self.config = config
 
     def forward(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-        """Of hidden states [..., H] as the target's own head reads them, the first heads' logits [..., heads, V]."""
+        """Return the first heads' logits [..., heads, V] for hidden states [..., H] after the target's last norm."""
         return torch.stack([head(hidden) for head in islice(self, num_heads)], dim=-2)
