@@ -153,7 +153,7 @@ def stored(folders: Sequence[Path]) -> list[TrainingChat]:
     paths = [path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))]
     items = [item for path in paths for item in Stored(path).conversations()]
     if not items:
-        raise UserError(f"no answers in {', '.join(map(str, folders))}")
+        raise UserError(f"no answers in {', '.join(map(str, folders))}; train again with another --out")
     return items
 
 

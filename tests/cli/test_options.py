@@ -199,7 +199,7 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
         ("temperature = nan", "--temperature takes a number, or several with commas between them, not nan"),
         ("limit = 0", "Invalid value for '--limit': "),
         ("limit = 'four'", "Invalid value for '--limit': "),
-        ("model = ''", "--model is empty; leave it out, or give it a value"),
+        ("model = ''", "--model is empty; omit it, or give it a value"),
         ("limit", "cannot read run.toml: not valid TOML"),
     ],
 )

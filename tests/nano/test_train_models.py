@@ -15,9 +15,9 @@ from dflash_bench.training.masks import is_answer_after
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.trainer import DraftRecipe, Objective, train
 from nano import block_diffusion, draft_model
+from nano.answers import Rows
 from nano.block_diffusion import BlockDiffusionObjective, Noise
 from nano.draft_model import DraftModelObjective
-from nano.features import Rows
 
 V, H, LENGTH, SPLIT = 97, 32, 24, 14
 NOISE = Noise(block_size=4, num_blocks=3, mask_token_id=96, stop_token_id=1)

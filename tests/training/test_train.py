@@ -21,7 +21,7 @@ from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.trainer import DraftRecipe, batches, optimisers, restore, save, set_rate, train
-from nano.features import Rows
+from nano.answers import Rows
 
 V, H = 40, 32
 DFLASH = DFlashConfig(

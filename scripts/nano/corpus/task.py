@@ -33,7 +33,3 @@ BOXES = "boxes bags baskets shelves jars trays".split()
 
 def boxed(answer: object) -> str:
     return f"The answer is \\boxed{{{answer}}}."
-
-
-def pick(rng: Random, *choices: str) -> str:
-    return rng.choice(choices)
