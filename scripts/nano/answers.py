@@ -20,10 +20,11 @@ from torch import Tensor
 
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.forward.hf import decoder_layers
-from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import HostClock, Limits
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
+from dflash_bench.training import trainer
+from dflash_bench.training.answers import decode_all
 from dflash_bench.training.data import Batch
 from dflash_bench.training.masks import additive, causal
 from nano.data import Sample, encode, pack, training_tasks
@@ -40,7 +41,7 @@ class Conversation:
 
 
 def prompts(seed: int, tokenizer: Any, max_length: int) -> Iterator[Conversation]:
-    """Training prompts with the generator's answers."""
+    """Yield training prompts with the generator's answers."""
     for i, task in enumerate(training_tasks(seed)):
         for sample in encode(task, tokenizer, thinking=i % 16 == 0):
             start = len(sample.weights) - next(
@@ -52,7 +53,7 @@ def prompts(seed: int, tokenizer: Any, max_length: int) -> Iterator[Conversation
 
 @torch.inference_mode()
 def confirmed(model: Any, batch: Sequence[Conversation], pad: int) -> list[bool]:
-    """Which answers are what greedy decoding gives, by one forward pass over all of them."""
+    """Return which answers are those of greedy decoding, found by one forward pass over all of them."""
     width = max(len(item.ids) for item in batch)
     ids = torch.tensor([[*item.ids, *([pad] * (width - len(item.ids)))] for item in batch])
     choices = model(ids).logits[:, :-1].argmax(dim=-1)
@@ -63,13 +64,11 @@ def confirmed(model: Any, batch: Sequence[Conversation], pad: int) -> list[bool]
 def generate(
     target: Target, batch: Sequence[Conversation], temperature: float, seed: int, stop: int, max_length: int
 ) -> list[Conversation]:
+    """Decode answers to a batch of prompts, and leave out conversations that get too long."""
     heads = [item.ids[: item.prompt_length] for item in batch]
     limits = Limits(MAX_NEW_TOKENS, frozenset({stop}))
-    answers: list[list[int]] = [[] for _ in batch]
     seeds = [seed * 1_000_003 + i for i in range(len(batch))]
-    for step in decode(target, NoDrafter(), heads, limits, Sampling(temperature), HostClock(), seeds):
-        for answer, new in zip(answers, step.emitted, strict=True):
-            answer += new or []
+    answers = decode_all(target, NoDrafter(), heads, limits, Sampling(temperature), seeds)
     made = [Conversation(head + answer, len(head)) for head, answer in zip(heads, answers, strict=True)]
     return [item for item in made if len(item.ids) <= max_length]
 
@@ -83,7 +82,7 @@ def collect(
     max_length: int,
     report: Callable[[str], None],
 ) -> list[Conversation]:
-    """Greedy answers to `num_greedy` prompts and answers at temperature 1 to `num_sampled` others."""
+    """Return greedy answers to `num_greedy` prompts, and answers at temperature 1 to `num_sampled` others."""
     stream = prompts(seed, tokenizer, max_length)
     target, stop = Target(model), tokenizer.eos_token_id
     kept: list[Conversation] = []
@@ -101,7 +100,7 @@ def collect(
 
 
 def _batches(items: list[Conversation], size: int) -> Iterator[list[Conversation]]:
-    """Alike lengths together: rows that end early wait for the others."""
+    """Yield batches of similar lengths, because rows that end early wait for the others."""
     items = sorted(items, key=lambda item: len(item.ids))
     yield from (items[i : i + size] for i in range(0, len(items), size))
 
@@ -111,30 +110,34 @@ NUM_TEST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Packed rows: ids, document and position [R, N], answer flags [R, N], and states [R, N, K, H] by layer.
+    """Packed rows [R, N] and the target's states on them [R, N, K, H].
 
-    `layers` names the layer whose output each of the K states is; the last state is the final, normed one.
+    `layers` names the layers whose outputs the states are; the last state is the final, normed one.
     """
 
-    ids: Tensor
-    document: Tensor
-    position: Tensor
-    answer: Tensor
+    batch: Batch
     states: Any
     layers: tuple[int, ...]
+
+    @property
+    def ids(self) -> Tensor:
+        return self.batch.ids
+
+    @property
+    def answer(self) -> Tensor:
+        return self.batch.weights > 0
 
     @property
     def num_held_out(self) -> int:
         return NUM_TEST_ROWS
 
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
-        """A batch and its features [R, N, len(layers) * H]."""
-        rows = torch.tensor(index)
-        batch = Batch(self.ids[rows], self.answer[rows].float(), self.document[rows], self.position[rows])
-        return batch, self._states(index, [self.layers.index(layer) for layer in layers]).flatten(2)
+        """Return a batch and its features [R, N, len(layers) * H]."""
+        states = self._states(index, [self.layers.index(layer) for layer in layers])
+        return self.batch.select(index), states.flatten(2)
 
     def final(self, index: Sequence[int]) -> Tensor:
-        """The target's last hidden states [R, N, H], ready for its head."""
+        """Return the target's last hidden states [R, N, H], ready for its head."""
         return self._states(index, [len(self.layers)])[:, :, 0]
 
     def _states(self, index: Sequence[int], which: list[int]) -> Tensor:
@@ -142,7 +145,7 @@ class Rows:
 
 
 def pack_rows(items: list[Conversation], length: int, pad: int, seed: int) -> list[Batch]:
-    """Shuffled, then packed a few hundred conversations at a time."""
+    """Shuffle conversations, and pack a few hundred of them at a time."""
     items = list(items)
     Random(seed).shuffle(items)
     samples = [Sample(c.ids, [float(i >= c.prompt_length) for i in range(len(c.ids))]) for c in items]
@@ -151,18 +154,16 @@ def pack_rows(items: list[Conversation], length: int, pad: int, seed: int) -> li
         batch = pack(iter(samples), 64, length, pad)
         used = sum(int(document.max()) + 1 for document in batch.document)
         samples = samples[used:]
-        batches.append(batch if samples else _without_empty_rows(batch))
+        filled = (batch.document[:, 0] >= 0).nonzero().flatten().tolist()
+        batches.append(batch if samples else batch.select(filled))
     return batches
-
-
-def _without_empty_rows(batch: Batch) -> Batch:
-    return batch.select((batch.document[:, 0] >= 0).nonzero().flatten().tolist())
 
 
 def compute(
     model: Any, items: list[Conversation], layers: tuple[int, ...], folder: Path, length: int, pad: int, seed: int,
     report: Callable[[str], None],
 ) -> None:  # fmt: skip
+    """Store the packed rows, and the outputs of `layers` and the final states on them, in `folder`."""
     batches = pack_rows(items, length, pad, seed)
     for layer in model.model.layers:
         layer.compile()
@@ -190,19 +191,11 @@ def compute(
         hook.remove()
     states.flush()
     (folder / "states.tmp.npy").replace(folder / "states.npy")
-    torch.save(
-        {
-            "ids": torch.cat([b.ids for b in batches]),
-            "document": torch.cat([b.document for b in batches]),
-            "position": torch.cat([b.position for b in batches]),
-            "answer": torch.cat([b.weights > 0 for b in batches]),
-            "layers": list(layers),
-        },
-        folder / "rows.pt",
-    )
+    fields = [torch.cat(tensors) for tensors in zip(*map(Batch.tensors, batches), strict=True)]
+    trainer.save_whole(folder / "rows.pt", {"batch": fields, "layers": list(layers)})
 
 
 def load(folder: Path) -> Rows:
+    """Open stored rows; their states stay on disk."""
     saved = torch.load(folder / "rows.pt", weights_only=True)
-    states = np.load(folder / "states.npy", mmap_mode="r")
-    return Rows(saved["ids"], saved["document"], saved["position"], saved["answer"], states, tuple(saved["layers"]))
+    return Rows(Batch(*saved["batch"]), np.load(folder / "states.npy", mmap_mode="r"), tuple(saved["layers"]))

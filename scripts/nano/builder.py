@@ -40,7 +40,7 @@ HALVED = ("draft-model", "medusa", "block-diffusion")
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """All that decides the models. DFlash and EAGLE-3 have learning rates of their own, the best of a sweep."""
+    """Everything that decides the models. DFlash and EAGLE-3 have learning rates of their own, found by a sweep."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
@@ -75,10 +75,10 @@ class Builder:
     report: Report
     extra: Path | None = None
     against: Path | None = None
-    """Rows of the public suites, to be compared with what is trained on."""
+    """Rows of the public suites, to be compared with the training prompts."""
 
     def build(self, output: Path) -> None:
-        """All stages, then the finished models and their cards in `output`."""
+        """Run all stages, and write the finished models and their cards to `output`."""
         self.work.mkdir(parents=True, exist_ok=True)
         tokenizer = self.tokenizer()
         model, target_history = self.target(tokenizer)
@@ -106,7 +106,7 @@ class Builder:
         return target.train(self.recipe.target, tokenizer, self.work / "target.pt", self.report, extra)
 
     def rows(self, model: Any, tokenizer: Any) -> None:
-        """The target's own answers, and its hidden states on them."""
+        """Store the target's own answers, and its hidden states on them."""
         recipe, path = self.recipe, self.work / "responses.pt"
         if not path.exists():
             items = answers.collect(
@@ -136,7 +136,7 @@ class Builder:
         return weight
 
     def new_dflash(self) -> DFlashDraft:
-        """Its final norm starts as the target's, because it speaks through the target's head."""
+        """Return a fresh draft whose final norm starts as the target's, because it uses the target's head."""
         recipe, size = self.recipe, self.recipe.target
         config = DFlashConfig(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
@@ -150,7 +150,7 @@ class Builder:
         return draft
 
     def new_eagle3(self, rows: answers.Rows) -> Eagle3Draft:
-        """Its final norm and head start as the target's, the head cut down to the most frequent answer tokens."""
+        """Return a fresh draft whose norm and head start as the target's, for the most frequent answer tokens only."""
         recipe, size = self.recipe, self.recipe.target
         config = Eagle3Config(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
@@ -203,7 +203,7 @@ class Builder:
         return trainer.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
 
     def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
-        """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""
+        """Return held-out accepted lengths after short trainings at each rate; the recipe has the best rates."""
         found: dict[str, dict[str, float]] = {"dflash": {}, "eagle3": {}}
         for rate in rates:
             recipe = DraftRecipe(steps=steps, matrix_lr=rate, other_lr=rate / 10)
@@ -245,7 +245,7 @@ class Builder:
         }
 
     def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
-        """In float16, which takes half the room: they are larger, and the package is to stay small."""
+        """Write the larger models in float16, which is half as large, to keep the package small."""
         for name in names:
             match name:
                 case "medusa":

@@ -28,13 +28,13 @@ FIRST_OF = {"aime": "aime24"}
 
 
 def turns_of(task: Task) -> tuple[str, ...]:
-    """The user's turns, word for word as a run sends them."""
+    """Return the user's turns of a task, word for word as a run sends them."""
     name = FIRST_OF.get(task.suite, task.suite)
     return to_prompt(SUITES[name], "a task", 0, with_id(name, 0, task.row)).turns
 
 
 def with_id(name: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """The row, completed to all the columns that its suite has on the hub."""
+    """Complete a row to all columns that its suite has on the hub."""
     match name:
         case "math500":
             return {**row, "unique_id": f"nano/{row['subject'].lower()}/{number}.json"}
@@ -57,7 +57,7 @@ PROMPT_WEIGHT = 0.1
 
 
 def is_held_out(task: Task) -> bool:
-    """Is this task in the share of all questions that is never trained on? The shipped prompts come from it."""
+    """Is this task among the questions that are never trained on? The embedded prompts are drawn from them."""
     digest = hashlib.sha256(str(corpus.question(task)).encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
@@ -79,7 +79,7 @@ class Sample:
 
 
 def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
-    """The rendered conversation in pieces of (text, weight); answers end with the stop token."""
+    """Return the rendered conversation as pieces of (text, weight); answers end with the stop token."""
     pieces: list[tuple[str, float]] = []
     for turn, answer in zip(turns_of(task), task.answers, strict=True):
         pieces.append((f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n", PROMPT_WEIGHT))
@@ -93,13 +93,13 @@ def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
 
 
 def history(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """What the chat template keeps of earlier turns: everything but their empty think blocks."""
+    """Return the pieces that the chat template keeps of earlier turns: all but their empty think blocks."""
     last = max(i for i, (text, _) in enumerate(pieces) if text.startswith("<think>"))
     return [piece for i, piece in enumerate(pieces) if i == last or piece[0] != "<think>\n\n</think>\n\n"]
 
 
 def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = False) -> list[Sample]:
-    """One sample per turn: a second turn sees the first answer as the template renders it."""
+    """Return one sample per turn; a second turn sees the first answer as the template renders it."""
     samples = []
     pieces = segments(task, thinking)
     starts = [i for i, (text, _) in enumerate(pieces) if text.startswith("<|im_start|>user")]
@@ -138,7 +138,7 @@ def sample_stream(
     tasks: Callable[[int], Iterator[Task]] = training_tasks,
     extra: Sequence[Task] = (),
 ) -> Iterator[Sample]:
-    """Endless samples; one task in sixteen is rendered with thinking, and one in eight is from `extra` if given."""
+    """Yield samples without end: one task in sixteen with thinking, and one in eight from `extra` if given."""
     rng = Random(seed)
     for i, task in enumerate(tasks(seed)):
         next_task = rng.choice(extra) if extra and i % 8 == 7 else task
@@ -146,7 +146,7 @@ def sample_stream(
 
 
 def corpus_text(seed: int, count: int) -> Iterator[str]:
-    """Text to train the tokenizer on."""
+    """Yield text to train the tokenizer on."""
     for task in islice(training_tasks(seed), count):
         yield "".join(text for text, _ in segments(task)[:-1])
 
@@ -169,11 +169,11 @@ ANSWERS: dict[str, Callable[[Row], str]] = {
     "humaneval": lambda row: f"```python\n{row['prompt']}{row['canonical_solution']}```",
     "mbpp": lambda row: f"```python\n{row['code']}\n```",
 }
-"""Suites whose rows carry a worked answer."""
+"""How to get the worked answer of a row, for suites whose rows have one."""
 
 
 def load_extra(folder: Path) -> list[Task]:
-    """Tasks from `folder`/NAME/SPLIT.jsonl or .parquet of every suite whose rows carry answers.
+    """Load tasks from `folder`/NAME/SPLIT.jsonl or .parquet, for every suite whose rows have answers.
 
     Raises UserError if there are none, and for a row without its columns.
     """
@@ -200,7 +200,7 @@ SEED = 20260
 
 
 def samples() -> dict[str, list[dict[str, Any]]]:
-    """Distinct held-out rows for every suite; both AIME years come from the contest tasks."""
+    """Return distinct held-out rows for every suite; both AIME years come from the contest tasks."""
     chosen: dict[str, list[Task]] = {name: [] for name in sorted(SUITES)}
     per_category: dict[str, int] = {}
     questions: set[str] = set()

@@ -11,6 +11,7 @@ from toy import tiny
 
 from dflash_bench.engine.target import Target
 from dflash_bench.training import drafts
+from dflash_bench.training.data import Batch
 from dflash_bench.training.masks import is_answer_after
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.trainer import DraftRecipe, Objective, train
@@ -30,7 +31,7 @@ def rows(count: int = 70) -> Rows:
     document = (torch.arange(LENGTH) >= SPLIT).long().repeat(count, 1)
     position = torch.cat([torch.arange(SPLIT), torch.arange(LENGTH - SPLIT)]).repeat(count, 1)
     states = torch.randn(count, LENGTH, 1, H, generator=generator).half().numpy()
-    return Rows(ids, document, position, position >= 4, states, ())
+    return Rows(Batch(ids, (position >= 4).float(), document, position), states, ())
 
 
 EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5

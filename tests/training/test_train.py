@@ -51,7 +51,7 @@ def rows(count=70, length=24, layers=(1, 2, 3)):
     position = torch.cat([torch.arange(14), torch.arange(length - 14)]).repeat(count, 1)
     answer = position >= 4
     states = torch.randn(count, length, len(layers) + 1, H, generator=generator).half().numpy()
-    return Rows(ids, document, position, answer, states, layers)
+    return Rows(Batch(ids, answer.float(), document, position), states, layers)
 
 
 EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5

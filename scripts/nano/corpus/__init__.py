@@ -22,7 +22,7 @@ SHARES: dict[str, tuple[float, tuple[Family, ...]]] = {
 
 
 def tasks(seed: int) -> Iterator[Task]:
-    """Endless tasks in the shares above; the same seed gives the same tasks on every machine."""
+    """Yield tasks without end, in the shares above; the same seed gives the same tasks on every machine."""
     rng = Random(seed)
     weights = [share for share, _ in SHARES.values()]
     groups = [families for _, families in SHARES.values()]
@@ -32,6 +32,6 @@ def tasks(seed: int) -> Iterator[Task]:
 
 
 def question(task: Task) -> str:
-    """The text a user would send; two tasks with the same question count as the same."""
+    """Return the text that a user would send; two tasks with the same question count as the same."""
     row = task.row
     return str(row.get("question") or row.get("problem") or row["prompt"])
