@@ -144,13 +144,13 @@ def profile(
     from dflash_bench.report import perf as shown
     from dflash_bench.report import plots
 
-    asked = profile.ProfileRequest(
+    profile_request = profile.ProfileRequest(
         request, random_weights, layers, whole_numbers(batch, "--batch"),
         whole_numbers(context, "--context"), whole_numbers(width, "--width"), acceptance,
     )  # fmt: skip
     profile.check_out(out)
     with status() as tell:
-        profiled = profile.perform(asked, tell)
+        profiled = profile.perform(profile_request, tell)
     text = json.dumps(shown.as_json(profiled), indent=1, allow_nan=False)
     if out is not None:
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"

@@ -121,9 +121,9 @@ def _others(loaded: Loaded, prompt: Prompt) -> list[Prompt]:
 
 def example(suite: Suite, prompt: Prompt) -> str:
     """Return the text of a prompt and, if the row has one, its answer."""
-    said = [message.content for message in prompt.opening if message.role != "system"]
+    opening = [message.content for message in prompt.opening if message.role != "system"]
     answer = _worked(suite, prompt) or prompt.reference
-    return "\n\n".join(text.strip() for text in [*said, *prompt.turns, *([answer] if answer else [])])
+    return "\n\n".join(text.strip() for text in [*opening, *prompt.turns, *([answer] if answer else [])])
 
 
 def _worked(suite: Suite, prompt: Prompt) -> str | None:

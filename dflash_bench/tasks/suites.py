@@ -279,8 +279,8 @@ def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
     """Yield each prompt's name and its messages up to the last turn, with "Yes." in place of earlier answers."""
     for prompt in loaded.prompts:
         *earlier, last = (Message("user", turn) for turn in prompt.turns)
-        asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
-        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *asked, last]
+        answered = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
+        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *answered, last]
 
 
 def prompt_hash(prompt: Prompt) -> str:

@@ -94,8 +94,8 @@ class Chat:
 
     def continued(self, answer: str) -> Chat:
         """Return the chat with the answer to its last turn, followed by the next turn."""
-        asked, *later = self.later
-        return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", asked)), tuple(later))
+        turn, *later = self.later
+        return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", turn)), tuple(later))
 
 
 def user_chat(source: str, text: str) -> Chat:
