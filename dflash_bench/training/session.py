@@ -6,7 +6,6 @@ Every stage leaves its result in the folder's `work`, and finds it there when th
 from __future__ import annotations
 
 import copy
-import json
 import resource
 import sys
 import time
@@ -136,7 +135,7 @@ def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> f
             history = trainer.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell, group=group)
             results[str(rate)] = history[-1]["accepted"]
         if group.is_first:
-            files.write_whole(path, lambda file: file.write(json.dumps(results).encode()))
+            files.write_json(path, results)
         group.wait()
     tried: dict[str, float] = files.json_of(path)
     return float(max(tried, key=lambda rate: tried[rate]))
